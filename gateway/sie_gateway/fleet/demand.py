@@ -1,14 +1,14 @@
-"""Requests for models that no worker has loaded: the answer after the longest wait (the hold), and the record of
-demand.
+"""Requests for models that no worker has loaded. Such a request is held for a limited time (the hold). The drawing
+shows what follows then. In addition, the demand is recorded for autoscalers.
 
 held until the end of the hold ──► a worker has loaded the model: go on waiting
                                ──► a worker loads the model: MODEL_LOADING
                                ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
                                ──► a worker is ready and has not begun to load: go on waiting
 
-The record of demand has one key per lane. All gateways read it, and it counts for DEMAND_LIFE_S. It is needed because
-the work of a request that has ended is withdrawn from the queue: without the record, no autoscaler would start a worker
-for the client's next attempt.
+The record of demand has one key per lane (pool, machine profile and bundle). All gateways read it. It is valid for
+DEMAND_LIFE_S seconds. It is needed because the work of a request that has ended is withdrawn from the queue: without
+the record, no autoscaler would start a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return whether a record of the time `at_s` still counts, by the broker's clock. A record with a time in the
-    future counts, too.
+    """Return whether a record from the time `at_s` (broker's clock) is still valid. A record with a time in the future
+    is valid.
     """
     return now_s - at_s < DEMAND_LIFE_S
 
@@ -58,7 +58,7 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        self._noted: dict[Lane, float] = {}  # bounded: only lanes of the catalogue and the machine profiles
+        self._noted: dict[Lane, float] = {}  # needs no limit: clients cannot create lanes
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
 
@@ -101,7 +101,7 @@ class DemandRecords:
                 del self._noted[lane]
 
     async def is_wanted(self, lane: Lane) -> bool:
-        """Return whether the lane has a record of demand, of any gateway, that still counts. Raises BrokerError."""
+        """Return whether the lane has a valid record of demand, written by any gateway. Raises BrokerError."""
         entry = await self._bucket.get(topology.lane_key(lane))
         if entry is None or entry.value is None:
             return False
@@ -139,7 +139,7 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        self._starts: dict[Lane, _ColdStart] = {}  # bounded: only lanes of the catalogue and the machine profiles
+        self._starts: dict[Lane, _ColdStart] = {}  # needs no limit: clients cannot create lanes
         self._took_s: dict[Lane, float] = {}
 
     def requested(self, lane: Lane) -> None:

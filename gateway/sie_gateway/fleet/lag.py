@@ -38,7 +38,7 @@ class Lag:
         """Create the lag. `now_s` returns the broker's time."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # this object is shared and changes
+        self._pools = pools  # shared with the owner of the pools, who changes it when pools are created or removed
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         self._lanes: dict[Labels, ModelBacklog] = {}

@@ -1,5 +1,5 @@
-"""Placement tables of the lanes. All gateways compute each table. The first write of a change wins, and the other
-gateways read the written table.
+"""Placement tables: for each lane (pool, machine profile and bundle), the workers that host each model. All gateways
+compute each table. The first gateway that writes a change wins; the other gateways read the written table.
 
     heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table
     ──compare-and-set──► sidecars
@@ -31,10 +31,11 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-COLD_GAP_S = 0.02  # seconds between two steps, so that a burst of cold models is placed together
+# shortest time in seconds between two steps: several models that get their first work together are placed in one step
+COLD_GAP_S = 0.02
 # seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
-MAX_ASKED = 32  # subjects whose oldest message is read in one step
+MAX_ASKED = 32  # largest number of subjects whose oldest message is read in one step
 _logger = logging.getLogger("sie.gateway.placement")
 
 
@@ -66,7 +67,7 @@ class Placer:
         replicas: int = 1,
     ) -> None:
         """Create the placer. `waiting(lane, models)` returns the waiting work of these models. `now_s` returns the
-        broker's time. `storage`, `replicas`: for the bucket, if it is created here.
+        broker's time. `storage` and `replicas` are used if this gateway creates the bucket.
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
@@ -107,7 +108,7 @@ class Placer:
         self._when_looked(self._tables.clear)
 
     def _when_looked(self, take: Callable[[], None]) -> None:
-        """Call `apply` at once, or at the end of the running step."""
+        """Call `take` now, or at the end of the step if one is running."""
         if self._held is not None:
             self._held.append(take)
         else:
@@ -291,8 +292,8 @@ class Ages:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """Return the model of each last token of a subject. A token cannot be decoded to a model, so it is compared
-        with the tokens of `models`.
+        """Return the model for each last token of a subject. A token cannot be decoded to a model's name, so the tokens
+        of `models` are computed and compared.
         """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):

@@ -1,5 +1,5 @@
-"""Planner of the placement table of one lane. Each step computes a new table from heartbeats, backlog and the last
-table.
+"""Planner of the placement table of one lane: which workers host each model. Each step computes a new table from the
+heartbeats, the backlog and the last table.
 
 Demand is computed from facts that every gateway can see: the tokens per second that each worker accepts, and the
 messages that wait in the stream. The tokens of a waiting message are a mean that this gateway measured, or
@@ -25,8 +25,8 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# seconds after which a lane with work gets a new `at_s`: while there is work, an old table means to sidecars that no
-# gateway is alive
+# seconds after which the table of a lane with work is written again with a new time `at_s`: sidecars take an old table
+# as a sign that no gateway is alive
 REFRESH_S = 5.0
 MIN_SPAN_S = 5.0  # shortest time in seconds over which waiting work is spread: a burst must not count as a high rate
 FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
@@ -95,7 +95,8 @@ class Planner:
         self._table: Placement | None = None  # table from which the rows of the layout were built
         self._scales: dict[str, Replicas] = {}
         self._lowering: set[str] = set()  # models that need fewer hosts than they have
-        self._raised_s: dict[str, float] = {}  # time of the last raise, of models with more than one host
+        # time when the number of hosts was last raised, for models with more than one host
+        self._raised_s: dict[str, float] = {}
         self._counts = np.ones(1)  # number of hosts that a model needs, by the model's index; 0 while unknown
         self._wanted_s: dict[str, float] = {}  # time of the last work; the longest unused model is the first
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
@@ -109,7 +110,7 @@ class Planner:
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
-        """Record published work by model: number of calls, their messages, and the tokens of these messages."""
+        """Record published work by model: number of calls of `Placer.note`, of messages, and of their tokens."""
         for model, (calls, messages, cost) in published.items():
             calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = calls_before + calls, count + messages, tokens + cost
@@ -414,7 +415,9 @@ class Planner:
 
 
 def model_of(status: ModelStatus) -> str:
-    """Return the model whose queue serves a residency. Profiles with other weights share this queue."""
+    """Return the model whose queue serves a residency (a model, or a profile of it that has other weights). All
+    profiles of a model share one queue.
+    """
     return status.model.partition(":")[0]
 
 

@@ -1,4 +1,5 @@
-"""Reconciliation of reservations: streams, ends of leases, and the assignment of workers.
+"""Reconciliation of reservations: creates and removes their streams, ends them with their leases, and assigns workers
+to them.
 
 each gateway: create the stream of each live reservation; fail the requests of a reservation that has ended
 the leader:   end expired reservations ──► assign and release workers ──► remove the streams of ended reservations
@@ -85,14 +86,14 @@ class PoolReconciler:
             try:
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
-                if math.isinf(self._clock.margin_s):  # leases end by the broker's time
+                if math.isinf(self._clock.margin_s):  # leases end by the broker's time, so its offset must be known
                     await self._clock.measure()
                 await self.step()
                 trouble.passed()
             except BrokerError as error:
                 trouble.met(error)
         if self._is_leader:
-            with contextlib.suppress(BrokerError):  # without a release, the lease expires
+            with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
                 await self._lease.release()
 
     async def step(self) -> None:
@@ -128,8 +129,8 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End the reservations whose lease has ended. The margin of the clock is subtracted, so no lease ends too
-        early.
+        """End the reservations whose lease has ended. The possible error of the clock is subtracted, so no lease ends
+        too early.
         """
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
@@ -140,7 +141,7 @@ class PoolReconciler:
             # else: another gateway ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
-                _logger.info("the lease of reservation %s is over", name)
+                _logger.info("the lease of reservation %s has ended", name)
 
     async def _remove(self) -> None:
         """Remove the streams and tables of ended reservations. After that, their names may be used again."""

@@ -1,5 +1,5 @@
-"""Pools to which work can be routed: the pools of this installation, and reservations. Clients create and delete
-reservations with `/v1/pools`.
+"""Pools to which work can be routed: the pools of this installation, and reservations, which are pools that clients
+create and delete with `/v1/pools`.
 
     POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
                                             ▲
@@ -157,7 +157,7 @@ class PoolRecord(Collection[str]):
         try:
             stored = await self._record.change(_RESERVATIONS, changed)
         except WrongRevision as error:
-            raise QueueUnavailable("too many changes of pools at once") from error
+            raise QueueUnavailable("too many gateways change pools at the same time: try again") from error
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
@@ -184,7 +184,7 @@ class PoolRecord(Collection[str]):
                 ):
                     await self._changed.wait()
         except TimeoutError:
-            raise QueueUnavailable(f"an earlier pool {name!r} is still being removed") from None
+            raise QueueUnavailable(f"an earlier pool {name!r} is still being removed: try again") from None
 
 
 class PoolDirectory:
@@ -340,7 +340,7 @@ class PoolDirectory:
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _physical(self) -> set[str]:
-        """Return the pools of workers, without reservations."""
+        """Return the pools to which live workers belong by their own settings."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:

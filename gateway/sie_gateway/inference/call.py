@@ -1,13 +1,13 @@
 """Objects of a call that every route uses: the HTTP request, its body, the request to a model, and the reply.
 
-    Call ──► BodyReader: the bytes, within size, memory and pace ──► decode: plain values ──► InferRequest
+    Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values ──► InferRequest
     ──► EncodedReply
 
 Memory for a body counts when its bytes arrive, not when they are announced, so a client cannot occupy memory by
 announcements. The values of a body count before they are decoded. The first bytes of each body do not count, so small
 requests are admitted even while large bodies occupy all the memory. Small requests do not wait for large bodies either:
-while small ones are in progress, large bodies are read at a limited pace, so that the event loop has time for the small
-ones. Large bodies are decoded in a thread.
+while small ones are in progress, large bodies are read at a limited speed, so that the event loop has time for the
+small ones. Large bodies are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Call:
     headers: Mapping[str, str]
     labels: dict[str, str] = field(default_factory=dict)
     path: str = ""
-    receive: Receive | None = None  # channel of the connection; it also reports that the client has disconnected
+    receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
     charge: Charge | None = None  # charge for the tokens of the request, if its key has a quota
     shape: ErrorShape = native_shape
@@ -172,8 +172,8 @@ class EncodedReply:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """Request to a model, independent of the client's API. `parameters` is a map with the same fields as a native body
-    (contract 5).
+    """Request to a model, independent of the client's API. `parameters` is a map with the same fields as the body of a
+    native request.
 
     `run` replaces all parameters if the operation has no parameters of a model. `side` is the side (query or document)
     of texts if no parameter names it. It is none for routes of other servers, which then return the same values as the
@@ -386,7 +386,7 @@ LARGE_BYTES = 256 << 10
 
 
 async def beside(body: bytes, work: Callable[[], T]) -> T:
-    """Run `work` on a body. It runs in a thread if the body is large."""
+    """Return the result of `work`, which reads a body. If the body is large, `work` runs in a thread."""
     return work() if len(body) <= LARGE_BYTES else await asyncio.to_thread(work)
 
 

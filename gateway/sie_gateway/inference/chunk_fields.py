@@ -1,7 +1,7 @@
 """The fields `chunks` and `context` of an item: parts of its text that get vectors of their own.
 
-chunks: [[0, 120], [120, 260]]       spans in code points
-chunks: {max_tokens: 256, ...}       a rule
+chunks: [[0, 120], [120, 260]]       start and end of each chunk, in code points of the text
+chunks: {max_tokens: 256, ...}       a rule by which the worker splits the text
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     answer: resolve name ─► read body ─► the handler of a client family, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-All checks run before `publish`, in the order of the contract, so that a bad request never causes a load.
+All checks run before `publish`, so a bad request never causes the load of a model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
 WATCH_AFTER_S = 1.0
-MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes during an attempt
+MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
 RENEWED_WITHIN_S = 1.0  # seconds within which the gateway's catalogue receives a new entry that a worker already has
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
@@ -105,7 +105,7 @@ class Inference:
 
     @property
     def max_budget_s(self) -> float:
-        """The longest budget of a request, seconds."""
+        """Longest time in seconds from the arrival of a request to its answer."""
         return self._settings.gateway_request_timeout
 
     def workers_of(self, bundle: str) -> list[Heartbeat]:
@@ -258,7 +258,9 @@ class Inference:
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Merge the parameters and choose the lane. Raises SIEError if no worker could ever run the request."""
+        """Return the request with all parameters merged and its lane chosen. Raises SIEError if no worker could ever
+        run it.
+        """
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # an unknown pool is reported before wrong parameters
         if bodies.has_links(request.items, request.query):
@@ -296,7 +298,7 @@ class Inference:
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Run a planned request. Images at URLs are fetched first."""
+        """Run a planned request and return its result. Images at URLs are fetched first."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
@@ -312,7 +314,7 @@ class Inference:
     async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
-        except QueueFull as error:  # an error of the broker has no queue depth
+        except QueueFull as error:  # QueueFull from the broker has no queue depth, so it is added here
             error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             raise
         call.finished = finished

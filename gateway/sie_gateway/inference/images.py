@@ -1,5 +1,5 @@
-"""Headers of image files, read from their first bytes without decoding a pixel, for replies that describe their images.
-Also files in request bodies.
+"""Files in request bodies: images, sounds and documents. Also the headers of image files, which are read without
+decoding a pixel, for replies that describe their images.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Clients that disconnect and try again. After its client has disconnected, a run continues for a while. If the same
-request arrives again, it gets the result of this run.
+"""Clients that disconnect and try again. After its client has disconnected, a run continues for a while (the window).
+If the same request arrives again, it gets the result of this run.
 
     client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
     released
@@ -22,7 +22,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
-REATTACH_WINDOW_S = 10.0  # seconds (contract 2.7)
+REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
 MAX_AWAY = 256
 MAX_AWAY_BYTES = 256 << 20  # bytes: limit on the bodies of all runs whose client has disconnected
 # headers that distinguish requests, in addition to path and body

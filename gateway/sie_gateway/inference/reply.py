@@ -1,5 +1,5 @@
-"""Body of a reply from results: choice of the format, one slot per input, JSON and msgpack. Large bodies are written in
-pieces. Both formats have the same values.
+"""Encoding of results as the body of a reply, in JSON or msgpack: one entry (slot) per input. Large bodies are written
+in pieces. Both formats have the same values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-# fields that a client needs in addition to the numbers of a dtype
+# by dtype, the fields from which a client computes the original values of a vector
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
-PIECE_VALUES = 50_000  # numbers of a piece; their JSON takes about 5 ms
+PIECE_VALUES = 50_000  # numbers in one piece of a body; to write them as JSON takes about 5 ms
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
@@ -42,8 +42,8 @@ Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a success. It never fails: if no offered format is in Accept, the reply is JSON. `raw`: the
-    route offers the formats of vectors. `msgpack`: the route offers msgpack.
+    """Return the format of a reply without an error. If Accept names no offered format, the reply is JSON. `raw`: the
+    route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -85,7 +85,7 @@ _msgpack = msgspec.msgpack.Encoder(
 
 
 def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
-    """Return the bytes of a success and their content type. `body` may contain numpy arrays anywhere."""
+    """Return the encoded body of a reply and its content type. `body` may contain numpy arrays anywhere."""
     if msgpack:
         return _msgpack.encode(body), "application/msgpack"
     return _json(body), "application/json"
@@ -145,8 +145,8 @@ def _step(values: Sequence[Any], numbers: int) -> int:
 def body_of(
     body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
 ) -> tuple[Body, str]:
-    """Encode a body like `encode`, in pieces if it has many `values`: a large body takes 600 ms, which would block the
-    event loop.
+    """Encode a body like `encode`. If it has more than PIECE_VALUES numbers (`values`), write it in pieces: to encode a
+    large body takes up to 600 ms, which would block the event loop.
 
     `row` renders each of the `items` just before it is written. `late` builds the entry that is written last.
     """
@@ -283,7 +283,7 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output as a view on the block of the result."""
+    """Return one output of an input as an array, without a copy of the bytes in the worker's result."""
     piece = outcome.outputs[name]
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
         piece.shape
@@ -410,8 +410,8 @@ def _outputs(
 def _chunk_slots(
     entry: ModelEntry, run: RunOptions, result: WorkResult, outcome: Ok, *, exact: bool
 ) -> list[dict[str, Any]]:
-    """Return a slot for each chunk of an input: its span, its tokens, its outputs. `exact` is that of `_exact`. Raises
-    InternalFailure if the worker knows no chunks.
+    """Return a slot for each chunk of an input: its span, its tokens, its outputs. With `exact`, float16 values become
+    float64 like in `_exact`. Raises InternalFailure if the worker is too old to return vectors of chunks.
     """
     if "chunks" not in outcome.outputs:
         raise InternalFailure("the worker is older than the gateway and knows no chunks", reason="not_chunked")

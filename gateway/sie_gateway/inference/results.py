@@ -62,7 +62,7 @@ _TIMING_HEADERS = (
     ("X-Batch-Wait-Time", "batch_wait_time"),
     ("X-Device-Wait-Time", "device_wait_time"),
 )
-FOUND_VALUES = 20  # numbers that take as long to write as one entity or label
+FOUND_VALUES = 20  # one entity or label takes as long to write in a reply as this many numbers
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class RequestResult:
 
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
-        self.publish_ms = 0.0  # milliseconds until the first messages were stored
+        self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
-        self.written_ms = 0.0  # milliseconds of the last stage that were spent to build the reply
+        self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # milliseconds from publishing a chunk to the arrival of its result, by chunk
         self._waits_ms: dict[int, float] = {}
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
@@ -274,7 +274,7 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
-        """Return the headers of every success of inference."""
+        """Return the headers of a successful reply."""
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
         fetch_ms = self.last.stages.fetch_ms if self.last else 0.0
@@ -388,7 +388,8 @@ class FailedRequest(Exception):
         self.errors = errors
 
 
-# messages that wait between the connection and the event loop: more than ten seconds of results at 5,000 per second
+# largest number of messages that wait between the connection and the event loop: the results of more than ten seconds
+# at 5,000 per second
 HELD_MESSAGES = 1 << 16
 HELD_BYTES = 256 << 20
 CHECKING_THREADS = 2
@@ -403,7 +404,9 @@ _logger = logging.getLogger("sie.gateway.inbox")
 
 
 class OutcomeCollector:
-    """Outcomes of one request, by chunk. The collector is complete when each chunk has its first terminal result."""
+    """Outcomes of one request, by chunk. The collector is complete when each chunk has a result; further results of a
+    chunk are ignored.
+    """
 
     def __init__(self, request: str, chunks: int, pool: str = "") -> None:
         self.request = request
@@ -524,8 +527,8 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request of a message for which the client library had no room. A second attempt of its sender would
-        meet the same overload.
+        """Fail the request of a message for which the client library had no room. To let the sender try again would not
+        help: its second message would meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
@@ -604,7 +607,7 @@ class ResultInbox:
             )
             verdict = "part"
         except Exception:  # outermost handler of a task: the waiting request must get an answer
-            _logger.exception("a result could not be put together")
+            _logger.exception("a result could not be joined from its parts")
             collector = self._open.get(assembly.request)
             if collector is not None:
                 collector.fail(InternalFailure("the gateway failed while taking in a result"))

@@ -155,8 +155,8 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
-        """Wait for all results until the end of the budget. After the hold, and until a worker has the model, check
-        every CHECK_AGAIN_S seconds that a worker loads it.
+        """Wait for all results until the end of the budget. If no worker has the model after the hold (`load_hold_s`),
+        check every CHECK_AGAIN_S seconds that a worker loads it.
 
         Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that failed the collector.
         """
@@ -329,8 +329,8 @@ class _Takers:
         return self._told[modality]
 
     def models_with_chunks(self) -> str:
-        """Return the end of an error: the first few models whose dense vectors are a mean or a maximum, which chunks
-        with context need.
+        """Return the end of an error: the first few models whose dense vectors are a mean or a maximum over tokens, as
+        vectors of chunks with context must be.
         """
         able = (
             entry.id

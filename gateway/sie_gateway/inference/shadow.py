@@ -39,10 +39,12 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.http.server import uuid7
 from sie_runtime.ranks import spearman
 
-MAX_IN_FLIGHT = 4  # copies in flight of a gateway
-MAX_ITEMS = 64  # inputs of a request that are copied; later inputs are left out
+MAX_IN_FLIGHT = 4  # largest number of copies that a gateway runs at the same time
+MAX_ITEMS = 64  # largest number of inputs in a copy; the further inputs of the request are left out
 MAX_VALUES = 1 << 20  # largest number of values in an answer that is kept until its copy has run
-MAX_BYTES = 4 << 20  # bytes of the inputs of a request that may be copied: copies do not count as memory of bodies
+# largest number of bytes of the inputs of a request that is copied: the memory of copies is not counted as memory of
+# bodies
+MAX_BYTES = 4 << 20
 BUDGET_S = 30.0
 LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
@@ -112,10 +114,10 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._met: dict[str, int] = {}  # number of requests that the share is computed from, by alias
+        self._met: dict[str, int] = {}  # by alias, the number of answered requests, of which the share is copied
         self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
         self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
-        self._opening: set[str] = set()  # residencies that a copy is loading
+        self._opening: set[str] = set()  # models whose load a copy has caused and which are not loaded yet
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
@@ -191,7 +193,9 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if work waits in the lane, or if the wait is unknown, as in a lane without workers."""
+        """Return True if work waits in the lane for more than LOADED_S seconds, or if the wait is unknown, as in a lane
+        without workers.
+        """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 

@@ -40,7 +40,7 @@ from sie_runtime.http.server import uuid7
 ATTEMPTS = 3  # attempts for an input with an error that may disappear, such as a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
-ROOM_S = 4.0  # seconds of work in flight
+ROOM_S = 4.0  # seconds in which the workers answer the items that a job has in flight
 _T = TypeVar("_T")
 
 
@@ -55,7 +55,7 @@ class ItemsRefused(Exception):
 
 
 class Halted(Exception):
-    """Raised if a job cannot continue until a person changes a cause. The record of the job gets `info` as its
+    """Raised if a job cannot continue until a person has removed the cause. The record of the job gets `info` as its
     error.
     """
 
@@ -222,7 +222,7 @@ class JobClient:
                     self._on_trouble(error)
                 tries += 1
                 pause_s = min(MAX_PAUSE_S, max(0.2, pause_s, 0.2 * 2 ** min(tries, 8)))
-                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads the retries of groups
+                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads retries over time
         finally:
             if is_told:
                 self._on_trouble(None)

@@ -1,4 +1,4 @@
-"""Construction of a job from its record: its input and output places, its model, and its credential.
+"""Construction of a job from its record: where it reads and writes, its model, and its credential.
 
 JobRecord ──check──► refused before it is stored, or stored with its model pinned
 JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import InferenceRoute
 
 STORE = "SIE_PAYLOAD_STORE_URL"
-SINK_DTYPES = ("float32", "float16")  # other dtypes are packed bits, or need a scale to be read
+# dtypes that a database (sink) can store; other dtypes are packed bits, or need a scale to be read
+SINK_DTYPES = ("float32", "float16")
 
 
 class Credentials(NamedTuple):
@@ -207,7 +208,7 @@ class JobEngine:
         if request.input.url:
             source = Place.opened(request.input.url, self._urls)
         else:
-            # if the file was removed, its id replaces its name, and reading it fails
+            # if the file was removed, its id replaces its name, and the job fails when it reads the file
             name, digest = self._files.content(request.input.file) or (request.input.file, "")
             source = Place(store, "files/", request.input.file, name, digest)
         sink = None
@@ -238,7 +239,7 @@ class JobEngine:
 
 
 def headers_of(request: JobRequest) -> dict[str, str]:
-    """Return the options of a job that its requests have as headers."""
+    """Return the headers of a job's requests, which name its pool and its machine profile."""
     return {
         **({"x-sie-pool": request.pool} if request.pool else {}),
         **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),

@@ -1,4 +1,4 @@
-"""Lines of batches in OpenAI's format: split a file into parts, read a line, write an answer. This module does no I/O.
+"""Lines of batches in OpenAI's format: split a file into shards, read a line, write an answer. This module does no I/O.
 
 Source: the OpenAI API reference, section Batch: the objects "request input" and "request output".
 """
@@ -16,9 +16,10 @@ from sie_runtime.http.server import uuid7
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
-# bytes and inputs after which a part gets no further line: three parts and their answers are in memory at once
+# a shard that has this number of bytes or inputs gets no further line, because three shards and their answers are in
+# memory at the same time
 SHARD_BYTES, SHARD_INPUTS = 4 << 20, 4096
-MAX_LINES = 50_000  # lines of a batch; OpenAI has the same limit
+MAX_LINES = 50_000  # largest number of lines of a batch; OpenAI has the same limit
 MAX_LINE_BYTES = 64 << 20
 _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # endpoints with the model in the path
 
@@ -67,8 +68,8 @@ class BadLine(Exception):
 
 
 class BatchCut:
-    """Splitter of a file into spans of lines, while its bytes arrive. It also finds lines that repeat the custom_id of
-    an earlier line.
+    """Splitter of a file into spans of lines, one for each shard, while its bytes arrive. It also finds lines that
+    repeat the custom_id of an earlier line.
 
     A line with only white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
     """

@@ -32,11 +32,13 @@ from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20
-# uploads at the same time: of all keys, of one key; each has a few parts in memory
+# largest number of uploads at the same time, of all keys and of one key: each upload has a few pieces in memory
 UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
-OUTPUTS_AT_ONCE = 4  # outputs of batches that are written at the same time; they never wait for uploads
+# largest number of outputs of batches that are written at the same time; they never wait for uploads
+OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
-ABANDONED_S = WRITE_S + 600.0  # seconds after which no gateway still writes a file; clocks may differ by 600 s
+# age in seconds of a record `writing` at which no gateway can still be writing its file; clocks may differ by 600 s
+ABANDONED_S = WRITE_S + 600.0
 CLEAN_S = 20.0
 _logger = logging.getLogger("sie.gateway.files")
 
@@ -50,7 +52,7 @@ class FileDescription(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A part of the list of files."""
+    """Page of the list of files. `has_more`: there are further files after it."""
 
     files: list[FileRecord]
     has_more: bool
@@ -64,8 +66,8 @@ def new_id() -> str:
 class FileStore:
     """The files of all owners. `wall_clock` returns seconds since 1970.
 
-    All methods but `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records have
-    not been read. Those that call the broker or the store raise QueueUnavailable if it fails.
+    All methods except `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records
+    have not been read. Methods that call the broker or the store raise QueueUnavailable if the call fails.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class FileStore:
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
         """Write a file with its record. `bounded`: refuse the file above the limits of its owner or of all owners. An
-        output is not bounded: it counts, but is never refused.
+        output of a batch is not bounded: its bytes count, but it is never refused.
         """
         objects = self._required()
         if bounded:
@@ -219,7 +221,7 @@ class FileStore:
     def _charge(self, file: str, record: FileRecord | None) -> None:
         if record is None:
             self._usage.release(file)
-        # else: the gateway that writes the file counts its bytes
+        # a record `writing` that is counted already is left as it is: the gateway that writes the file counts the bytes
         elif record.state != "writing" or file not in self._usage:
             self._usage.charge(file, record.owner, record.bytes)
 
@@ -240,7 +242,7 @@ class FileStore:
             state="ready",
         )
         if await self._records.change(draft.id, lambda now: done if now is not None and now == draft else now) != done:
-            raise QueueUnavailable("writing the file took too long, so its record was removed")
+            raise QueueUnavailable("writing the file took too long, so its record was removed: send the file again")
         return done
 
     async def _forsake(self, file: str) -> None:

@@ -1,4 +1,5 @@
-"""Routes of jobs and batches, and the conversion between the job format of the public SDKs of SIE and ours.
+"""Routes of jobs and batches, and the conversion between the job format of the published SDKs of SIE and the format of
+this API.
 
 {src, operation, model, field_map, options} ──► requested ──► JobRequest
                            JobInfo ──► as_public ──► {state, total_items, completed_items, ...}
@@ -161,7 +162,9 @@ def _refused(field: str, message: str) -> InvalidInput:
 
 
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
-    """Return the refusal of a body, with the field that the decoder names: a value at `$.a.b`, or a key of that map."""
+    """Return the error for a body that does not fit the schema, with the wrong field: the decoder names a value at
+    `$.a.b`, or a key of that map.
+    """
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")

@@ -1,6 +1,6 @@
 """Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy.
 
-span ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
+input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class NativeJob:
     # ---- the plan of a job
 
     async def plan(self) -> Plan:
-        """See JobWork."""
+        """Return the plan of the input, which is stored at the first call (see `run.JobWork`)."""
         plan = await self._workplace.plan()
         if plan is None:
             await shards.claim(self._places.output, _owner(self._job))
@@ -133,7 +133,7 @@ class NativeJob:
         return Plan(tuple(spans), tuple(unread))
 
     def _bounds(self) -> Bounds:
-        """Return the bounds of a shard. Raises SIEError, Halted."""
+        """Return the limits of a shard: most rows, and most bytes of text. Raises SIEError, Halted."""
         request = self._request
         if request.operation != "encode":  # answers of other operations are no larger than their texts
             return Bounds(request.shard_rows, None)
@@ -148,7 +148,7 @@ class NativeJob:
         before = await self._places.before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
-            raise NotFound("the job to retry has no plan any more", param="job")
+            raise NotFound("the job to retry has no stored plan any more: submit a new job", param="job")
         failed = [number for number, shard in sorted(before.shards.items()) if shard.failed or shard.error is not None]
         again = []
         for number in failed:
@@ -159,7 +159,9 @@ class NativeJob:
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
 
     async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """Read the rows of a span that this job answers. Raises InvalidInput, StoreError."""
+        """Read those rows of a shard that this job answers: a retry answers only the rows that failed before. Raises
+        InvalidInput, StoreError.
+        """
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
             if part:
@@ -173,7 +175,7 @@ class NativeJob:
     # ---- the answers of a shard
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """See JobWork."""
+        """Answer the rows of one shard and write its part of the output (see `run.JobWork`)."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
         if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
@@ -315,14 +317,14 @@ class NativeJob:
         await sink.upsert(rows)
 
     async def close(self) -> None:
-        """See JobWork."""
+        """Close the connection to the database (see `run.JobWork`)."""
         if self._places.sink is not None:
             await self._places.sink.close()
 
     # ---- the end of a job
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Write the manifest of the shards that exist. See JobWork."""
+        """Write the manifest of the shards that exist (see `run.JobWork`)."""
         fields = dict[str, Any]()
         if not shards:
             return fields
@@ -400,7 +402,7 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
 
 
 def _named(span: RowSpan) -> str:
-    """Return the name of a span: its object and its rows, counted from 0."""
+    """Return the name of a shard's input in the manifest: the object and its rows, counted from 0."""
     return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
 
 

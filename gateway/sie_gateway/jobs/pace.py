@@ -1,4 +1,4 @@
-"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows of the day. Without I/O."""
+"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows: times of day for its work."""
 
 from __future__ import annotations
 

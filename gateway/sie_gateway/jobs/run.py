@@ -98,7 +98,9 @@ class JobWork(Protocol):
         """
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer a part, store its answers, and return its record. Raises ShardBroken, SIEError, StoreError."""
+        """Answer the rows of one shard, store the answers, and return the record of the shard. Raises ShardBroken,
+        SIEError, StoreError.
+        """
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Complete the output, also of a job that ends early. Shards that this call completes are added to `shards`.
@@ -215,17 +217,17 @@ class JobRun:
     # progress of the work
 
     def rows(self, shard: int, done: int, failed: int) -> None:
-        """See JobProgress."""
+        """Add `done` answered rows of a shard; `failed` of them have an error."""
         before, failed_before = self._live.get(shard, (0, 0))
         self._live[shard] = before + done, failed_before + failed
 
     def trouble(self, error: ErrorInfo | None) -> None:
-        """See JobProgress."""
+        """Set the error for which the job waits; None if the job continues."""
         self._trouble = error
 
     async def until_open(self) -> None:
         """Wait until the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
-        measured. See JobProgress.
+        measured (see `JobProgress`).
         """
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):

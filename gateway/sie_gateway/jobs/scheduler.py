@@ -23,7 +23,7 @@ EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
 FENCE_S = 0.75 * LEASE_S  # seconds after the last renewal at which a job is stopped: its lease may expire soon
-LOOKS = 8  # leases that are requested in one round
+LOOKS = 8  # largest number of leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
@@ -37,7 +37,7 @@ class _Running:
         self.renewed()
 
     def renewed(self) -> None:
-        """Set the times of the next renewal and of the fence, after the lease was acquired or renewed."""
+        """Set the time of the next renewal, and the time at which the job is stopped without one (FENCE_S)."""
         loop = asyncio.get_running_loop()
         self.renew_s = loop.time() + RENEW_S
         self.fence = loop.call_later(FENCE_S, self._left)
@@ -74,7 +74,7 @@ class JobScheduler:
         self._now_s = now_s
         # Leases of jobs that other gateways run; the lease whose last check is the oldest is the first.
         # They are kept because only repeated checks show that a lease has expired.
-        # Other gateways run at least this number of jobs.
+        # Their number is limited: each belongs to a job that needs a leader now.
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 

@@ -44,10 +44,11 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
     """
     url = gateway.settings.config_service_url
     if url is None:
-        raise NotFound("this gateway has no config service: SIE_CONFIG_SERVICE_URL names it")
+        raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
     headers = {name: request.headers[name] for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
-    if request.method == "GET" and reader is not None:  # this gateway has checked before that the caller may read
+    # this gateway has checked that the caller may read, so it sends its own token
+    if request.method == "GET" and reader is not None:
         headers["authorization"] = f"Bearer {reader.reveal()}"
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
     try:

@@ -1,4 +1,4 @@
-"""Routes of `/v1/dead-letters` and their handlers, for administrators."""
+"""Routes of `/v1/dead-letters` and their handlers, for administrators. A dead letter is work that was given up."""
 
 from __future__ import annotations
 

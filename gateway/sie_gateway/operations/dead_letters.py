@@ -34,7 +34,8 @@ PURGE_S = 30.0  # seconds after which a purge stops; it then returns the number 
 REPLAY_S = 110.0  # time limit of a replay of several letters, in seconds; below the time-outs of clients
 LETTER_S = 60.0  # seconds to wait for the answer of one letter, by default
 AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
-AT_ONCE = 4  # letters that are replayed, and in memory, at the same time; a letter has at most the size of a message
+# largest number of letters that are replayed, and so in memory, at the same time; each is at most as large as a message
+AT_ONCE = 4
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
 _ID = re.compile(r"[0-9a-f]{1,64}")
@@ -93,7 +94,8 @@ class DeadLetterOperations:
         self.pool = settings.pool
         self.pools = sorted(pools)
         self._on_publish = on_publish
-        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # last known sequence by pool and id
+        # last known sequence number in the stream, by pool and id of the letter
+        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
         """Return at most `limit` letters with a sequence below `before`. If `before` is 0, begin at the newest
@@ -206,7 +208,9 @@ class DeadLetterOperations:
 
     def _letters(self, pool: str) -> Letters:
         if pool not in self.pools:
-            raise PoolNotFound(f"dead letters are in the pools {', '.join(self.pools)}", param="pool")
+            raise PoolNotFound(
+                f"pool: this pool has no dead letters of its own, use one of {', '.join(self.pools)}", param="pool"
+            )
         return Letters(self._broker, pool)
 
     @contextlib.asynccontextmanager
@@ -257,7 +261,7 @@ class DeadLetterOperations:
 
 
 async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[DeadLetterEntry]:
-    """Return the `most` oldest letters that match, with sequences above `after` and up to `last`."""
+    """Return at most `most` letters that match, the oldest first, with sequences above `after` and up to `last`."""
     together = list[DeadLetterEntry]()
     async with contextlib.aclosing(letters.all(after)) as every:
         async for located in every:
