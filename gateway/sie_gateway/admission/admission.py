@@ -1,10 +1,10 @@
 """Entry of requests into the queue. A request is refused by its expected wait (`model_queue`, `retry_slots`), and keys
 share the queue by their windows (`window`).
 
-    chunks ──► will the answer come too late?  ──► room now: permits at once
+    chunks ──► will the answer come too late? ──► room now: permits at once
                         │ yes                 └─► no room: waits for the turn of its key, as results come back
                         ▼                              └─► would be late now: QUEUE_FULL as well
-                   QUEUE_FULL with the time of its turn
+                   QUEUE_FULL with the time to come again
 
 A permit allows one chunk of a request to be in the queue. It is given back once: when the result of the chunk arrives,
 or when the request ends.

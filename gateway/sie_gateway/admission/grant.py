@@ -3,8 +3,8 @@
 The tokens per minute of a key are a bucket that refills continuously. Before a request runs, the gateway subtracts an
 estimate. After the request, it corrects the level by the actual usage.
 
-    estimate ──take──► level ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
-                         └ too little: RateLimited with the time until there is enough
+    estimate ──spend──► level ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
+                          └ too little: RateLimited with the time until there is enough
 
 Gateways share a quota: each of n gateways has 1/n of it. So the total is only approximately the quota.
 """
@@ -114,8 +114,8 @@ class Quotas:
 
 
 class Charge:
-    """Tokens of one call. `spend` subtracts an estimate before the call runs. `settle` corrects it when the usage is
-    known. `refund` adds the tokens again if the call ended without usage.
+    """Account of the tokens of one call. `spend` subtracts an estimate before the call runs. `settle` corrects it when
+    the usage is known. `refund` adds the tokens again if the call ended without usage.
     """
 
     __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
@@ -138,5 +138,5 @@ class Charge:
             self._taken = 0
 
     def refund(self) -> None:
-        """Return all tokens of a call that used none to the bucket."""
+        """Put all tokens of the call back into the bucket, because the call used none."""
         self.settle(0)

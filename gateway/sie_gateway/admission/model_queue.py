@@ -144,8 +144,8 @@ class _BatchResults:
 
 
 def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
-    """Return True if all of the newest batches were slower, or all were faster, by more than CHANGED than the earlier
-    batch `before` lets expect for their size.
+    """Return True if all of the newest batches took more than CHANGED times as long as the earlier batch `before`
+    predicts for their sizes, or if all took less than 1 / CHANGED of that time.
     """
     odd = [_oddness(before, batch) for batch in newest]
     return min(odd) > CHANGED or max(odd) * CHANGED < 1
@@ -327,10 +327,10 @@ class Throughput:
         then a larger batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work
         of all gateways.
 
-        A worker forms no batch that is larger than the budgets of its requests allow. So batches that leave work behind
-        do not become larger. If a batch takes more than AHEAD_SHARE of the budget (`budget_s`), workers form no further
-        batch while it runs. Then `running` tokens of the work ahead are in running batches, and the remaining tokens
-        fill the next batches in order.
+        A worker forms no batch that would take longer than its requests may wait. So batches that leave work behind do
+        not become larger. If a batch takes more than AHEAD_SHARE of the time in which the request must be answered
+        (`budget_s`), workers form no further batch while it runs. Then `running` tokens of the work ahead are in
+        running batches, and the remaining tokens fill the next batches in order.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -478,7 +478,8 @@ class ModelQueue:
         self.turns = RetrySlots()
         self.entered: dict[Ticket, Entered] = {}  # in order of admission
         self.scale = 0.0  # actual tokens per estimated token, learned from results; 0 before the first result
-        self.crossover_tokens = 0  # tokens of a text from which attention costs most (`text_cost`); 0 while unknown
+        # length of a text in tokens at which attention takes as long as everything else; 0 while unknown
+        self.crossover_tokens = 0
         self.bound = QueueBound()
         self.hosts: list[Heartbeat] = []  # set by `hosted_by`
         self._lanes = 1  # number of batches that the hosts run at the same time
@@ -707,7 +708,9 @@ class ModelQueue:
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Return the refusal of a request of `cost` tokens with this budget, or None to let it in."""
+        """Return the refusal of a request of `cost` tokens that must be answered within `budget_s` seconds, or None to
+        let it in.
+        """
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -823,7 +826,7 @@ class ModelQueue:
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
     """Return how much work of refused clients may come again within one second, in seconds of the queue's throughput.
-    It is a part of the budget that is left after a running batch.
+    It is a part of the time that a request has left after a running batch.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 

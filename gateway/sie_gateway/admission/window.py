@@ -60,12 +60,13 @@ def bound(
     """Return the bound of a model's work that this gateway, one of `replicas`, keeps in the queue.
 
     With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys it may
-    be less. A request of another key waits for the p batches of s tokens in the queue, and runs in the next batch. It
-    may take as long as p full batches of S tokens, the most at the adapter, and twice its time alone: (p + 1)(a + b s)
-    <= p (a + b S) + 2 a, where a batch takes a seconds and a token b seconds. So the work in the queue, p s, is p / (p
-    + 1) times p S + a / b (`fixed_tokens`), and at most p S. If the time of a batch depends on its tokens, smaller
-    batches lose little. If each batch has a large fixed time, batches stay full. The number of messages is not reduced:
-    in batches that it limits, the time depends on the number of messages.
+    be less, so that a request of another key does not wait for long. Let p be the number of batches at an adapter, and
+    let a batch take a seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
+    runs in the next one. Together they may take as long as p full batches of S tokens and twice the fixed time a: (p +
+    1)(a + b s) <= p (a + b S) + 2 a. So the work in the queue, p s, is at most p / (p + 1) times (p S + a / b), where a
+    / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens, smaller batches lose little.
+    If each batch has a large fixed time, batches stay full. The number of messages is not reduced: in batches that it
+    limits, the time depends on the number of messages.
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
     bound is at least some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a

@@ -66,7 +66,7 @@ def _sound(part: fields.Body, kind: str, path: str) -> tuple[Any, str]:
 
 
 def address(part: fields.Body, path: str) -> tuple[str, Any]:
-    """Return the URL of the image in a part of type `image_url`, after its path in the body."""
+    """Return the path in the body, and the URL, of the image in a part of type `image_url`."""
     value = part.get("image_url")
     return (f"{path}.image_url.url", value.get("url")) if isinstance(value, dict) else (f"{path}.image_url", value)
 

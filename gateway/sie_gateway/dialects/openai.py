@@ -250,7 +250,7 @@ async def _check_tokens(inference: Inference, call: Call, request: PlannedReques
 
 def max_tokens(texts: Sequence[str], run: RunOptions) -> int:
     """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
-    normal form if that is longer.
+    Unicode normal form if that is longer.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)

@@ -279,7 +279,7 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 async def main_task(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /` with the main task of the model. If the body has a source sentence, answer with similarities."""
+    """Answer `POST /` with the result of the model's main task; with similarities if the body has a source sentence."""
     body = await decode_body(call, raw)
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:

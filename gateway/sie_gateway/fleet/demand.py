@@ -81,7 +81,7 @@ class DemandRecords:
         return {lane for lane, at_s in {**self._written, **self._noted}.items() if is_live(at_s, now_s)}
 
     async def run(self, stop: Stop) -> None:
-        """Write the noted lanes until `stop`. A write that fails is tried again."""
+        """Write the demand that `note` records to the broker, until `stop`. A write that fails is tried again."""
         while not await stop.wait_woken(self._wake):
             try:
                 await self.write()
@@ -91,7 +91,7 @@ class DemandRecords:
                 await stop.wait_for(_RETRY_S)
 
     async def write(self) -> None:
-        """Write all noted lanes. Raises BrokerError."""
+        """Write all demand that `note` has recorded to the broker. Raises BrokerError."""
         while self._noted:
             lane, at_s = next(iter(self._noted.items()))
             failpoint("gateway.before_demand")

@@ -48,8 +48,8 @@ def worker_rate(beats: Iterable[Heartbeat]) -> float:
 
 
 def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
-    """Compute `worker_rate` from arrays of shape (workers,): the rate of each worker, and the tokens a second that
-    arrive there.
+    """Compute `worker_rate` from arrays of shape (workers,): the rate of each worker, and the tokens per second that
+    arrive at each worker.
     """
     is_measured = rates > 0
     rates, arriving = rates[is_measured], arriving[is_measured]
@@ -271,8 +271,8 @@ class Fleet:
         return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
 
     def crossover_tokens(self, residency: str) -> int:
-        """Return the crossover length of a model in tokens (see `costs`), from the workers' reports; 0 while no worker
-        reports one.
+        """Return the length of a text in tokens at which attention takes as long as everything else in the model, from
+        the workers' reports; 0 while no worker reports one.
         """
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 

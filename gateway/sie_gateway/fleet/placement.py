@@ -1,7 +1,7 @@
 """Placement tables: for each lane (pool, machine profile and bundle), the workers that host each model. All gateways
 compute each table. The first gateway that writes a change wins; the other gateways read the written table.
 
-    heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table
+    heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars
 
 Tables are computed in a thread that pauses every millisecond, so that the event loop can run.
@@ -181,8 +181,8 @@ class Placer:
                 take()
 
     async def _refresh(self) -> None:
-        """Update all lanes. An error of one lane, for example a missing stream, does not stop the update of the
-        others.
+        """Update the tables of all lanes. An error of one lane, for example a missing stream, does not stop the update
+        of the others.
         """
         live, silent, workers = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.worker_names())
         if self._first_s is None:
@@ -194,7 +194,9 @@ class Placer:
         )
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
-        """Update one lane. `live`, `silent`: the last heartbeats of its healthy and of its overdue workers."""
+        """Update the table of one lane. `live`, `silent`: the last heartbeats of its healthy and of its overdue
+        workers.
+        """
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
         planner.note(self._noted.pop(lane, {}))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
@@ -241,7 +243,7 @@ class Ages:
     the oldest messages.
 
     An age is read only if the subject had work in two consecutive steps. In each step, at most MAX_ASKED ages are read.
-    The subject whose last read is the oldest is first.
+    Subjects are read in the order of their last read, the oldest first.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:

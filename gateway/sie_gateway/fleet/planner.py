@@ -106,7 +106,7 @@ class Planner:
         self._cost: dict[str, float] = {}  # mean tokens of a message
         # work since the last step, by model: calls, messages and tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._dropped = False  # whether a row was dropped after the table was computed
+        self._dropped = False  # whether a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:

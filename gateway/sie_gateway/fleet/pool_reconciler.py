@@ -144,7 +144,7 @@ class PoolReconciler:
                 _logger.info("the lease of reservation %s has ended", name)
 
     async def _remove(self) -> None:
-        """Remove the streams and tables of ended reservations. After that, their names may be used again."""
+        """Remove the streams and placement tables of ended reservations. After that, their names may be used again."""
         await independently(functools.partial(self._remove_one, name) for name in list(self._record.reservations.ended))
 
     async def _remove_one(self, name: str) -> None:

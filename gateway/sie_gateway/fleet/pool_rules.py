@@ -31,7 +31,7 @@ def shown(name: str) -> str:
 
 
 def not_found(name: str) -> PoolNotFound:
-    return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease is over", param="name")
+    return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease has ended", param="name")
 
 
 def exists(name: str, pool: api.Pool) -> PoolConflict:

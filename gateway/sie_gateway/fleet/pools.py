@@ -135,7 +135,7 @@ class PoolRecord(Collection[str]):
         return reservation.spec if reservation is not None else None
 
     def workers(self) -> Mapping[str, str]:
-        """Return the live reservation of each reserved worker."""
+        """Return the live reservation of each reserved worker, by the id of the worker."""
         live = self.live()
         return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
 
@@ -161,8 +161,8 @@ class PoolRecord(Collection[str]):
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
-        """Replace the known assignments. If another gateway has changed them, read them again and return False. Raises
-        BrokerError.
+        """Write `workers`, a map of worker to pool, in place of the known assignments. If another gateway has changed
+        them, read them again and return False. Raises BrokerError.
         """
         write = Write(_ASSIGNED, messages.encode(Assigned(workers)), self._assigned_revision)
         try:

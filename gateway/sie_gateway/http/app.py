@@ -176,7 +176,7 @@ class ClientVersions:
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
             self._met.add(match[0])
-            _logger.info("a client of version %s is in use", match[0])
+            _logger.info("a client library of version %s is in use", match[0])
 
 
 class Edge:

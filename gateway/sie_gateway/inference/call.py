@@ -3,11 +3,11 @@
     Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values ──► InferRequest
     ──► EncodedReply
 
-Memory for a body counts when its bytes arrive, not when they are announced, so a client cannot occupy memory by
-announcements. The values of a body count before they are decoded. The first bytes of each body do not count, so small
-requests are admitted even while large bodies occupy all the memory. Small requests do not wait for large bodies either:
-while small ones are in progress, large bodies are read at a limited speed, so that the event loop has time for the
-small ones. Large bodies are decoded in a thread.
+The memory of a body is counted when its bytes arrive, not when Content-Length announces them, so a client cannot occupy
+memory by announcements. The values of a body are counted before they are decoded. The first bytes of each body are not
+counted, so small requests are admitted even while large bodies occupy all the memory. Small requests do not wait for
+large bodies either: while small ones are in progress, large bodies are read at a limited speed, so that the event loop
+has time for the small ones. Large bodies are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -204,12 +204,12 @@ class EntryChanged(Exception):
 MAX_HELD_BYTES = 1 << 30
 # copies of each byte of a body while its request runs: one received, one decoded, one in a message of the queue
 COPIES = 3
-# bytes of each body that do not count; at most SIE_MAX_CONCURRENT_REQUESTS bodies exist at a time
+# bytes of each body that are not counted as memory; at most SIE_MAX_CONCURRENT_REQUESTS bodies exist at a time
 FREE_BYTES = COPIES * (256 << 10)
 # bytes per second of all large bodies together while small ones are read: a third of the bytes that a core can receive
 PACE_BYTES_S = 128 << 20
-PACE_STEP_S = 0.002  # seconds that a body may be ahead of this pace
-CONTROL_BYTES = 1 << 20  # bytes of a body of a route without inference
+PACE_STEP_S = 0.002  # large bodies wait when they are this number of seconds ahead of PACE_BYTES_S
+CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
 
 
@@ -251,7 +251,9 @@ class BodyIntake:
         return BodyReader(self, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
-        """Return `receive` for a body without a reader. A large body is received at the common pace of large bodies."""
+        """Return `receive` for a body without a reader. Large bodies are received with PACE_BYTES_S bytes per second
+        together.
+        """
         size = 0
 
         async def receive_paced() -> MutableMapping[str, Any]:

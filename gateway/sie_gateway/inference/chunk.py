@@ -193,7 +193,7 @@ def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
 
 
 def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
-    """Estimate the result of one input in a message. Return its bytes per input, and its bytes per token."""
+    """Return the estimated size of a result: its bytes for each input, and its bytes for each token of an input."""
     if operation in ("tokenize", "decode"):
         return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
     if operation == "extract":

@@ -18,7 +18,7 @@ from sie_contracts.wire.messages import BOUNDARIES, MAX_RULE_TOKENS, ChunkRule, 
 FIELDS = frozenset({"chunks", "context"})
 # largest number of chunks of one item; the worker has the same limit for chunks that it computes by a rule
 MAX_CHUNKS = 4096
-MAX_REQUEST_CHUNKS = 16384  # largest number of spans of all items of a request
+MAX_REQUEST_CHUNKS = 16384  # largest number of chunks that a request may name by start and end, in all its items
 MAX_TEXT = 1 << 18  # largest number of code points of a text with chunks
 _RULE = frozenset(ChunkRule.__struct_fields__)
 

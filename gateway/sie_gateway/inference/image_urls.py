@@ -189,8 +189,8 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:
-        """Yield the items with files in place of their URLs. If a URL of an item failed, its `unfit` has the reason.
-        `until_s` is a time of the loop's clock.
+        """Yield the items with files in place of their URLs. If a URL of an item failed, the item's `unfit` has the
+        reason. `until_s` is a time of the loop's clock.
 
         The memory of the files counts until the context ends. Raises PayloadTooLarge, QueueFull.
         """
@@ -204,7 +204,7 @@ class ImageUrls:
             if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > own_bytes:
                 held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
                 raise QueueFull(
-                    f"this gateway holds {held} MiB of fetched images, and the limit is {most}", retry_after_s=2
+                    f"fetched images occupy {held} MiB in this gateway, and the limit in MiB is {most}", retry_after_s=2
                 )
 
         turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST)

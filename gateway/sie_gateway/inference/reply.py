@@ -138,7 +138,7 @@ def _rendered(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
 
 
 def _step(values: Sequence[Any], numbers: int) -> int:
-    """Return the number of values that one piece has."""
+    """Return how many of the values are written in one piece."""
     return max(1, PIECE_VALUES * len(values) // max(1, numbers))
 
 

@@ -348,7 +348,7 @@ def stage_times(
     request for the load of the model: a chunk that waits at the broker meanwhile waits for the load, too.
     """
     worker = last.stages if last else Stages()
-    # a large input is fetched from the store of payloads: that is a part of its queue
+    # a large input is fetched from the payload store; this time counts as time in the queue
     queue = max(0.0, wait_ms - worker.worker_ms) + worker.fetch_ms
     load = min(queue + worker.load_ms, max(load_ms, worker.load_ms))
     queue -= load - worker.load_ms

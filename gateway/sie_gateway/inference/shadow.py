@@ -227,7 +227,7 @@ class Shadows:
     def _pause(self, alias: Alias, canonical: str, why: str, pause_s: float) -> None:
         self._paused_s = {name: until_s for name, until_s in self._paused_s.items() if until_s > self._clock()}
         self._paused_s[canonical] = self._clock() + pause_s
-        _logger.warning("%s gets no requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
+        _logger.warning("%s gets no copies of requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
 
     def _count(self, alias: Alias, model: str, result: Result) -> None:
         self._metrics.shadows.labels(alias.id, model, result).inc()

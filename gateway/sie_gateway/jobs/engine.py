@@ -175,7 +175,7 @@ class JobEngine:
     # work of a job that runs
 
     def work(self, job: JobRecord, progress: JobProgress) -> JobWork:
-        """Build the work of a job for its leader. Raises NotReady."""
+        """Build the JobWork of a job for the gateway that leads the job. Raises NotReady."""
         workplace = self.workplace(job)
         identity = JobIdentity(job.owner, *self._credentials)
         request = job.request

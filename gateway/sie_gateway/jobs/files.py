@@ -301,7 +301,7 @@ class FileStore:
                 trouble.passed()
             except (BrokerError, StoreError) as error:
                 trouble.met(error)
-        with contextlib.suppress(BrokerError):  # without a release, the lease expires
+        with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
             await self._lease.release()
 
     async def _refreshed(self, file: str) -> FileRecord | None:

@@ -1,4 +1,5 @@
-"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy.
+"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy; a sink is a
+database that also gets the vectors.
 
 input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
 """
@@ -54,7 +55,7 @@ class AnsweredShard(NamedTuple):
 
 
 class Before(NamedTuple):
-    """An earlier job. Another job retries its failed rows."""
+    """Earlier job whose failed rows another job retries."""
 
     job: JobRecord
     workplace: JobStorage
@@ -102,7 +103,7 @@ class NativeJob:
         self._count = 0  # number of parts of the output
         self._planned_rows: tuple[int, ...] = ()  # rows of each part
         self._again: tuple[Again, ...] = ()
-        self._is_prepared = False  # whether the collection of the database is prepared
+        self._is_prepared = False  # whether the collection of the database was created, or exists and fits the vectors
         self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
         # shards that are not in the database or in the store yet, by number
@@ -144,7 +145,7 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan of the spans of the earlier job that have failed rows."""
+        """Return a plan with those shards of the earlier job that have failed rows."""
         before = await self._places.before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
@@ -391,7 +392,9 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
-    """Return the columns that searches may use as filters: all values of the column have one plain type."""
+    """Return the columns that searches may use as filters: all values of the column have the same type, which is text,
+    bool, int or float.
+    """
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in rows[0]}
     return {

@@ -1,7 +1,7 @@
 """Run of one job by its leader: plan the input once, answer the shards, complete the output.
 
     queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if no shard could be answered
-                 │           └── paused (by its owner, or by an error that only a person can mend) ─► queued
+                 │           └── paused (by its owner, or by an error that only a person can fix) ─► queued
                  └── failed (input that can never be read)
 
 A leader may die at any moment: the next leader reads the plan and the records of the answered shards, and continues. If
@@ -202,7 +202,7 @@ class JobRun:
             await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _cause(self, error: Exception) -> ErrorInfo:
-        """Return the error for the record. An unexpected exception is logged, because only operators can mend it."""
+        """Return the error for the record. An unexpected exception is logged, because only operators can fix it."""
         if isinstance(error, Halted):
             return error.info
         if isinstance(error, SIEError):
@@ -212,7 +212,7 @@ class JobRun:
 
     def _left(self, error: Exception) -> None:
         """Log that this run ends. The next leader, which may be this gateway, continues the job."""
-        _logger.warning("this gateway leaves job %s for now: %s", self._id, error)
+        _logger.warning("this gateway stops its work on job %s, and the next leader continues it: %s", self._id, error)
 
     # progress of the work
 

@@ -117,7 +117,8 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                # an administrator becomes the owner of the job: its key may have been removed
+                # an administrator becomes the owner of the job, because the key of the earlier owner may have been
+                # removed
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
@@ -369,8 +370,9 @@ class Sweeper:
                 trouble.met(error)
 
     async def sweep(self) -> int:
-        """Delete the jobs that are due, if this gateway has the lease for this work. Return the number of deleted jobs.
-        Raises BrokerError. If jobs could not be deleted, all are tried, then SIEError is raised.
+        """Delete the jobs that ended at least `keep_s` seconds ago, if this gateway has the lease for this work. Return
+        the number of deleted jobs. Raises BrokerError. If jobs could not be deleted, all are tried, then SIEError is
+        raised.
         """
         if not self._has_store:
             return 0

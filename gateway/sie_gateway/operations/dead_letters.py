@@ -191,7 +191,7 @@ class DeadLetterOperations:
             return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)
 
     async def purge_all(self, filters: Filter) -> api.Purged:
-        """Remove all letters that fit and exist now. Stop after PURGE_S seconds."""
+        """Remove all letters that exist now and fit the filters. Stop after PURGE_S seconds."""
         letters, removed = self._letters(filters.pool), 0
         end_s = time.monotonic() + PURGE_S
         async with _bounded(PURGE_S + LOOK_S):

@@ -53,7 +53,7 @@ class _Listing(msgspec.Struct):
     siblings: tuple[_Sibling, ...] = ()
 
 
-# created at import: if two threads use a type for the first time at the same time, the process crashes
+# created at import: msgspec crashes the process if two threads use a type for the first time at the same time
 _listings = msgspec.json.Decoder(_Listing)
 
 

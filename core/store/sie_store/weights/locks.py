@@ -1,7 +1,8 @@
 """File locks between the processes of a node: a shared lock for each process that uses a snapshot, an exclusive lock
 for the process that fetches or removes it.
 
-The kernel releases a lock when its process ends, for any reason. Locks also work between threads of one process.
+The kernel releases a lock when its process ends, for any reason. Locks also exclude each other between threads of one
+process.
 """
 
 from __future__ import annotations

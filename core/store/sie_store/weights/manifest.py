@@ -76,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(fact.bytes for fact in self.files.values())
 
 
-# created at import: if two threads use a type for the first time at the same time, the process crashes
+# created at import: msgspec crashes the process if two threads use a type for the first time at the same time
 _manifest = msgspec.json.Decoder(Manifest)
 
 
@@ -128,9 +128,7 @@ def check_paths(names: Collection[str]) -> None:
     files = frozenset(names)
     for name in names:
         if not is_safe(name):
-            raise ManifestError(
-                f"the file name {name[:200]!r} is not allowed: expected a relative path with / between its folders"
-            )
+            raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path below its folder, with /")
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
                 raise ManifestError(f"{str(folder)[:200]!r} is a file and a folder")

@@ -43,7 +43,7 @@ class PushRefused(Exception):
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push: files written, files that were there already, and the bytes written."""
+    """Result of a push: number of files written, number of files that were in the bucket already, and bytes written."""
 
     written: int
     present: int
@@ -51,7 +51,7 @@ class Pushed:
 
 
 class Push:
-    """Push of the files in `manifest` from `folder`."""
+    """Push of the files in `manifest` from `folder` to the bucket."""
 
     def __init__(self, bucket: WeightBucket, folder: Path, manifest: Manifest, progress: FetchProgress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
@@ -85,7 +85,8 @@ class Push:
                     )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
-            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # not all pushers at once
+            # random, so that several pushers do not retry at the same moment
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311
         raise StoreError(
             "other writers removed or replaced files of this snapshot in the bucket again and again: push it later"
         )
@@ -107,11 +108,11 @@ class Push:
         ]
         if changed and not force:
             raise PushRefused(
-                f"{self._what} is there with another {changed[0]}, "
+                f"{self._what} is in the bucket with another content of {changed[0]}, "
                 f"SHA-256 {there.files[changed[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
                 f"{self._manifest.files[changed[0]].sha256[:16]}..: one commit has one content. Push it under another "
                 "name or revision, "
-                "or replace what is there with --force"
+                "or replace the files in the bucket with --force"
             )
         return None if changed else there, version
 
