@@ -1,5 +1,5 @@
-"""Entry of requests into the queue. A request is refused by its expected wait (`model_queue`, `retry_slots`), and keys
-share the queue by their windows (`window`).
+"""Entry of requests into the queue. A request is refused if its expected wait is too long (`model_queue`,
+`retry_slots`). Each key may have only a limited number of tokens, its window, in the queue (`window`).
 
     chunks ──► will the answer come too late? ──► room now: permits at once
                         │ yes                 └─► no room: waits for the turn of its key, as results come back
@@ -212,7 +212,9 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the catalogue epoch of each live gateway. For this gateway it is the current one."""
+        """Return the catalogue epoch of each live gateway. For this gateway it is the epoch that it uses now, which it
+        may not have announced yet.
+        """
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:

@@ -27,8 +27,8 @@ _MAX_IDLE = 4096
 
 @dataclass(frozen=True)
 class Grant:
-    """Rights of a credential. `key` identifies the credential for turns and quotas. It is empty if the installation
-    requires no credential.
+    """Rights of a credential. `key` identifies the credential for its quota, and for the order in which keys use the
+    queue. It is empty if the installation requires no credential.
 
     `name` identifies the credential in metrics. The token cannot be derived from it.
     """
@@ -95,7 +95,7 @@ class Quotas:
         level.tokens = min(part, level.tokens + difference)
 
     def _level(self, key: str, per_minute: int) -> tuple[_TokenLevel, float]:
-        """Return the current level of the bucket, and its size in tokens."""
+        """Return the bucket with its current number of tokens, and its size in tokens."""
         now_s, part = self._clock(), per_minute / max(1, self._gateways())
         level = self._levels.get(key)
         if level is None:
@@ -107,7 +107,9 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop the buckets that became full because nobody used them. A bucket that owes tokens is kept."""
+        """Drop the buckets that are full again because they were not used for a minute. A bucket that owes tokens is
+        kept.
+        """
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }

@@ -811,7 +811,9 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys alternate by cost."""
+        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys take turns, and put about
+        the same cost into the queue in each turn.
+        """
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():

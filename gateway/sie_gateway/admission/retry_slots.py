@@ -79,7 +79,7 @@ class RetrySlots:
     __slots__ = ("_booked", "_by_client", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
 
     def __init__(self) -> None:
-        # heaps by digest of the client, ordered by due time
+        # for each digest of a client, a heap of its turns, ordered by due time
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
         self._open = _SlotCosts()  # costs of the turns of all gateways that have neither been claimed nor lapsed
@@ -103,7 +103,9 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts in proportion."""
+        """Return the part of `promised` that is due within `within_s` seconds. A slot that ends later than that counts
+        in proportion.
+        """
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)

@@ -65,8 +65,8 @@ def bound(
     runs in the next one. Together they may take as long as p full batches of S tokens and twice the fixed time a: (p +
     1)(a + b s) <= p (a + b S) + 2 a. So the work in the queue, p s, is at most p / (p + 1) times (p S + a / b), where a
     / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens, smaller batches lose little.
-    If each batch has a large fixed time, batches stay full. The number of messages is not reduced: in batches that it
-    limits, the time depends on the number of messages.
+    If each batch has a large fixed time, batches stay full. The number of messages is not reduced: the time of batches
+    that are limited by it depends on the number of messages.
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
     bound is at least some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a

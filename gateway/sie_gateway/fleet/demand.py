@@ -37,7 +37,7 @@ AGAIN_S = 5.0  # seconds; a record younger than this is not written again
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-ASKED_S = 60.0  # seconds without a request after which the start of a worker is no longer measured
+ASKED_S = 60.0  # if a lane has no request for this number of seconds, the start of its worker is no longer measured
 _logger = logging.getLogger("sie.gateway.demand")
 
 
@@ -76,7 +76,7 @@ class DemandRecords:
                 del entries[lane]
 
     def pending(self) -> set[Lane]:
-        """Return the lanes that this gateway recorded within DEMAND_LIFE_S."""
+        """Return the lanes for which this gateway has recorded demand within the last DEMAND_LIFE_S seconds."""
         now_s = self._now_s()
         return {lane for lane, at_s in {**self._written, **self._noted}.items() if is_live(at_s, now_s)}
 
@@ -86,7 +86,7 @@ class DemandRecords:
             try:
                 await self.write()
             except BrokerError as error:
-                _logger.warning("the demand could not be written to the broker: %s", error)
+                _logger.warning("records of demand for lanes could not be written to the broker: %s", error)
                 self._wake.set()
                 await stop.wait_for(_RETRY_S)
 
@@ -108,7 +108,7 @@ class DemandRecords:
         try:
             return is_live(records.decode_demand(entry.value).at_s, self._now_s())
         except msgspec.DecodeError as error:
-            _logger.warning("the demand of %s could not be read: %s", lane, error)
+            _logger.warning("the record of demand for lane %s could not be read: %s", lane, error)
             return False
 
 

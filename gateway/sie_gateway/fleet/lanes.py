@@ -31,7 +31,7 @@ from sie_contracts.wire.topology import Lane
 STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that a worker may report before it is ready itself
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # the same while the list is empty, for example when a cluster starts
+NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -246,7 +246,7 @@ class Fleet:
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """Return, by lane, the workers whose last heartbeat reported them healthy, and is overdue now."""
+        """Return, by lane, workers that were healthy in their last heartbeat and whose next heartbeat is overdue."""
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():

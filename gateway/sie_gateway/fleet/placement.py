@@ -79,7 +79,8 @@ class Placer:
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
         self._held: list[Callable[[], None]] | None = None  # changes that are applied after the running step
         self._planners: dict[Lane, Planner] = {}
-        # work published since the last step, by model: calls, messages and tokens
+        # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
+        # tokens
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
         # a table that cannot be decoded counts as removed: it is computed and written again

@@ -103,8 +103,8 @@ class Planner:
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
         self._spare_s: float | None = None  # time since which at least one worker loads no model
         self._alone: set[str] = set()  # models whose hosts are all workers that load no model
-        self._cost: dict[str, float] = {}  # mean tokens of a message
-        # work since the last step, by model: calls, messages and tokens
+        self._cost: dict[str, float] = {}  # mean tokens of a message, by model
+        # since the last step, by model: number of calls of `Placer.note`, of published messages, and of their tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
         self._dropped = False  # whether a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
@@ -422,7 +422,7 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
-    """Sort statuses so that loaded ones are last. If a model has several statuses, the last one counts."""
+    """Sort statuses so that loaded ones are last. If a model has several statuses, the last one is used."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

@@ -300,7 +300,9 @@ class PoolDirectory:
         return own.__contains__
 
     def pool(self, name: str, grant: Grant) -> api.Pool:
-        """Return the Pool object of a name. Raises PoolNotFound, also for a reservation of another key."""
+        """Return the Pool object of the pool with this name. Raises PoolNotFound, also for a reservation of another
+        key.
+        """
         present = self.record.reservation(name)
         if present is not None:
             if not grant.owns(present.owner):

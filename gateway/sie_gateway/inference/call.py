@@ -127,8 +127,8 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """Id of the work of this request. It is new for each attempt, so that no result of an earlier attempt
-        counts.
+        """Id of the work of this request. It is new for each attempt, so that no result of an earlier attempt is
+        accepted.
         """
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
@@ -312,7 +312,7 @@ class BodyReader:
                 await self._intake.turn(len(piece))
 
     def count_values(self, values: int) -> None:
-        """Count the values of the body before it is decoded. Raises QueueFull."""
+        """Count the memory that the values of the body will take, before it is decoded. Raises QueueFull."""
         self._values = values
         self._count()
 

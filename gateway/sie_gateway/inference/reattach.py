@@ -194,7 +194,7 @@ class Run(Generic[A]):
         self._leave()
 
     def _leave(self) -> None:
-        """Reduce the number of clients by one. If no client is left, the window begins."""
+        """Record that one client has left. If no client is left, the run is cancelled after `window_s` seconds."""
         self._present -= 1
         if self._present:
             return

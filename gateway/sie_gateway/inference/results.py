@@ -560,7 +560,9 @@ class ResultInbox:
     # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part and return the verdict on it. Return None while the digest of the complete result is checked."""
+        """Store a part and return the verdict that its sender gets; None while the digest of the complete result is
+        checked.
+        """
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"

@@ -252,8 +252,8 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function from a chunk's number to its work item. The budget of an item is the remaining budget of the
-    call when the item is built.
+    """Return a function from a chunk's number to its work item. The budget of an item is the time until the deadline of
+    the call, measured when the item is built.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s

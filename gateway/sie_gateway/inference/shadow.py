@@ -41,7 +41,9 @@ from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # largest number of copies that a gateway runs at the same time
 MAX_ITEMS = 64  # largest number of inputs in a copy; the further inputs of the request are left out
-MAX_VALUES = 1 << 20  # largest number of values in an answer that is kept until its copy has run
+# largest number of numbers in a reply; a request with a larger reply is not copied, because the reply is kept until
+# then
+MAX_VALUES = 1 << 20
 # largest number of bytes of the inputs of a request that is copied: the memory of copies is not counted as memory of
 # bodies
 MAX_BYTES = 4 << 20

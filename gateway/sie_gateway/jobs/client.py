@@ -37,7 +37,7 @@ from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.server import uuid7
 
-ATTEMPTS = 3  # attempts for an input with an error that may disappear, such as a lack of memory
+ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, such as a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
 ROOM_S = 4.0  # seconds in which the workers answer the items that a job has in flight

@@ -42,7 +42,7 @@ class JobPace:
 
     @property
     def rate(self) -> float:
-        """Return rows a second; 0 while the rate is not known."""
+        """Return the number of rows that are done per second; 0 while it is not known."""
         if len(self._steps) < 2:
             return 0.0
         (begin_s, first), (end_s, last) = self._steps[0], self._steps[-1]

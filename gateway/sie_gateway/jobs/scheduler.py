@@ -130,9 +130,9 @@ class JobScheduler:
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return the jobs whose lease is requested in this round. One half had another leader in an earlier round,
-        which may have died. The other half, the oldest first, may have no leader. With two halves, neither group delays
-        the other.
+        """Return the jobs whose leases are requested in this round. Half of them had another leader in an earlier
+        round; that leader may have died. The other half, the oldest first, may have no leader yet. With two halves,
+        neither group delays the other.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]

@@ -32,7 +32,7 @@ EXAMINED = 1000  # largest number of letters that one list reads
 EXAMINED_BYTES = 16 << 20
 PURGE_S = 30.0  # seconds after which a purge stops; it then returns the number of removed letters
 REPLAY_S = 110.0  # time limit of a replay of several letters, in seconds; below the time-outs of clients
-LETTER_S = 60.0  # seconds to wait for the answer of one letter, by default
+LETTER_S = 60.0  # default time in seconds to wait for the result when one dead letter is run again
 AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
 # largest number of letters that are replayed, and so in memory, at the same time; each is at most as large as a message
 AT_ONCE = 4

@@ -63,8 +63,8 @@ def hub_fetch(repository: str, revision: str, select: Wanted) -> Fetch:
 
 
 def commit_of(repository: str, revision: str | None = None, *, label: str = "") -> str:
-    """Return the id of the commit to which a branch or tag points now; without `revision`, the main branch. `label`
-    names it in logs and errors. Raises FetchFailed.
+    """Return the id of the commit to which a branch or tag points now; without `revision`, the main branch. `label` is
+    the name of the model in logs and errors. Raises FetchFailed.
     """
     label = label or (f"{repository}@{revision}" if revision else repository)
 

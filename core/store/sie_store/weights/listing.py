@@ -1,5 +1,5 @@
-"""Checks whether a snapshot is complete that SIE did not download into the cache: any version of the hub's own client
-may have downloaded it, or a person may have copied it.
+"""Checks whether all files of a snapshot are in the cache, for a snapshot that SIE did not download itself: any version
+of the hub's own client may have downloaded it, or a person may have copied it.
 
     is_listed_whole   compare the files with the listing that the hub's client keeps of a commit (trees/COMMIT.json):
                       each file must exist with its size

@@ -113,7 +113,7 @@ def check_names(repository: str, revision: str) -> None:
 
 def is_safe(name: str) -> bool:
     """Return whether a file name is safe. The file must stay below the folder of its snapshot. The name must differ
-    from the names of the manifest and of incomplete files, must fit a disk, and must be printable.
+    from the names of the manifest and of incomplete files, must not be too long for a disk, and must be printable.
     """
     parts = name.split("/")
     if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):

@@ -38,7 +38,7 @@ DIGEST = "sha256"  # name of the object attribute that contains the digest compu
 
 
 class PushRefused(Exception):
-    """Error for files that contradict the snapshot in the bucket, or their own manifest."""
+    """Error for files that differ from the files of the same commit in the bucket, or from their own manifest."""
 
 
 @dataclass(frozen=True)
