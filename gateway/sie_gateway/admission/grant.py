@@ -65,7 +65,7 @@ class Quotas:
         self._levels: dict[str, _TokenLevel] = {}
 
     def charge(self, key: str, limits: KeyLimits) -> Charge | None:
-        """Return the account of one call of this key's quota; None if the key has no quota."""
+        """Return an account with which one call uses the quota of this key; None if the key has no quota."""
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int) -> None:

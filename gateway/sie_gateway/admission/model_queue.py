@@ -170,8 +170,8 @@ class _BatchSample(NamedTuple):
 
 class MeasuredBatch(NamedTuple):
     """Mean of the last batches. `longest_s`: the time of the longest one. `is_full`: batches cannot become larger. This
-    is so if more work waited than the workers accept, or if most batches left work behind and no longer grow. Batches
-    grow while a worker still learns their times.
+    is so if more work waited than the workers accept, or if most batches left work behind and have stopped growing.
+    Batches grow while a worker still learns their times.
     """
 
     tokens: float
@@ -324,8 +324,8 @@ class Throughput:
 
         If a batch may become larger than the measured batches, its time is their time multiplied by (fixed + tokens) /
         (fixed + measured tokens). `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown;
-        then a larger batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work
-        of all gateways.
+        then a larger batch is assumed to take the same time. `share` is this gateway's part of the throughput, while
+        `ahead` is the work of all gateways.
 
         A worker forms no batch that would take longer than its requests may wait. So batches that leave work behind do
         not become larger. If a batch takes more than AHEAD_SHARE of the time in which the request must be answered
@@ -665,7 +665,7 @@ class ModelQueue:
         The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
         enters the queue only at this gateway's share. Announcements are not current. So the computation assumes that
         the other gateways have added as much work since then as this one, in proportion to their rates: a burst that
-        arrives at all gateways counts at once.
+        arrives at all gateways is then taken into account at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:

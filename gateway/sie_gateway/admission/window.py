@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# least work in the queue in seconds, with one key and with several: a fast device ends a batch before the next message
-# comes
+# the work in the queue must last at least this number of seconds, with one key and with several keys: a fast device
+# ends a batch before the next message comes
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
@@ -161,7 +161,7 @@ class Ticket:
 
 class _KeyFlow:
     """Waiting requests of a key, in order of arrival. `fresh` requests have had no permit yet; `begun` requests have
-    had at least one.
+    had at least one permit.
     """
 
     __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")

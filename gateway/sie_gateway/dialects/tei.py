@@ -1,7 +1,7 @@
 """Routes of Text Embeddings Inference (TEI): they use the default models, and below /tei/{model} any model.
 
-Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI. Only here
-the field `error` is a string.
+Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI. Only in
+this format the field `error` is a string.
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ class Fleet:
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
         """Return the state of a model over all healthy workers, and the report of each worker, sorted by name. Reports
-        of workers that are starting count if these workers load the model or failed to load it.
+        of workers that are still starting are included only if these workers load the model or failed to load it.
         """
         self._expire()
         reports = [
@@ -460,7 +460,7 @@ def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred:
 
 def _permits(resolved: Resolved, machine_profile: str) -> bool:
     """Return whether the model's entry allows a machine profile. The entry allows it if it has no list, or if the list
-    has this machine profile or the one of which this is the spot variant.
+    has this machine profile; for a spot variant, the name without `-spot` may be in the list.
     """
     allowed = resolved.entry.machine_profiles
     return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))

@@ -344,7 +344,7 @@ class Planner:
         self._alone = alone
 
     def _most_hosts(self) -> int:
-        """Return the largest number of workers that one model may have, a leaving worker included."""
+        """Return the largest number of workers that may have the same model, including one worker that is leaving."""
         return 1 + int(self._counts.max(initial=1))
 
     def _resident(self, model: str) -> float | None:
@@ -429,7 +429,9 @@ def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """Return the models of a worker by its statuses: loaded, loading and refused ones."""
+    """Return the models of a worker from its statuses: models that are loaded, models that it loads, and models that
+    did not fit into its memory (refused).
+    """
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":

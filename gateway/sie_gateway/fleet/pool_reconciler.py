@@ -138,7 +138,7 @@ class PoolReconciler:
         ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
-            # else: another gateway ended the reservation
+            # count only an end that this gateway has written: another gateway may have ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
                 _logger.info("the lease of reservation %s has ended", name)

@@ -284,7 +284,7 @@ class PoolDirectory:
         ]
 
     def is_active(self, reservation: Reservation) -> bool:
-        """Return whether a reservation has as many healthy workers of each kind as it requests."""
+        """Return whether a reservation has as many healthy GPUs and workers as it requests."""
         return assignments.is_met(
             reservation.spec, map(AssignableWorker.from_heartbeat, self.serving(reservation.spec.name))
         )

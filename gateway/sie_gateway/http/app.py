@@ -61,10 +61,10 @@ CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # seconds for which a browser caches the answer to a preflight request
 MAX_VERSIONS = 1024
 _SDK = sdk_versions.HEADER
-# endpoints whose names begin so reply with vectors, which compression makes hardly smaller
+# endpoints with these first words reply with vectors, which compression hardly makes smaller
 _VECTORS = ("encode", "embed")
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
-# formats of errors for paths without a route, by the begin of the path
+# formats of errors for paths without a route, by the prefix of the path
 _SHAPES = ((config_routes.PREFIX, config_shape), (ollama.PREFIX, ollama.shape))
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 

@@ -224,19 +224,21 @@ def body_memory(settings: Settings) -> int:
 
 
 class BodyIntake:
-    """All request bodies of a gateway, with `max_bytes` of memory. A body is always read if no other body counts, so
-    the limit does not restrict a single body.
+    """All request bodies of a gateway, with `max_bytes` of memory. A body is always read if no other body occupies
+    memory, so the limit does not restrict a single body.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.held_bytes = 0
         self.max_bytes = max_bytes
-        self.small = 0  # requests in progress whose bodies do not count as memory
+        self.small = 0  # number of requests in progress whose bodies are not counted as memory
         self._paced_until_s = 0.0
 
     def count_small(self, more: int) -> None:
-        """Add `more` to the number of requests whose bodies do not count. A negative number removes requests."""
+        """Add `more` to the number of requests whose bodies are not counted as memory. A negative number removes
+        requests.
+        """
         self.small += more
 
     def hold(self, more_bytes: int) -> None:
@@ -244,8 +246,8 @@ class BodyIntake:
         self.held_bytes += more_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
-        """Return a reader of one body of at most `limit` bytes. Its memory counts until `close`. Raises PayloadTooLarge
-        if the client announces a larger body.
+        """Return a reader of one body of at most `limit` bytes. Its memory is counted until `close`. Raises
+        PayloadTooLarge if the client announces a larger body.
         """
         check_length(headers, limit)
         return BodyReader(self, receive, limit)

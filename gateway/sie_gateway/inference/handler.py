@@ -225,8 +225,8 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Run the handler of the route with one entry of the model throughout. If the entry of the model changes, start
-        again.
+        """Run the handler of the route so that the whole request uses the same entry of the model. If the entry changes
+        meanwhile, start again.
         """
         while True:
             try:
@@ -307,7 +307,8 @@ class Inference:
         async with self._urls.fetched(items, asyncio.get_running_loop().time() + left_s) as files:
             count = len(request.items)
             request = replace(request, items=tuple(files[:count]), query=files[count] if request.query else None)
-            if call.infer_request is not None:  # shadow copies use the same files
+            # copies of this request to a second model (shadows) use the fetched files too
+            if call.infer_request is not None:
                 call.infer_request = replace(call.infer_request, items=request.items, query=request.query)
             return await self._execute(call, request)
 

@@ -192,7 +192,7 @@ class ImageUrls:
         """Yield the items with files in place of their URLs. If a URL of an item failed, the item's `unfit` has the
         reason. `until_s` is a time of the loop's clock.
 
-        The memory of the files counts until the context ends. Raises PayloadTooLarge, QueueFull.
+        The memory of the files is counted until the context ends. Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 

@@ -93,7 +93,7 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
     """Yield the pieces, then the last piece, which depends on the seconds in which the other pieces were built. The
-    time in which the client reads does not count.
+    time in which the client reads is not included.
     """
     spent_s = 0.0
     while True:
@@ -260,8 +260,8 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Concatenate bodies, in pieces if one of them is in pieces. `last` may depend on the seconds in which the others
-    were written.
+    """Concatenate bodies, in pieces if one of them is in pieces. `last` may depend on the seconds in which the other
+    bodies were written.
     """
     body = _Chain(parts, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body

@@ -51,7 +51,7 @@ BUDGET_S = 30.0
 LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
 KEY = "_shadow"  # key of all copies: when keys take turns, all copies are requests of one key
-_ROUNDING = 1e-6  # tolerance for rounding of a share times a count
+_ROUNDING = 1e-6  # tolerance for the rounding error of share x number of requests
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
 
@@ -75,8 +75,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since the start of this gateway. They are exact for every alias, while metrics combine
-    aliases above a number into one series.
+    """Measurements of a shadow since the start of this gateway. They are separate for each alias, while the metrics put
+    further aliases into one series if there are too many.
     """
 
     model: str

@@ -212,7 +212,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, self._max_bytes, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # else: another gateway writes this file
+                if now is None or now == draft:  # do not remove a file that another gateway is writing
                     await self._forsake(draft.id)
                 raise
         finally:

@@ -62,7 +62,7 @@ class JobLedger:
         """Store a new job. If a job with its id exists, it is returned unchanged. Raises RateLimited above a limit of
         the owner or of all owners, BrokerError.
         """
-        if job.id not in self._usage:  # else: the same job exists, or is being stored
+        if job.id not in self._usage:  # a job with this id that exists or is being stored is counted already
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)

@@ -77,7 +77,8 @@ class BatchJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for place, line in requests:
-                    if place not in rows:  # else: an earlier attempt answered the line, and the store then failed
+                    # a line in `rows` was answered by an earlier attempt, after which the store failed
+                    if place not in rows:
                         tasks.create_task(self._line(number, place, line))
         except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors
@@ -225,7 +226,7 @@ def _source(span: RowSpan) -> str:
 
 
 def _some(data: bytes, *, failures: bool) -> bytes:
-    """Return the answers in the text of a part, or the failures."""
+    """Return the output lines of a part with errors (`failures`), or those without errors."""
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 

@@ -103,7 +103,8 @@ class NativeJob:
         self._count = 0  # number of parts of the output
         self._planned_rows: tuple[int, ...] = ()  # rows of each part
         self._again: tuple[Again, ...] = ()
-        self._is_prepared = False  # whether the collection of the database was created, or exists and fits the vectors
+        # true after the collection of the database was created, or was found to fit the vectors
+        self._is_prepared = False
         self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
         # shards that are not in the database or in the store yet, by number

@@ -40,8 +40,8 @@ class OwnerUsage:
     the start of the write. A record of another gateway counts when the watch of the bucket has delivered it. So the
     total may exceed a limit by the records that other gateways accept until then.
 
-    In the error of a refusal, `kinds` are the words for records and for their bytes, `remedy` is the advice, and
-    `reason` is the reason.
+    For the error above a limit, `kinds` has the words for records and for bytes, `remedy` the advice for the client,
+    and `reason` the error's field `reason`.
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:

@@ -37,7 +37,7 @@ class _Running:
         self.renewed()
 
     def renewed(self) -> None:
-        """Set the time of the next renewal, and the time at which the job is stopped without one (FENCE_S)."""
+        """Set the time of the next renewal, and the time at which the job is stopped without a renewal (FENCE_S)."""
         loop = asyncio.get_running_loop()
         self.renew_s = loop.time() + RENEW_S
         self.fence = loop.call_later(FENCE_S, self._left)

@@ -15,7 +15,7 @@ import msgspec
 from sie_store.weights.selection import Wanted
 
 _HEADER_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format allows no longer header
+_MAX_HEADER_BYTES = 100_000_000  # largest header in bytes that the safetensors format allows
 # exceptions of the decoder for bad syntax, bad UTF-8 and too deep nesting
 _NO_JSON = (
     msgspec.DecodeError,
