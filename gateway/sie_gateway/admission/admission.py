@@ -94,8 +94,8 @@ class _LaneFlow:
 
 class Peers:
     """Gateways of this installation, this one included. Three functions return the figures that this gateway announces.
-    `waiting`: the tokens that wait in it, by lane and priority. `epoch`: the epoch of its catalogue. `queued`: its work
-    in the queue.
+    `waiting`: the tokens that wait in it, by lane and priority. `epoch`: the epoch of its catalogue, which names a
+    version. `queued`: its work in the queue.
     """
 
     def __init__(
@@ -218,7 +218,9 @@ class Peers:
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """Return the traffic of a lane and priority, as each live gateway announced it."""
+        """Return the messages, tokens and rates of a lane and priority: one entry for each live gateway that has
+        announced them.
+        """
         name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
@@ -475,7 +477,7 @@ class Admission:
         return tuple(announced)
 
     def peer_announced(self, beat: GatewayBeat) -> None:
-        """Apply another gateway's announcement of its work in the queue."""
+        """Record the work and the turns of clients that another gateway announces."""
         now_s = self._clock()
         for queued in beat.queued:
             lane = Lane(queued.pool, queued.machine_profile, queued.bundle)

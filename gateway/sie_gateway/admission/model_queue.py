@@ -127,7 +127,7 @@ class _BatchResults:
         self.is_crowded = is_crowded
         self.device_s = device_s
         self.is_sample = device_s < math.inf
-        # estimate: a worker may form `pipeline` batches before the device is free
+        # estimated time when this batch was formed: a worker may form `pipeline` batches before the device is free
         self.formed_s = at_s - pipeline * device_s
         self.left_work = False  # true if work was left in the queue when this batch was formed
         self.is_counted = False
@@ -459,7 +459,7 @@ class Entered:
         self.budget_s = budget_s
         self.deadline_s = now_s + budget_s
         self.client = client
-        self.is_decided = False  # the request has a result, or was refused after its admission
+        self.is_decided = False  # true after the request has a result, or was refused after its admission
         self.queued_s: dict[int, tuple[float, bool]] = {}
 
 

@@ -94,7 +94,9 @@ class RetrySlots:
         return len(self._lapses)
 
     def promised(self, now_s: float) -> float:
-        """Return the tokens of clients that are expected to try again. Lapsed turns are removed first."""
+        """Return the tokens of the work that refused clients are expected to bring when they try again. Lapsed turns
+        are removed first.
+        """
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
             if turn.is_open:

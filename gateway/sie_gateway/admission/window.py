@@ -152,7 +152,7 @@ class Ticket:
         return self.next < len(self.costs)
 
     def advance(self) -> int:
-        """Return the next chunk, and mark it as in the queue."""
+        """Return the number of the next chunk, and mark the chunk as in the queue."""
         chunk = self.next
         self.held.add(chunk)
         self.next += 1

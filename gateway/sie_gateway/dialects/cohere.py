@@ -30,7 +30,7 @@ INPUT_TYPES = ("search_query", "search_document", "classification", "clustering"
 
 
 async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v{version}/embed`."""
+    """Answer `POST /v{version}/embed` with the vectors of texts or images in all requested types."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     kind = fields.choice(body, "input_type", INPUT_TYPES, "")

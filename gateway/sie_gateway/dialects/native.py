@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v1/{operation}/{model}`."""
+    """Answer `POST /v1/{operation}/{model}` in JSON, msgpack, Arrow or raw bytes, as the client accepts."""
     assert call.resolved is not None
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
     body = await decode_body(call, raw, msgpack=is_msgpack)

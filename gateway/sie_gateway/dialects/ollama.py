@@ -125,7 +125,7 @@ async def _run(
     items: tuple[RequestItem, ...],
     parameters: dict[str, Any],
 ) -> RequestResult:
-    """Run the model. Raises InvalidInput, and the errors of `Inference.execute`."""
+    """Run the model on the inputs and return the result. Raises InvalidInput, and the errors of `Inference.execute`."""
     options = body.get("options")
     if options is not None and not isinstance(options, dict):
         raise fields.refused("options", options, "a map")

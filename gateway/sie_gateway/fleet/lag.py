@@ -35,7 +35,7 @@ class Lag:
     """
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
-        """Create the lag. `now_s` returns the broker's time."""
+        """`now_s` returns the broker's time. `pools` is read again at each refresh."""
         self._queue = queue
         self._backlog = backlog
         self._pools = pools  # shared with the owner of the pools, who changes it when pools are created or removed

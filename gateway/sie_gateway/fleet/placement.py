@@ -53,7 +53,9 @@ def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Hea
 
 
 class Placer:
-    """Keeper of the tables of all lanes that have workers or work. One task calls `run`; any task may call `note`."""
+    """Computes and stores the placement tables of all lanes that have workers or work. One task calls `run`; any task
+    may call `note`.
+    """
 
     def __init__(
         self,
@@ -94,8 +96,8 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read and follow the bucket. It is created if it does not exist. This method may be called again. Raises
-        BrokerError.
+        """Read all tables from the bucket and watch it for changes. The bucket is created if it does not exist. This
+        method may be called again. Raises BrokerError.
         """
         await self._record.follow()
 

@@ -92,7 +92,7 @@ class Planner:
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # table from which the rows of the layout were built
+        self._table: Placement | None = None  # table from which the hosts in the layout were read
         self._scales: dict[str, Replicas] = {}
         self._lowering: set[str] = set()  # models that need fewer hosts than they have
         # time when the number of hosts was last raised, for models with more than one host
@@ -355,8 +355,8 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Set the number of hosts of each model by its demand. Return the demand as an array of shape (size,), in busy
-        workers.
+        """Set the number of hosts of each model by its demand. Return an array of shape (size,) with the number of
+        workers that the demand for each model keeps busy.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()

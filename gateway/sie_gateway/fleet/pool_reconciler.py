@@ -38,7 +38,7 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 class PoolReconciler:
-    """Reconciler of reservations. One task calls `run`."""
+    """Keeps the streams, leases and assignments of reservations up to date. One task calls `run`."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class PoolReconciler:
         metrics: Metrics,
         on_gone: Callable[[str], None],
     ) -> None:
-        """Create the reconciler. `on_gone` is called with the name of each reservation that has ended, before this
-        gateway removes its stream from memory.
+        """`on_gone` is called with the name of each reservation that has ended, before this gateway removes its stream
+        from memory.
         """
         self._settings = settings
         self._broker = broker
@@ -80,7 +80,7 @@ class PoolReconciler:
             self._record.woken.set()
 
     async def run(self, stop: Stop) -> None:
-        """Reconcile streams, leases and assignments until `stop`."""
+        """Call `step` after each change, and at least every EVERY_S seconds, until `stop`."""
         trouble = Trouble(_logger, "reservations are not updated for now")
         while not await stop.wait_woken(self._record.woken, EVERY_S) and not await stop.wait_for(GAP_S):
             try:
@@ -97,7 +97,7 @@ class PoolReconciler:
                 await self._lease.release()
 
     async def step(self) -> None:
-        """Reconcile all reservations once. Raises BrokerError."""
+        """Update the streams, leases and assignments of all reservations once. Raises BrokerError."""
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         for name in sorted(self._known - live.keys()):
@@ -108,7 +108,7 @@ class PoolReconciler:
         await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
 
     async def _lead(self) -> None:
-        """Do the work of the leader, if this gateway is the leader. Raises BrokerError."""
+        """End reservations, assign workers and remove streams, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
             # workers must leave a stream before the stream is deleted, so this call is before the removal

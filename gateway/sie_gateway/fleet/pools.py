@@ -73,8 +73,8 @@ class PoolRecord(Collection[str]):
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Read and follow the bucket. It is created if it does not exist. This method may be called again. Raises
-        BrokerError.
+        """Read the bucket and watch it for changes. It is created if it does not exist. This method may be called
+        again. Raises BrokerError.
         """
         await self._record.follow()
         self._is_read = True

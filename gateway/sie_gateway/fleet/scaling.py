@@ -94,7 +94,9 @@ class Scaling:
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
     async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
-        """Return the figures of the lane with this name. Raises NotFound, QueueUnavailable."""
+        """Return the backlog, the rates and the needed number of workers of the lane with this name. Raises NotFound,
+        QueueUnavailable.
+        """
         lane = self.find(name, grant)
         try:
             await self._backlog.fresh(lane.pool, 0.0)

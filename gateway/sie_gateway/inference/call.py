@@ -280,7 +280,7 @@ class BodyIntake:
 
 
 class BodyReader:
-    """Reader of one request body."""
+    """Reader of one request body, which counts the memory of the body in the BodyIntake."""
 
     def __init__(self, intake: BodyIntake, receive: Receive, limit: int) -> None:
         self._intake = intake

@@ -436,8 +436,8 @@ def _chunk_slots(
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, ordered by score, then by position; failed inputs are last. Ranks are dense and begin
-    at 0.
+    """Return one entry per input, ordered by score, then by position; failed inputs are last. The first rank is 0, and
+    no rank occurs twice.
     """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):

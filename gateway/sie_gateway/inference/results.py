@@ -120,7 +120,7 @@ class RequestResult:
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
-        """Results that workers sent."""
+        """Results that workers sent, without the failures that the gateway itself found."""
         return [result for result in self._results if result.chunk >= 0]
 
     @cached_property
@@ -592,8 +592,8 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Deliver a complete result to its request, or make its sender send it again. To do so, the last part is
-        confirmed as a part of an incomplete result.
+        """Deliver a complete result to its request, or make its sender send it again. For the latter, the reply to the
+        last part says that parts are still missing.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]

@@ -129,7 +129,9 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
 
 
 class AnswerCache:
-    """Cache of one job. `open` reads the digests of the segments that exist."""
+    """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of the segments that
+    exist.
+    """
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store

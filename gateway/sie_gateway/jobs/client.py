@@ -191,7 +191,7 @@ class JobClient:
         self._on_trouble = on_trouble
 
     def call(self) -> Call:
-        """Create a call without a connection. Raises Halted."""
+        """Return a new Call for a request of the job, which has no HTTP connection. Raises Halted."""
         grant = self._identity.granted()
         call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
         call.budget_s = self.inference.max_budget_s
@@ -235,7 +235,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Plan a request of the job like a request of a client. Raises SIEError."""
+        """Return the call and the plan of a request of the job, made like those of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}

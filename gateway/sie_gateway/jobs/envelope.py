@@ -86,7 +86,7 @@ class BatchCut:
         self._repeated: list[int] = []
 
     def feed(self, piece: bytes) -> None:
-        """Cut further bytes of the file. Raises InvalidInput."""
+        """Read further bytes of the file, and cut off each complete span. Raises InvalidInput."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -142,7 +142,7 @@ def requests_of(text: bytes, span: RowSpan) -> list[tuple[int, bytes]]:
 
 
 def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineRequest:
-    """Read the request of a line. Raises BadLine."""
+    """Return the request in a line of the input file, after a check against the batch. Raises BadLine."""
     where = f"line {number + 1}"
     try:
         request = _decode(line)

@@ -92,7 +92,7 @@ class JobLedger:
         return stands
 
     async def shards(self, job_id: str) -> dict[int, ShardRecord]:
-        """Read the records of a job's shards, by number. Raises BrokerError."""
+        """Return the records of a job's shards, by the number of the shard. Raises BrokerError."""
         entries = await self._shards.use(lambda bucket: bucket.entries(job_id))
         return await asyncio.to_thread(
             lambda: {

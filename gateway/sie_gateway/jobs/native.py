@@ -107,7 +107,7 @@ class NativeJob:
         self._is_prepared = False
         self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
-        # shards that are not in the database or in the store yet, by number
+        # by number, the answered shards that are not in the database or not in the store yet
         self._unwritten: dict[int, AnsweredShard] = {}
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
 

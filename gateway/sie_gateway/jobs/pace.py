@@ -106,7 +106,7 @@ def zone(name: str) -> zoneinfo.ZoneInfo:
 
 
 def check(windows: Sequence[str]) -> None:
-    """Check the format of windows. Raises InvalidInput."""
+    """Raise InvalidInput unless each window has the form 22:00-06:00."""
     for number, window in enumerate(windows):
         if not _WINDOW.fullmatch(window):
             message = f"windows[{number}]: expected two times of the day, such as 22:00-06:00"

@@ -124,7 +124,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return cast("T | None", stands)
 
     async def refresh(self, id_: str) -> T | None:
-        """Read a record from the bucket again. Raises BrokerError."""
+        """Read a record from the bucket again and return it. Raises BrokerError."""
         await self._record.refresh(self._prefix + id_)
         return self.get(id_)
 

@@ -486,11 +486,13 @@ class JobRun:
             raise Replaced(f"another gateway leads the job: {job.leader}" if job.leader else "the job has no leader")
 
     async def _note(self, **fields: Any) -> None:
-        """Change fields of the record. Raises Replaced, BrokerError, NotFound."""
+        """Write these fields, and the progress, into the record of the job. Raises Replaced, BrokerError, NotFound."""
         await self._change(lambda job: fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
-        """Change fields of the record, including the progress. Raises the errors of `_note`."""
+        """Write into the record of the job the progress, and the fields that `fields` returns for the present record.
+        Raises the errors of `_note`.
+        """
         progress = self._progress_fields()
 
         def noted(job: JobRecord | None) -> JobRecord:

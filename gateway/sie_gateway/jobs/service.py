@@ -99,7 +99,7 @@ class JobService:
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
     def find(self, call: Call, job_id: str) -> JobRecord:
-        """Return a job of the caller. Raises NotFound."""
+        """Return a job of the caller. Raises NotFound, also for a job of another key."""
         job = self.ledger.find(job_id)
         if not call.grant.owns(job.owner) or job.request is None:
             raise NotFound("there is no such job", param="job")
@@ -193,7 +193,7 @@ class JobService:
     # batches
 
     async def batch(self, call: Call, request: batches_api.BatchRequest) -> batches_api.BatchObject:
-        """Store a new batch. Raises SIEError."""
+        """Store a new batch and return it; for a repeated Idempotency-Key, the earlier batch. Raises SIEError."""
         if request.endpoint not in batches_api.ENDPOINTS:
             endpoints = ", ".join(batches_api.ENDPOINTS)
             raise InvalidInput(f"endpoint: expected one of {endpoints}", reason="schema", param="endpoint")
@@ -213,7 +213,7 @@ class JobService:
         return batches_api.BatchPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1])
 
     def find_batch(self, call: Call, batch_id: str) -> JobRecord:
-        """Return a batch of the caller. Raises NotFound."""
+        """Return a batch of the caller. Raises NotFound, also for a batch of another key."""
         job = self.ledger.find(batch_id)
         if not call.grant.owns(job.owner) or job.batch is None:
             raise NotFound("there is no such batch", param="batch")

@@ -77,17 +77,17 @@ def _named(model: str) -> str:
 
 
 async def forward(gateway: Gateway, request: Request) -> Response:
-    """Forward a write of a model."""
+    """Forward the creation, change or removal of a model to the config service, and return its answer."""
     return await _forward(gateway, request)
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
-    """Return the revisions of a model, the newest first."""
+    """Return the revisions of a model from the config service, the newest first."""
     return await _forward(gateway, request, "/history")
 
 
 async def rollback(gateway: Gateway, request: Request) -> Response:
-    """Write the content of an earlier revision as the newest revision."""
+    """Let the config service store the content of an earlier revision as the newest revision of a model."""
     return await _forward(gateway, request, "/rollback")
 
 
@@ -122,7 +122,7 @@ def _document(
 
 
 async def models(gateway: Gateway, _request: Request) -> Response:
-    """Return all models and aliases."""
+    """Return all models of the catalogue, with their profiles and outputs, and all aliases."""
     present = _catalogue(gateway)
     documents: dict[str, dict[str, Any]] = {
         model: {
@@ -165,19 +165,19 @@ async def status(gateway: Gateway, request: Request) -> Response:
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
-    """Return the configuration of a model."""
+    """Return the entry of a model or alias in the catalogue, with its revision as ETag."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     return _document(request, msgspec.to_builtins(entry), headers={"ETag": f'"{present.revisions[entry.id]}"'})
 
 
 async def bundles(gateway: Gateway, _request: Request) -> Response:
-    """Return all bundles."""
+    """Return all bundles of the catalogue."""
     return json_response(configs.bundle_list(_catalogue(gateway).bundles))
 
 
 async def bundle(gateway: Gateway, request: Request) -> Response:
-    """Return one bundle."""
+    """Return the bundle in the path, as YAML unless the client accepts another format."""
     bundle_entry = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
     return _document(request, bundle_entry, configs.YAML)
 

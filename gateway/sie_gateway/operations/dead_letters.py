@@ -149,11 +149,11 @@ class DeadLetterOperations:
         raise NotFound(f"pool {pool} has no dead letter with this id; GET /v1/dead-letters lists them")
 
     async def show(self, pool: str, name: str) -> api.DeadLetterInfo:
-        """Return the description of a letter."""
+        """Return the description of a letter: its error and its attempts, without its inputs."""
         return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
-        """Run a letter again and wait for its answer."""
+        """Run the work of a letter again, and return its outcome after at most `timeout_s` seconds."""
         letter = await self.letter(pool, name)
         async with self._replays(pool) as replays:
             return await _replayed(replays, letter, timeout_s)
@@ -185,7 +185,7 @@ class DeadLetterOperations:
         return api.ReplayedAll(replayed=done, next=after if more else None)
 
     async def purge(self, pool: str, name: str) -> api.Purged:
-        """Remove a letter."""
+        """Remove a letter for good, with its inputs."""
         letter = await self.letter(pool, name)
         async with _bounded(LOOK_S):
             return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)

@@ -32,7 +32,8 @@ _T = TypeVar("_T")
 # redirects each of them to a new signed URL
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
 LISTING_S = 30.0  # seconds in which the hub must have sent the whole listing
-MAX_LORA_BYTES = 4 << 30  # a client may name any LoRA: its files must not use up the disk space for models
+# largest size of all files of a LoRA: a client may name any LoRA, and it must not use up the disk space for models
+MAX_LORA_BYTES = 4 << 30
 
 
 class _Lfs(msgspec.Struct):
@@ -120,10 +121,10 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
             async for piece in response.aiter_raw():
                 data += piece
                 if len(data) > MAX_MANIFEST_BYTES:
-                    raise StoreError(f"the listing has more than {MAX_MANIFEST_BYTES} bytes")
+                    raise StoreError(f"the hub's listing of files has more than {MAX_MANIFEST_BYTES} bytes")
         return _listings.decode(data)
     except TimeoutError as error:
-        raise StoreError(f"the listing was not complete within {LISTING_S:g} s") from error
+        raise StoreError(f"the hub's listing of files was not complete within {LISTING_S:g} s") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"the hub's answer is not the listing of a repository: {str(error)[:200]}") from error
 
@@ -183,7 +184,7 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
         async with session.stream(method, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
             if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise StoreError("the answer is compressed, although compression was not requested")
+                raise StoreError("the hub's answer is compressed, although compression was not requested")
             yield response
 
 

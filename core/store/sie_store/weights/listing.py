@@ -43,7 +43,9 @@ def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Return the evidence that a snapshot without a listing is not complete; an empty text if there is none."""
+    """Return why a snapshot without a listing is not complete, as a text for an error message; an empty text if nothing
+    shows that a file is missing.
+    """
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"

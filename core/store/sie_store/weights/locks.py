@@ -49,7 +49,7 @@ class Lock:
                 os.utime(self._descriptor)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock. A second call does nothing."""
         self._touch()
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:

@@ -57,7 +57,7 @@ class FetchProgress:
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Show the progress of another process that fetches the snapshot."""
+        """Take over the figures of another process that fetches this snapshot, so that `state` returns them."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,

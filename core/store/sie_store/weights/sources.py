@@ -43,7 +43,7 @@ _logger = logging.getLogger("sie.store")
 
 @dataclass(frozen=True)
 class Located:
-    """A folder of weights. No process removes it from the disk while the lease is open."""
+    """A folder of weights. `lease` is a file lock: no process removes the folder from the disk while it is held."""
 
     folder: Path
     lease: Lock = _NO_LEASE
