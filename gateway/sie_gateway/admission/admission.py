@@ -54,7 +54,7 @@ BUSY_S = 0.2  # seconds between announcements while this gateway has work in the
 SILENT_S = 5.0
 HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost
 RATE_S = 10.0  # seconds: time constant of the moving average of tokens per second
-QPS_S = 10.0  # seconds over which answers are counted
+QPS_S = 10.0  # the answers per second are the mean over this number of seconds
 MAX_BEATS = round(QPS_S / BUSY_S)
 # figures of a lane are dropped when its decayed number of messages is lower: ten half-lives after ten messages
 _MIN_MESSAGES = 0.01

@@ -178,7 +178,7 @@ class RetrySlots:
         ), claimed
 
     def peer_announced(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
-        """Apply the `news` of another gateway."""
+        """Record the turns that another gateway has booked, and end the turns that clients have claimed there."""
         for turn in turns:
             if turn.client and 0 < turn.due_s <= MAX_RETRY_S + 1 and turn.cost > 0:
                 self._add(now_s, turn.client, turn.due_s, turn.cost, is_own=False)

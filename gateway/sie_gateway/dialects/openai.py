@@ -202,14 +202,12 @@ def _object(value: Any, path: str) -> RequestItem:
 
 
 def _image(value: Any, path: str) -> RequestItem:
-    """Read an input of a request whose inputs are images."""
     if not isinstance(value, str | dict):
         raise fields.refused(path, value, "a data URI")
     return multimodal.image(value, path) if isinstance(value, str) else _object(value, path)
 
 
 def _sound(value: Any, path: str) -> RequestItem:
-    """Read an input of a request whose inputs are sounds."""
     if not isinstance(value, str):
         raise fields.refused(path, value, "a data URI")
     return multimodal.sound(value, path)

@@ -140,7 +140,7 @@ class WorkerSocket:
                 self._trouble.met(error)
             self._frame = None
             self._first.clear()
-            await asyncio.sleep(RETRY_S)  # pause before the next attempt to connect
+            await asyncio.sleep(RETRY_S)
 
 
 def _socket_url(url: str) -> str:

@@ -242,7 +242,7 @@ class BodyIntake:
         self.small += more
 
     def hold(self, more_bytes: int) -> None:
-        """Add `more_bytes` to the bytes in memory. A negative number releases bytes."""
+        """Add `more_bytes` to the counted memory of all bodies. A negative number releases memory."""
         self.held_bytes += more_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:

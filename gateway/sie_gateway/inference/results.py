@@ -224,8 +224,8 @@ class RequestResult:
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
         """Return a function that builds the last entry of a reply, `timing`, from the seconds in which the other
-        entries were written. The time since `began_s` counts as well. Headers are sent before the body is written, so
-        their times include only the part before that.
+        entries were written. The time from `began_s` to the call of `late` is included. Headers are sent before the
+        body is written, so their times include only the part before that.
         """
         prepared_s = time.perf_counter() - began_s
         self.timing(received_s, prepared_s)
