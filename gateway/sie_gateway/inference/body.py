@@ -201,7 +201,7 @@ def _item(value: Any, path: str) -> RequestItem:
         return RequestItem(utf8(value, path))
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
-    # shortcut for the most common item: it needs a third of the time
+    # shortcut for the most common item, a map with only a text: it takes a third of the time
     if len(value) == 1 and isinstance(text := value.get("text"), str):
         return RequestItem(utf8(text, path))
     text = _optional_text(value, "text", path)

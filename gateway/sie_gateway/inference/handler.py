@@ -49,7 +49,7 @@ from sie_runtime.feed import CatalogueFeed
 
 WATCH_AFTER_S = 1.0
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
-RENEWED_WITHIN_S = 1.0  # seconds within which the gateway's catalogue receives a new entry that a worker already has
+RENEWED_WITHIN_S = 1.0  # seconds to wait until the gateway's catalogue has the new entry that a worker has already
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -252,7 +252,7 @@ class Inference:
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         raise QueueFull(
-            f"{self.in_progress} requests are in progress, the limit of this gateway",
+            f"{self.in_progress} requests are in progress, which is the limit of this gateway (SIE_MAX_CONCURRENT_REQUESTS)",
             extras={"queue_depth": self.in_progress},
             retry_after_s=self._pace.retry_s(time.perf_counter()),
         )

@@ -223,8 +223,8 @@ class Run(Generic[A]):
         self._task.cancel()
 
     async def join(self, caller: Caller, timeout_s: float) -> A:
-        """Wait for the run instead of the client that disconnected. Raises the exceptions of the run, GatewayTimeout,
-        and ClientGone if this client disconnects too.
+        """Wait for the result of the run, in place of the client that disconnected. Raises the exceptions of the run,
+        GatewayTimeout, and ClientGone if this client disconnects too.
         """
         outcome = self._outcome
         assert outcome is not None

@@ -311,8 +311,8 @@ def _exact(values: arrays.Array) -> arrays.Array:
 
 
 class Joined:
-    """One output of all inputs, concatenated, as views on the results: neighbours are sent together, and no bytes are
-    copied.
+    """One output of all inputs, concatenated, as views on the bytes of the results, without a copy. Outputs that are
+    next to each other in a result become one view.
     """
 
     def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:

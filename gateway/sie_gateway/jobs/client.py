@@ -276,7 +276,9 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        raise SIEError.from_info(outcome.error)  # the inputs did not cause this error
+                        # the model could not be loaded: the inputs did not cause this, so it is an error of the whole
+                        # request
+                        raise SIEError.from_info(outcome.error)
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error

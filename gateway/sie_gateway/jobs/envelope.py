@@ -112,7 +112,7 @@ class BatchCut:
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
         request = _lenient(line)
-        # the number of commas bounds the number of inputs, whatever field of the body has them
+        # the body has at most as many inputs as commas, plus one, whatever field has the inputs
         self._inputs += 1 + count_outside(bytes(request.body), b",", SHARD_INPUTS)
         custom_id = _text(request.custom_id)
         if custom_id is not None and custom_id in self._seen:
@@ -227,7 +227,7 @@ def _row(line: bytes) -> BatchRow:
 
 
 def _code_of(status: int, body: Any) -> str:
-    """Return the code of an error in the format of any client family."""
+    """Return the code in the body of an error reply, whose format depends on the client family of the route."""
     error = body.get("error", body) if isinstance(body, dict) else {}
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, str) and code else f"HTTP_{status}"

@@ -574,7 +574,7 @@ def left(job: JobRecord, leader: str) -> JobRecord:
 
 
 def _has_shards(job: JobRecord) -> bool:
-    """Return whether shards are left to answer, by the counts of the record."""
+    """Return whether shards are left to answer, according to the numbers of shards in the record."""
     return job.is_planned and job.shards is not None and job.shards_done < job.shards
 
 
