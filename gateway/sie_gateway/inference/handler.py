@@ -252,7 +252,7 @@ class Inference:
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         raise QueueFull(
-            f"{self.in_progress} requests are in progress, which is the limit of this gateway (SIE_MAX_CONCURRENT_REQUESTS)",
+            f"{self.in_progress} requests are in progress, the limit of this gateway (SIE_MAX_CONCURRENT_REQUESTS)",
             extras={"queue_depth": self.in_progress},
             retry_after_s=self._pace.retry_s(time.perf_counter()),
         )
