@@ -56,7 +56,8 @@ HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the m
 RATE_S = 10.0  # seconds: time constant of the moving average of tokens per second
 QPS_S = 10.0  # the answers per second are the mean over this number of seconds
 MAX_BEATS = round(QPS_S / BUSY_S)
-# figures of a lane are dropped when its decayed number of messages is lower: ten half-lives after ten messages
+# figures of a lane (pool, machine profile and bundle) are dropped when its decayed number of messages is lower than
+# this: ten half-lives after ten messages
 _MIN_MESSAGES = 0.01
 _peers_logger = logging.getLogger("sie.gateway.peers")
 

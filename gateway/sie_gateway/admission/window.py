@@ -1,5 +1,5 @@
-"""Fairness between keys: the order in which keys put work into the queue. Times and bounds are arguments, permits are
-results; this module does no I/O.
+"""Fairness between keys: the order in which keys put work into the queue. A permit lets one chunk of a request into the
+queue. Times and bounds are arguments, permits are results; this module does no I/O.
 
     request ──► Ticket (its chunks) ──► KeyWindow of (lane, priority, model) ──grant──► into the queue ──give_back──►
     the next chunk

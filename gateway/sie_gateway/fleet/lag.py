@@ -1,5 +1,5 @@
-"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane and priority, and by
-model.
+"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane (pool, machine
+profile and bundle) and priority, and by model.
 
 Counts are read from the shared backlog. Ages and models are read from the oldest messages. If the broker does not
 answer, the lag is unknown, and never zero.

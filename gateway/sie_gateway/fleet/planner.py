@@ -84,7 +84,9 @@ class Slices:
 
 
 class Planner:
-    """Planner of one lane. `step` may run in a thread. No two calls of the planner may run at the same time."""
+    """Planner of one lane. Its layout (`models.layout`) assigns models to hosts. `step` may run in a thread. No two
+    calls of the planner may run at the same time.
+    """
 
     def __init__(self, adopt_after_s: float, pause: Callable[[], None] = lambda: None) -> None:
         """Create the planner. `pause` is called between parts of a long `step`."""

@@ -85,7 +85,9 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        self._wishes: dict[tuple[Lane, str], _Wish] = {}  # wishes by lane and residency; bounded by the catalogue
+        # wishes by lane and residency (a model, or a profile with its own weights); limited by the size of the
+        # catalogue
+        self._wishes: dict[tuple[Lane, str], _Wish] = {}
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:

@@ -1,5 +1,5 @@
-"""Number of workers that a lane needs, and the answer for an autoscaler. The number is a pure function of facts that
-are equal for all gateways.
+"""Number of workers that a lane (pool, machine profile and bundle) needs, and the answer for an autoscaler. The number
+is a pure function of facts that are equal for all gateways.
 """
 
 from __future__ import annotations

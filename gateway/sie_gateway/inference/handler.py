@@ -424,8 +424,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Return the mode for errors of single inputs, for a body that has no mode: the mode of the header, else of the
-    client's dialect. Raises InvalidInput.
+    """Return the mode for errors of single inputs, for a body that has no mode: the mode of the header, else the
+    default of the SDK version that the client reports (its dialect). Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):

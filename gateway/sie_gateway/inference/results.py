@@ -67,7 +67,7 @@ FOUND_VALUES = 20  # one entity or label takes as long to write in a reply as th
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """Request with all parameters merged and the lane chosen."""
+    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen."""
 
     operation: Operation
     resolved: Resolved
@@ -171,8 +171,8 @@ class RequestResult:
     def check(self, name: str = "") -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
-        `name` is the field of inputs of a client family that has no slots for errors. For such a family, any failed
-        input fails the request, and the error names the input.
+        `name` is the field of inputs of a client family whose replies have no entry for the error of a single input.
+        For such a family, any failed input fails the request, and the error names the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)

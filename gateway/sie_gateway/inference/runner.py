@@ -1,5 +1,5 @@
-"""Run of a planned request: its inputs are checked and split into chunks, the chunks are admitted and published, and
-their results are collected.
+"""Run of a planned request: its inputs are checked and split into chunks, each chunk is published when it gets a permit
+for the queue, and the results are collected.
 
     check items ─► chunks ─► admission ─► publish, as permits are granted ─► results ─► RequestResult
                                              └ on any failure: messages without a result are withdrawn from the queue

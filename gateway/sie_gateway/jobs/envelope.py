@@ -1,4 +1,5 @@
-"""Lines of batches in OpenAI's format: split a file into shards, read a line, write an answer. This module does no I/O.
+"""Lines of batches in OpenAI's format: split a file into shards (groups of lines), read a line, write an answer. This
+module does no I/O.
 
 Source: the OpenAI API reference, section Batch: the objects "request input" and "request output".
 """

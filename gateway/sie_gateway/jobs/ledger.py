@@ -1,4 +1,4 @@
-"""The records of jobs and of their shards in the broker."""
+"""Records of jobs in the broker, and of their shards (groups of input rows)."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """A shard that is answered, but not written yet. `data`: its part of the output. `unsent`: rows that are not in the
-    database yet.
+    """A shard (rows that are answered and written together) that is answered, but not written yet. `data`: its part of
+    the output. `unsent`: rows that are not in the database yet.
     """
 
     data: bytes

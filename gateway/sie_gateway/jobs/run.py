@@ -1,4 +1,4 @@
-"""Run of one job by its leader: plan the input once, answer the shards, complete the output.
+"""Run of one job by its leader: plan the input once, answer its shards (groups of rows), complete the output.
 
     queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if no shard could be answered
                  │           └── paused (by its owner, or by an error that only a person can fix) ─► queued

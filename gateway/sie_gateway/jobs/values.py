@@ -1,4 +1,4 @@
-"""Answers to the rows of a shard. Equal inputs are computed once.
+"""Answers to the rows of a shard (rows that are answered and written together). Equal inputs are computed once.
 
 inputs ──digest──► unique inputs ──► cache ──► groups by query and length ──► JobClient ──► RowAnswer of each input
 """
