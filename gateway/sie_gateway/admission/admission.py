@@ -189,7 +189,9 @@ class Peers:
         try:
             beat = heartbeats.decode_gateway(message.data)
         except msgspec.DecodeError as error:
-            _peers_logger.warning("a gateway's announcement could not be read: %s", error)
+            _peers_logger.warning(
+                "an announcement of another gateway's work could not be decoded and is ignored: %s", error
+            )
             return
         self.note(beat)
 
@@ -242,8 +244,8 @@ _logger = logging.getLogger("sie.gateway.admission")
 
 
 def key_of(authorization: str) -> str:
-    """Return the name of a key in this process. It is a digest, so that no token is stored. `authorization` is a bearer
-    token that was let in.
+    """Return the name by which this process knows an API key: a digest, so that no token is stored. `authorization` is
+    the header of a request whose bearer token was accepted.
     """
     token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
     return hashlib.blake2b(token.strip().encode(), digest_size=16).hexdigest()
@@ -309,7 +311,9 @@ class Permits:
         self._admission.look_again(self.place)
 
     def tokens(self, chunks: Sequence[int]) -> int:
-        """Return the tokens of these chunks, as workers count them."""
+        """Return the number of tokens of these chunks, corrected by the ratio of actual to estimated tokens of the
+        model.
+        """
         return sum(self._ticket.tokens[chunk] for chunk in chunks)
 
     def close(self) -> None:
@@ -347,7 +351,8 @@ class Admission:
         self._open: dict[Ticket, Permits] = {}  # open requests, from admission to end
         self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results arrived
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
-        self._crowded: dict[ModelQueue, None] = {}  # models at which requests wait for a permit
+        # queues of models for which requests wait in this gateway for a permit; a dict, because it keeps their order
+        self._crowded: dict[ModelQueue, None] = {}
         self._waiting_bytes = 0
         fleet.listeners.append(self.pump)
 
@@ -646,8 +651,8 @@ class Admission:
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
-        """Return the tokens and the messages with permits, and the bytes that wait. All three are zero if no request is
-        open.
+        """Return the number of tokens and of messages that have a permit for the queue, and the bytes of inputs that
+        wait in this gateway for one. All three are zero if no request is open.
         """
         windows = [place.window for place in self._places.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes

@@ -134,7 +134,7 @@ class Charge:
         self._taken += cost
 
     def settle(self, tokens: int) -> None:
-        """Replace the estimate by the tokens that the call used."""
+        """Charge the tokens that the call used instead of the estimate; called when the call has ended."""
         if self._taken:
             self._quotas.settle(self._key, self._per_minute, self._taken - tokens)
             self._taken = 0

@@ -264,8 +264,8 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last samples, or None if there is no sample. It is computed again after LOOK_S
-        seconds.
+        """Return the mean tokens and seconds of the last measured batches, or None if there are none. The mean is
+        computed again after LOOK_S seconds.
         """
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
@@ -359,7 +359,7 @@ class Throughput:
 
 
 class AnswerPace:
-    """Speed at which a gateway answers. From it the Retry-After is computed for a request that is refused unread.
+    """Speed at which a gateway answers. From it follows the Retry-After of a request that is refused before it is read.
 
     Requests in progress are summed over time, in request-seconds. The time of one request is the request-seconds of the
     last answers, divided by their number (Little's law). So time without requests does not make the gateway look
@@ -391,7 +391,7 @@ class AnswerPace:
             return 1
         sum_s = self._sum_s + self._running * (now_s - self._since_s)
         took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # time of one request; grows while no request ends
-        min_s = now_s + took_s / 2  # by this time half of the requests in progress have ended
+        min_s = now_s + took_s / 2  # earliest retry: by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = max(self._next_s, min_s) + each_s
         # the random number is no secret: it spreads clients in time
@@ -408,7 +408,8 @@ BUSY_BATCHES = 1.5
 # Retry-After is in whole seconds, so all clients of one second return at once. So their work is also limited to this
 # share of the time that a request has left after a running batch.
 TURN_PACE = 0.4
-# clients that return together may have work for at least this share of the time in which a request must be answered
+# refused clients that try again in the same second may bring work for at least this share of the seconds in which a
+# request must be answered
 MIN_BUNCH = 0.1
 STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest
 # shortest Retry-After in seconds after a stall: if the adapter has ended, it must start again and load its model
@@ -659,13 +660,13 @@ class ModelQueue:
         )
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
-        """Return the cost of the work ahead from all gateways, and this gateway's share of the throughput. `ahead` is
-        the cost of the work ahead from this gateway alone.
+        """Return the cost, in tokens, of the work from all gateways that runs before a new request, and this gateway's
+        share of the throughput. `ahead` is the cost of such work from this gateway alone.
 
         The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
-        enters the queue only at this gateway's share. Announcements are not current. So the computation assumes that
-        the other gateways have added as much work since then as this one, in proportion to their rates: a burst that
-        arrives at all gateways is then taken into account at once.
+        enters the queue only at this gateway's share. The announcements of other gateways may be OTHER_S seconds old.
+        So the computation assumes that the other gateways have added as much work since then as this one, in proportion
+        to their rates: a burst that arrives at all gateways is then taken into account at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:

@@ -80,7 +80,7 @@ def _texts(value: Any, most: int, name: str) -> tuple[RequestItem, ...]:
 
 
 def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return SIE's parameter for TEI's fields of truncation. Raises InvalidInput."""
+    """Return SIE's parameter `truncate` from the fields of TEI for truncation. Raises InvalidInput."""
     direction = body.get("truncation_direction")
     if direction is not None and (not isinstance(direction, str) or direction.lower() not in _DIRECTIONS):
         raise fields.refused("truncation_direction", direction, "left or right")

@@ -33,7 +33,8 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop
 
 DEMAND_LIFE_S = 60.0
-AGAIN_S = 5.0  # seconds; a record younger than this is not written again
+# seconds before the record of demand of a lane is written again, to limit the writes while many requests wait
+AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start

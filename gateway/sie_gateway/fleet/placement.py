@@ -33,7 +33,7 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 0.5
 # shortest time in seconds between two steps: several models that get their first work together are placed in one step
 COLD_GAP_S = 0.02
-# seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
+# seconds that a new gateway waits for the first heartbeat of a host; if none comes, it moves the models of the host
 UNHEARD_S = 15.0
 MAX_ASKED = 32  # largest number of subjects whose oldest message is read in one step
 _logger = logging.getLogger("sie.gateway.placement")
@@ -175,7 +175,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # the stored tables must not change during a step
+        self._held = []  # from now on, changes of stored tables are held back: the step reads the tables in a thread
         try:
             await self._refresh()
         finally:

@@ -51,8 +51,8 @@ class PoolReconciler:
         metrics: Metrics,
         on_gone: Callable[[str], None],
     ) -> None:
-        """`on_gone` is called with the name of each reservation that has ended, before this gateway removes its stream
-        from memory.
+        """`on_gone` is called with the name of each reservation that has ended, before this gateway forgets the stream
+        of the reservation.
         """
         self._settings = settings
         self._broker = broker

@@ -95,8 +95,8 @@ class Call:
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Use the run of an earlier call with the same request: logs, metrics and errors of this call then have the
-        data of the earlier one.
+        """Take over the data of an earlier call whose client disconnected and sent the same request again: logs,
+        metrics and errors of this call then describe the run of the earlier call.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished

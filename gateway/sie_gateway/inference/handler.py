@@ -298,7 +298,9 @@ class Inference:
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Run a planned request and return its result. Images at URLs are fetched first."""
+        """Run a planned request and return the outcomes of its inputs. Images at URLs are fetched first. Raises
+        SIEError.
+        """
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)

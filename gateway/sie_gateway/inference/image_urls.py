@@ -204,7 +204,8 @@ class ImageUrls:
             if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > own_bytes:
                 held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
                 raise QueueFull(
-                    f"fetched images occupy {held} MiB in this gateway, and the limit in MiB is {most}", retry_after_s=2
+                    f"images from URLs occupy {held} MiB in this gateway, try again: the limit in MiB is {most}",
+                    retry_after_s=2,
                 )
 
         turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST)

@@ -120,7 +120,9 @@ class RequestResult:
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
-        """Results that workers sent, without the failures that the gateway itself found."""
+        """Return the results of the request's chunks that came from workers. Failures that the gateway itself found are
+        left out.
+        """
         return [result for result in self._results if result.chunk >= 0]
 
     @cached_property
@@ -527,8 +529,8 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request of a message for which the client library had no room. To let the sender try again would not
-        help: its second message would meet the same overload.
+        """Fail the request whose result the NATS client library dropped for lack of room. To wait until the worker
+        sends the result again would not help: it would meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])

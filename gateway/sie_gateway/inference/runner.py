@@ -290,8 +290,8 @@ def _builder(
 
 
 def _result_listener(permits: Permits, collector: OutcomeCollector, entry: ModelEntry) -> Callable[[WorkResult], None]:
-    """Return the function that is called with each result. It releases the permit, and ends the request if the worker
-    has another entry of the model.
+    """Return the function that is called with each result. It releases the permit of the chunk. If the worker has
+    another revision of the model's entry, it ends the attempt with EntryChanged.
     """
 
     def on_result(result: WorkResult) -> None:
@@ -313,7 +313,7 @@ class _Takers:
         self._told: dict[str, str] = {}
 
     def models_of(self, modality: str) -> str:
-        """Return the end of an error: the first few models that accept the modality."""
+        """Return text for the end of an error message: the first few models that accept the modality."""
         if modality not in self._told:
             able = (
                 entry.id
@@ -329,8 +329,8 @@ class _Takers:
         return self._told[modality]
 
     def models_with_chunks(self) -> str:
-        """Return the end of an error: the first few models whose dense vectors are a mean or a maximum over tokens, as
-        vectors of chunks with context must be.
+        """Return text for the end of an error message: the first few models whose dense vectors are a mean or a maximum
+        over tokens, as vectors of chunks with context must be.
         """
         able = (
             entry.id

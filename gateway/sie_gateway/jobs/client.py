@@ -40,7 +40,7 @@ from sie_runtime.http.server import uuid7
 ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, such as a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
-ROOM_S = 4.0  # seconds in which the workers answer the items that a job has in flight
+ROOM_S = 4.0  # a job has as many items in flight as the workers answer in this number of seconds
 _T = TypeVar("_T")
 
 
@@ -95,14 +95,16 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, count: int) -> None:
-        """Wait until there is room for `count` items. If no item is in flight, a group of any size may enter."""
+        """Wait until the job may have `count` more items in flight, and count them. If no item is in flight, `count`
+        may be above the limit.
+        """
         entered = asyncio.get_running_loop().create_future()
         self._waiting.append((count, entered))
         self._admit()
         try:
             await entered
         except asyncio.CancelledError:
-            if not entered.cancelled():  # the group had entered before the task was cancelled
+            if not entered.cancelled():  # the items were counted as in flight before the task was cancelled
                 self._used -= count
             self._admit()
             raise

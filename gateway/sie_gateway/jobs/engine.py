@@ -44,8 +44,8 @@ SINK_DTYPES = ("float32", "float16")
 
 
 class Credentials(NamedTuple):
-    """Functions for the credential of a job: `grant` looks up its current grant, `charge` begins the accounting of a
-    call against its quota.
+    """Functions for the credential of a job: `grant` looks up its current grant, `charge` opens the account by which a
+    call spends the tokens of its quota.
     """
 
     grant: Callable[[str], Grant | None]

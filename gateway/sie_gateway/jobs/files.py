@@ -107,7 +107,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name and the digest of a file; None if the file was removed."""
+        """Return the client's name of a file, and the SHA-256 of its bytes; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
@@ -186,8 +186,9 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file with its record. `bounded`: refuse the file above the limits of its owner or of all owners. An
-        output of a batch is not bounded: its bytes count, but it is never refused.
+        """Write a file with its record. If `bounded`, the file is refused above the limits of its owner or of all
+        owners. Outputs of batches are not bounded: their bytes are counted for these limits, but they are never
+        refused.
         """
         objects = self._required()
         if bounded:

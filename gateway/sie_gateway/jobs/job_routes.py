@@ -106,7 +106,9 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the input of the job. For a score, the query is removed from `options`."""
+    """Return the field `input` of a JobRequest. For a score, the query is an option of the published SDKs; it is moved
+    from `options` into the input.
+    """
     fields = job.field_map
     if fields.input_type != "text":
         raise _refused("field_map.input_type", "expected text: a job reads the column of a text")
@@ -188,7 +190,8 @@ async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | N
         if form is None:
             return msgspec.json.decode(await request.body(), type=kind)
         return msgspec.convert(form(msgspec.json.decode(await request.body())), kind)
-    except msgspec.DecodeError as error:  # the message has the expected type, but no value of the body
+    # the decoder's message may be shown to the client: it has the expected type, but no value of the body
+    except msgspec.DecodeError as error:
         raise _schema_fault(error) from error
 
 

@@ -68,7 +68,7 @@ class BatchJob:
         return await self._place.keep_plan(cut.plan())
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer the lines of one shard and store the answers (see `run.JobWork`)."""
+        """Answer the lines of one shard, store the answers, and return the record of the shard."""
         data = await self._place.existing(_part(number))
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
@@ -112,7 +112,8 @@ class BatchJob:
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
         """Store the answers of a shard whose batch ends early, and return its record; None without answers."""
         data = await self._place.existing(_part(number))
-        if data is not None:  # an earlier leader stored the part, and died before it wrote the record
+        # an earlier leader stored the part, and died before it wrote the record: write the record now
+        if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
         answered = self._rows.get(number, {})
         if state != "expired":

@@ -137,7 +137,8 @@ class NativeJob:
     def _bounds(self) -> Bounds:
         """Return the limits of a shard: most rows, and most bytes of text. Raises SIEError, Halted."""
         request = self._request
-        if request.operation != "encode":  # answers of other operations are no larger than their texts
+        # answers of other operations are at most as large as their texts, so only the number of rows is limited
+        if request.operation != "encode":
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
@@ -177,10 +178,10 @@ class NativeJob:
     # ---- the answers of a shard
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer the rows of one shard and write its part of the output (see `run.JobWork`)."""
+        """Answer the rows of one shard, write its part of the output, and return the record of the shard."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
-        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
+        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record: use the part
             self._values.check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)

@@ -40,8 +40,8 @@ class OwnerUsage:
     the start of the write. A record of another gateway counts when the watch of the bucket has delivered it. So the
     total may exceed a limit by the records that other gateways accept until then.
 
-    For the error above a limit, `kinds` has the words for records and for bytes, `remedy` the advice for the client,
-    and `reason` the error's field `reason`.
+    The rest is for the error above a limit. `kinds`: words for the counted things, such as "files" and "bytes of
+    files". `remedy`: advice for the client. `reason`: the field `reason` of the error.
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
@@ -124,7 +124,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return cast("T | None", stands)
 
     async def refresh(self, id_: str) -> T | None:
-        """Read a record from the bucket again and return it. Raises BrokerError."""
+        """Read a record from the bucket again, replace the known one, and return it. Raises BrokerError."""
         await self._record.refresh(self._prefix + id_)
         return self.get(id_)
 

@@ -566,8 +566,8 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record of a job that `leader` gives up. This leader has not died, so it is also removed from `lost`,
-    to which another gateway may have added it.
+    """Return the record of a job after `leader` has stopped to lead it. This leader has not died. But another gateway
+    may have added it to the dead leaders in `lost`, so it is removed from there too.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)

@@ -79,7 +79,7 @@ class JobScheduler:
         self._running: dict[str, _Running] = {}
 
     async def run(self, stop: Stop) -> None:
-        """Acquire and renew the leases of jobs, and run these jobs, until `stop`."""
+        """Acquire and renew the leases of at most `at_once` jobs, and run these jobs, until `stop`."""
         trouble = Trouble(_logger, "jobs of this gateway make no progress")
         try:
             while not await stop.wait_woken(self._ledger.woken, EVERY_S):

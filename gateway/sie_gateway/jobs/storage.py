@@ -44,7 +44,7 @@ class JobStorage:
         return await asyncio.to_thread(records.decode_plan, data)
 
     async def existing(self, name: str) -> bytes | None:
-        """Read an object of this job; None if it does not exist. Raises StoreError."""
+        """Return the bytes of an object of this job, such as a part; None if it does not exist. Raises StoreError."""
         import obstore
 
         async def read() -> bytes:

@@ -98,7 +98,7 @@ async def purge(gateway: Gateway, request: Request) -> Response:
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
-    _logger.info("%s purged dead letter %s of pool %s", _caller(request), name, pool)
+    _logger.info("%s removed dead letter %s of pool %s for good", _caller(request), name, pool)
     return json_response(done)
 
 
@@ -116,7 +116,7 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
             param="all",
         )
     done = await gateway.dead_letters.purge_all(letters)
-    _logger.info("%s purged %d dead letters of pool %s", _caller(request), done.removed, letters.pool)
+    _logger.info("%s removed %d dead letters of pool %s for good", _caller(request), done.removed, letters.pool)
     return json_response(done)
 
 

@@ -314,7 +314,7 @@ def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
 
 
 def _lane(located: DeadLetterEntry) -> str:
-    """Return the lane of a letter; empty if the subject of its work has no lane."""
+    """Return the lane of a letter, from the NATS subject of its work; an empty text if the subject has no lane."""
     try:
         return str(lane_of(located.letter.subject))
     except ValueError:

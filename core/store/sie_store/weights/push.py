@@ -92,8 +92,9 @@ class Push:
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Read the manifest in the bucket and compare it with the files of this push. Return it, or None if it is
-        missing or will be replaced, and the write mode that replaces only this version of it. Raises PushRefused.
+        """Return the manifest in the bucket, None if there is none or if it will be replaced; and obstore's write mode,
+        which allows a write only if no other writer has changed the manifest. Raises PushRefused if its files differ
+        from the files of this push.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
