@@ -127,7 +127,7 @@ class Peers:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
 
     async def run(self, stop: Stop) -> None:
-        """Announce this gateway until `stop`, then announce that this gateway leaves."""
+        """Send announcements of this gateway until `stop`, then a last one which says that the gateway leaves."""
         while not await stop.wait_for(self.pause_s()):
             await self._send(self.beat())
         await self._send(GatewayBeat(self.id, leaving=True))
@@ -228,7 +228,7 @@ class Peers:
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
-# bytes of inputs that wait in this gateway; a request may exceed this limit if no other request waits
+# largest number of bytes of inputs that wait in this gateway; a request may exceed it if no other request waits
 MAX_WAITING_BYTES = 256 << 20
 # chunks in the queue of a model that no worker has loaded: the first makes a worker load the model, the second is ready
 # for the worker's first batch
@@ -461,7 +461,7 @@ class Admission:
         return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
-        """Return the tokens that wait in this gateway, by lane and priority."""
+        """Return the tokens that wait in this gateway for a permit, by lane and priority."""
         tokens: dict[tuple[Lane, Priority], int] = {}
         for place in self._places.values():
             if place.window.is_waiting:

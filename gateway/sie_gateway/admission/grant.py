@@ -90,7 +90,9 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Add the tokens by which an estimate was too high. A negative `difference` subtracts tokens."""
+        """Add to the bucket of `key` the tokens by which an estimate was too high. A negative `difference` subtracts
+        tokens.
+        """
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 

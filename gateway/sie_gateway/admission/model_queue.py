@@ -211,7 +211,7 @@ class Throughput:
         the batch on the device. `lanes` batches run at the same time. A worker forms up to `pipeline` batches before
         its device is free. `chunks` is the number of chunks in the batch.
         """
-        if not batch:  # a result without a batch: the device did not run it
+        if not batch:  # the device did not run this work, so its result says nothing about the speed
             return
         entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
@@ -416,7 +416,7 @@ STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TUR
 RESTART_S = 10.0
 
 
-OTHER_S = 2.0  # seconds for which the announced work of another gateway counts
+OTHER_S = 2.0  # seconds for which an announcement of another gateway's work is used
 
 
 class _PeerQueue(NamedTuple):
@@ -521,7 +521,7 @@ class ModelQueue:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
-        # a request may put several chunks into the queue at the same time
+        # the first chunk in an empty queue, or a further chunk that was admitted at the same time
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s

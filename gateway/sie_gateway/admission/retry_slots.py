@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from sie_contracts.wire.heartbeats import Turn
 
-MAX_RETRY_S = 120  # seconds of the longest Retry-After; OpenAI clients do not retry if it is longer
+MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry if it is longer
 MAX_TURNS = 16_384
 # largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
 MAX_NEWS = 4_096

@@ -147,7 +147,7 @@ def _answer(
     items, order = finished.request.items, order[:count]
     ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
     results: list[dict[str, Any]] = ranked
-    if with_documents:  # the reply does not repeat images
+    if with_documents:  # the reply repeats texts of documents, but not images
         texts = (items[index].text for index in order)
         results = [
             entry if text is None else {**entry, "document": text if root else {"text": text}}

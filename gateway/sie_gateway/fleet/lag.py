@@ -127,7 +127,7 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                before = models.get(of_model, ModelBacklog(0))  # a model may have two subjects
+                before = models.get(of_model, ModelBacklog(0))  # if a model has work in two subjects, add the counts
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)
                 )

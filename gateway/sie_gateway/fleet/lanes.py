@@ -60,13 +60,13 @@ def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> floa
 
 
 class _LaneWorkers:
-    """Healthy workers of one lane by their id. For each model, the workers that have it loaded."""
+    """Healthy workers of one lane by their id, and for each model the workers that have it loaded."""
 
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
         self.loaded: dict[str, set[str]] = {}  # model -> workers
         self.unloading: set[str] = set()  # workers
-        self.types: Counter[str] = Counter()  # workers by the type of their device
+        self.types: Counter[str] = Counter()  # number of workers by the type of their device
         self._all: list[Heartbeat] | None = None
 
     def put(self, beat: Heartbeat) -> None:
@@ -144,7 +144,7 @@ class Fleet:
         try:
             heartbeat = heartbeats.decode_heartbeat(message.data)
         except msgspec.DecodeError as error:
-            _logger.warning("a heartbeat could not be read: %s", error)
+            _logger.warning("a worker's heartbeat could not be decoded and is ignored: %s", error)
             return
         self.note(heartbeat)
 

@@ -40,7 +40,9 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts in the table from which this gateway has received none yet."""
+    """Build heartbeats for hosts in the table from which this gateway has received none yet, so that it does not move
+    their models at once.
+    """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
@@ -133,7 +135,7 @@ class Placer:
         return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the lanes of a pool that no longer exists."""
+        """Forget the planners of the lanes of a pool that no longer exists."""
         for by_lane in (self._planners, self._noted):
             for lane in [lane for lane in by_lane if lane.pool == pool]:
                 del by_lane[lane]
@@ -209,7 +211,7 @@ class Placer:
         try:
             backlog = await self._waiting(lane, planner.models)
         except BrokerError:
-            if not live and not planner.models:  # the stream was removed with its pool
+            if not live and not planner.models:  # the stream was removed with its pool, so the lane needs no planner
                 del self._planners[lane]
             raise
         planner.note(self._noted.pop(lane, {}))
@@ -292,7 +294,7 @@ class Ages:
         return {model: ModelBacklog(count, oldest_s[model]) for model, count in counts.items()}
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the lanes of a pool that no longer exists."""
+        """Forget the names of models in the lanes of a pool that no longer exists."""
         for lane in [lane for lane in self._names if lane.pool == pool]:
             del self._names[lane]
 

@@ -179,7 +179,8 @@ class Planner:
 
     def _remember(self, table: Placement | None, backlog: Mapping[str, ModelBacklog], now_s: float) -> None:
         if table is not None and table is not self._table:
-            for model in table.hosts:  # another gateway placed the model, or this one before its restart
+            # another gateway placed the model, or this one before its restart: treat it as used now
+            for model in table.hosts:
                 if model not in self._wanted_s:
                     self._touch(model, now_s)
         noted, self._noted = self._noted, {}

@@ -26,7 +26,7 @@ ON_THEIR_WAY = "its workers do not serve it yet"
 
 
 def shown(name: str) -> str:
-    """Return a pool's name as Pool objects print it."""
+    """Return the name of a pool as clients see it: the default pool is shown as `default`."""
     return "default" if name == topology.pool_name("default") else name
 
 

@@ -134,7 +134,7 @@ class Residencies:
         try:
             await self._send(beat, action, residency)
         except BrokerError as error:
-            raise QueueUnavailable("the broker did not accept the message to the worker") from error
+            raise QueueUnavailable("the broker did not accept the message to the worker: try again") from error
 
     async def _send(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
         data = messages.encode(messages.Residency(action, residency))

@@ -105,7 +105,7 @@ class Scaling:
             oldest_s = await self._lag.oldest_s(lane) if items else 0.0
             demand = await self._demand.is_wanted(lane)
         except BrokerError as error:
-            raise QueueUnavailable("the backlog could not be read from the broker") from error
+            raise QueueUnavailable("the backlog could not be read from the broker: try again") from error
         requested, pending = self._pools.reserved(), self._pools.pending()
         # workers of reservations are taken from the default pool, so the lane of that pool scales their deployment
         is_default = lane.pool == topology.pool_name("default")

@@ -270,7 +270,8 @@ class Edge:
                 await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
         except (ClientGone, ClientDisconnect):  # the client left while it sent its body, so no one would read an answer
             status = CLIENT_GONE
-        except Exception as error:  # the outermost handler; FastAPI raises an error again after it has answered it
+        # the outermost handler; if `status` is set, FastAPI has answered the error and then raised it again
+        except Exception as error:
             if not status:
                 await (_options(method, path, error) or error_response(error, call))(scope, receive, tagged)
             elif is_socket:
@@ -283,7 +284,7 @@ class Edge:
                     exc_info=error,
                     extra={"request_id": call.id},
                 )
-        except asyncio.CancelledError:  # the process ends; the HTTP server answers or closes the connection
+        except asyncio.CancelledError:  # the process is about to end: the HTTP server answers or closes the connection
             status = status if is_whole else InternalFailure.status
             raise
         finally:

@@ -75,7 +75,8 @@ class Call:
     path: str = ""
     receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
-    charge: Charge | None = None  # charge for the tokens of the request, if its key has a quota
+    # account with which the request uses the quota of its key; None if the key has no quota
+    charge: Charge | None = None
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
     budget_s: float = 0.0  # seconds from `received_s` to the deadline

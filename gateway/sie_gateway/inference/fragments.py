@@ -76,7 +76,7 @@ class Fragments:
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
-        # the worker split the result again, for a broker with another message limit
+        # the worker split the result again, for a broker with another message limit: drop the parts of the first split
         if assembly is not None and len(assembly.parts) != part.count:
             self._all[key] = assembly
             self.drop(assembly)

@@ -172,7 +172,7 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the answer to a body without a connection, such as a line of a batch. Raises SIEError,
+        """Return the answer to a request body that has no HTTP connection, such as a line of a batch. Raises SIEError,
         FailedRequest.
         """
         call.body, call.shape = raw, route.shape
@@ -292,8 +292,8 @@ class Inference:
         )
 
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
-        """Run a request with its model, within the budget of the call. The result has the outcome of each input. Raises
-        SIEError.
+        """Run a request with its model, until the deadline of the call at most. The result has the outcome of each
+        input. Raises SIEError.
         """
         return await self.execute(call, self.understand(call, request))
 

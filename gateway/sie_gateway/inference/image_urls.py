@@ -274,7 +274,7 @@ class ImageUrls:
             yield answer
 
     def _target(self, url: str) -> httpx.URL:
-        """Parse and check the URL. Raises _Unfetched."""
+        """Return the parsed URL, if it may be fetched. Raises _Unfetched."""
         if len(url) > MAX_URL:
             raise _Unfetched(f"the URL has {len(url)} characters, at most {MAX_URL} are allowed", limit=MAX_URL)
         try:
@@ -326,7 +326,7 @@ def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestI
 
 
 def _joined(target: httpx.URL, answer: httpcore.Response) -> str:
-    """Resolve the target of a redirect. Raises _Unfetched."""
+    """Return the URL to which a redirect leads. Raises _Unfetched."""
     try:
         return str(target.join(_header(answer, b"location").decode("ascii")))
     except (httpx.InvalidURL, ValueError):

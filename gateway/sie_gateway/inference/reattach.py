@@ -251,7 +251,7 @@ class Run(Generic[A]):
             if leaving is not None and leaving.done():
                 raise ClientGone
             raise GatewayTimeout("no result within what is left of the budget")
-        finally:  # the traceback of the exception refers to this frame
+        finally:  # the traceback of an exception keeps this frame in memory, so delete its large values
             del outcome, waited, leaving
 
 

@@ -76,7 +76,7 @@ def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = 
 def _json_default(value: Any) -> Any:
     if isinstance(value, bytes | memoryview):
         return base64.b64encode(value).decode("ascii")
-    raise TypeError(f"{type(value).__name__} cannot be encoded")
+    raise TypeError(f"{type(value).__name__} cannot be encoded as JSON")
 
 
 _msgpack = msgspec.msgpack.Encoder(

@@ -535,14 +535,16 @@ class ResultInbox:
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
-            collector.fail(ResourceExhausted("this gateway could not accept a result of this request in time"))
+            collector.fail(
+                ResourceExhausted("this gateway had no room for a result of this request when it arrived: try again")
+            )
 
     async def _on_result(self, message: CoreMessage) -> None:
         try:
             decoded = messages.decode_result_or_fragment(message.data)
         except msgspec.DecodeError as error:
             self._metrics.outcomes.labels("undecodable").inc()
-            _logger.error("a result could not be read: %s", error)
+            _logger.error("a result from a worker could not be decoded and is ignored: %s", error)
             return
         verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
         if verdict is not None and message.reply:
@@ -622,4 +624,4 @@ class ResultInbox:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
             except BrokerError as error:  # the sender then sends the last part again, and the verdict is duplicate
-                _logger.warning("a result could not be confirmed: %s", error)
+                _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)

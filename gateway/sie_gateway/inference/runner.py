@@ -393,7 +393,7 @@ def _reads_mentions(request: PlannedRequest) -> bool:
 
 
 def _input(item: RequestItem) -> Input:
-    """Return the part of an item that a worker needs."""
+    """Return the input of a queue message: the fields of an item that a worker needs."""
     if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
         return Input(item.text, mentions=item.mentions, chunks=item.chunks)
     return Input(

@@ -209,7 +209,8 @@ class JobClient:
                 await self._until_open()
                 try:
                     return await attempt()
-                except EntryChanged:  # gateway and worker read the catalogue at different moments
+                # gateway and worker read the catalogue at different moments: try again with the new entry
+                except EntryChanged:
                     pause_s = 1.0
                 except FailedRequest as error:
                     exhausted += _is_exhausted(error)

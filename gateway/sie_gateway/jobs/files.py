@@ -293,7 +293,7 @@ class FileStore:
         return record.state == "removing" or self._is_expired(record)
 
     async def run(self, stop: Stop) -> None:
-        """Clean up until `stop`."""
+        """Call `clean` at least every CLEAN_S seconds until `stop`."""
         trouble = Trouble(_logger, "files could not be cleaned up")
         while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             try:

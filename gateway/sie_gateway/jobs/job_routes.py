@@ -246,7 +246,7 @@ async def cancel(gateway: Gateway, request: Request) -> Response:
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:
-    """Create a job over the failed rows of another job. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Create a job for the failed rows of an earlier job. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.retry(_call(request), request.path_params["job"]), 201)
 
 

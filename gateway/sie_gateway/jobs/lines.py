@@ -50,7 +50,8 @@ class BatchJob:
         self._client = client
         self._progress = progress
         self._route_of = route_of
-        self._repeated: frozenset[int] = frozenset()  # lines with the custom_id of an earlier line
+        # numbers of the lines that repeat the custom_id of an earlier line
+        self._repeated: frozenset[int] = frozenset()
         self._rows: dict[int, dict[int, BatchRow]] = {}  # rows of shards that are not stored yet: shard -> line -> row
 
     async def plan(self) -> Plan:

@@ -149,7 +149,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             self._values[id_], self._revisions[id_] = value, revision
         else:
             self._values.pop(id_, None)
-            if is_ours:  # the watch may still deliver older revisions
+            if is_ours:  # the watch may still deliver older revisions, which must then be ignored
                 self._revisions[id_] = revision
             else:
                 self._revisions.pop(id_, None)

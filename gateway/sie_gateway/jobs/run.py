@@ -367,7 +367,7 @@ class JobRun:
             done[number] = shard
 
     async def _attempted(self, work: JobWork, number: int, span: RowSpan) -> ShardRecord:
-        self._live.pop(number, None)  # progress of an earlier attempt
+        self._live.pop(number, None)  # forget the progress of an earlier attempt at this shard
         return await work.shard(number, span)
 
     async def _until_told(self, work: Awaitable[None]) -> str:
@@ -441,7 +441,8 @@ class JobRun:
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                except (Replaced, NotFound) as error:  # `_until_told` gets this information from the watch
+                # `_until_told` learns this from the watch of the record, and ends the work
+                except (Replaced, NotFound) as error:
                     _logger.info("the progress of job %s is not written any more: %s", self._id, error)
                     return
                 before = state

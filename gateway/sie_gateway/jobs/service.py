@@ -128,8 +128,8 @@ class JobService:
             return self.as_info(await self.ledger.change(job_id, changed))
 
     async def retry(self, call: Call, job_id: str) -> api.JobInfo:
-        """Create a job over the failed rows of a job. Raises NotFound, and ContentConflict if that job has not ended or
-        has no failed row.
+        """Create a job that answers the failed rows of an earlier job, and return it. Raises NotFound, and
+        ContentConflict if that job has not ended or has no failed row.
         """
         job = self.find(call, job_id)
         if job.request is None or not job.ended:
@@ -220,7 +220,7 @@ class JobService:
         return job
 
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
-        """Cancel a batch. Raises NotFound, ContentConflict."""
+        """End a batch; its files have the answered requests. Raises NotFound, ContentConflict."""
         self.find_batch(call, batch_id)
         return self.batch_told(await self._cancelled(batch_id))
 
@@ -321,7 +321,7 @@ class JobService:
         if after:
             place = next((place for place, job in enumerate(jobs) if job.id == after), None)
             if place is None:
-                raise NotFound("after: there is no such job", param="after")
+                raise NotFound("after: expected the id of a job in this list", param="after")
             start = place + 1
         return jobs[start : start + limit], len(jobs) > start + limit
 
@@ -360,7 +360,7 @@ class Sweeper:
         self._has_store = has_store
 
     async def run(self, stop: Stop) -> None:
-        """Delete jobs until `stop`."""
+        """Call `sweep` at least every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "jobs that have ended are not deleted for now")
         while not await stop.wait_for(EVERY_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             try:

@@ -17,7 +17,7 @@ LONG_S = 120.0  # time limit in seconds for one long call to the store
 
 
 class JobStorage:
-    """Storage of one job. `store`: the payload store."""
+    """Storage of the plan and the parts of one job in the payload store (`store`)."""
 
     def __init__(self, store: ObjectStore, job_id: str, files: FileStore) -> None:
         self.files = files
@@ -65,7 +65,7 @@ class JobStorage:
                 await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
         except WrittenMeanwhile:
             existing = await self.existing(name)
-            if existing is None:  # the object was removed in the meantime
+            if existing is None:  # the object existed at the write, and has been removed since
                 raise
             return existing
         return data

@@ -33,7 +33,7 @@ _SIZES = {"float32": 4, "float16": 2}
 
 
 class ModelInput(NamedTuple):
-    """Input of the model from one row. `query`: the query of a score."""
+    """Input of the model from one row. `query`: the query for which a document is scored; else None."""
 
     item: RequestItem
     query: str | None = None

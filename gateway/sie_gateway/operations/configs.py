@@ -140,7 +140,7 @@ async def models(gateway: Gateway, _request: Request) -> Response:
 
 
 async def status(gateway: Gateway, request: Request) -> Response:
-    """Return the revisions of a model that gateways and workers serve."""
+    """Return which revision of a model each gateway, and each bundle's workers, serve now."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     bundles = {}

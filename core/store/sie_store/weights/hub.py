@@ -198,7 +198,8 @@ class _Hub:
 
     async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
         async with _answered(self._session, f"{self._url}/{quote(file.path)}", start=start) as response:
-            at = start if response.status_code == 206 else 0  # a mirror without range requests sends the whole file
+            # a mirror without range requests sends the whole file: skip its bytes before `start`
+            at = start if response.status_code == 206 else 0
             async for data in response.aiter_raw():
                 if piece := data[max(0, start - at) :]:
                     yield piece
