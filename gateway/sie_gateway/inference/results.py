@@ -536,7 +536,7 @@ class ResultInbox:
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
             collector.fail(
-                ResourceExhausted("this gateway had no room for a result of this request when it arrived: try again")
+                ResourceExhausted("this gateway could not accept a result of this request in time: try again")
             )
 
     async def _on_result(self, message: CoreMessage) -> None:
