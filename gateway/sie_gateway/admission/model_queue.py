@@ -283,8 +283,8 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # if several batches run at the same time, their results alternate, so crowded batches alone would be a wrong
-        # sample
+        # crowded: more work waited than the workers accept. If several batches run at the same time, their results
+        # alternate, so crowded batches alone would be a wrong sample
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -835,7 +835,7 @@ def _bunch_s(budget_s: float, batch_s: float) -> float:
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at the same time. It follows from the tokens that the worker
-    accepts: two full batches for each of them, and the batches at its adapter.
+    """Return the number of batches that a worker runs at the same time. It is computed from the tokens that the worker
+    accepts: these are two full batches for each batch that runs, and one for each batch at its adapter.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

@@ -36,8 +36,8 @@ def flag(body: Body, name: str, *, default: bool = False) -> bool:
 
 
 def whole(body: Body, name: str, low: int, high: int | None = None) -> int | None:
-    """Return the whole number in the field `name`; None if the field is missing. Raises InvalidInput outside low to
-    high.
+    """Return the whole number in the field `name`; None if the field is missing. Raises InvalidInput if it is less than
+    `low` or greater than `high`.
     """
     value = body.get(name)
     if value is None:

@@ -64,7 +64,7 @@ class Lag:
         return max(0.0, self._now_s() - stored.sent_s)
 
     async def run(self, stop: Stop) -> None:
-        """Refresh the lag each EVERY_S until `stop`."""
+        """Refresh the lag every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "the age of the queue is not known")
         while not await stop.wait_for(EVERY_S):
             try:

@@ -467,7 +467,9 @@ def _permits(resolved: Resolved, machine_profile: str) -> bool:
 
 
 def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
-    """Return the configured machine profiles of the model's entry, in the order of the entry."""
+    """Return the machine profiles that the model's entry allows and that are configured, their spot forms included, in
+    the order of the entry. If none is configured, return all that the entry allows.
+    """
     allowed = resolved.entry.machine_profiles
     if not configured:
         return list(allowed)

@@ -71,7 +71,7 @@ class _PlannedWorker:
 
 
 class Slices:
-    """Callable that pauses a thread with a long computation, so that the event loop runs each SLICE_S."""
+    """Callable that pauses a thread with a long computation, so that the event loop runs every SLICE_S seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -26,7 +26,8 @@ from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
-# bytes of English UTF-8; an estimate that is used only to split requests: the sidecar counts the tokens
+# bytes of a token of English text in UTF-8: an estimate that is used only to split requests; the sidecar counts the
+# tokens
 BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
 ITEM_RESULT_OVERHEAD_BYTES = 64
@@ -110,7 +111,7 @@ def plan(
     payload_bytes = inline_bytes - shared_bytes
     is_query = query_bytes > shared_bytes // 2
     if payload_bytes < inline_bytes // 2:
-        # options are never stored in the payload store
+        # options are always in the message, never in the payload store
         if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:
             limit = inline_bytes // 2
             name = "query" if is_query else "labels" if run.labels else "instruction"

@@ -24,7 +24,7 @@ _SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data
 
 
 class InboxFull(Exception):
-    """Raised for a part that would exceed a limit of this gateway."""
+    """Raised for a part of a result for which this gateway has no room: a limit of bytes would be exceeded."""
 
 
 @dataclass

@@ -400,8 +400,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         raise httpcore.ConnectError("no address of the host can be reached")
 
     def _count(self, nbytes: int) -> None:
-        """Count the bytes of the head. Raises _Unfetched for a server that sends headers and interim answers without
-        end.
+        """Count bytes of the headers before the answer's body. Raises _Unfetched if they are too many: a server may
+        send headers and interim answers without end.
         """
         self._head_bytes += 0 if self.is_answered else nbytes
         if self._head_bytes > MAX_HEAD_BYTES:

@@ -167,7 +167,7 @@ class Runner:
                 return
             except TimeoutError as error:
                 # A load that begins after the hold, or a worker that leaves, is reported in the same way as during the
-                # hold.
+                # hold of the request (see `load_hold_s`).
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error

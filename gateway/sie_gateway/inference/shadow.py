@@ -116,7 +116,7 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._met: dict[str, int] = {}  # by alias, the number of answered requests, of which the share is copied
+        self._met: dict[str, int] = {}  # number of answered requests by alias; the configured share of them is copied
         self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
         self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
         self._opening: set[str] = set()  # models whose load a copy has caused and which are not loaded yet

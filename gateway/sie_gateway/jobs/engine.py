@@ -232,7 +232,7 @@ class JobEngine:
         return JobStorage(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
-        """Return the output place of a job. Raises InvalidInput if the place is no longer allowed."""
+        """Return the place where the job's output is written. Raises InvalidInput if the place is no longer allowed."""
         if job.output_url:
             return Place.opened(job.output_url, self._urls, is_output=True)
         return Place(self.require_store(), f"jobs/{job.id}/output/")

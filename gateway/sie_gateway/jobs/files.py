@@ -146,7 +146,7 @@ class FileStore:
             return await self._required().open(record.id)
 
     async def range(self, record: FileRecord, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` to `end`. Raises NotFound."""
+        """Return the bytes of a file from `start` to before `end`. Raises NotFound."""
         with _unavailable():
             return await self._required().range(record.id, start, end)
 

@@ -226,8 +226,8 @@ class JobRun:
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Wait until the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
-        measured (see `JobProgress`).
+        """Wait until the job may run. Outside its windows, the record of the job shows the error OUTSIDE_WINDOW, and
+        its rate is not measured (see `JobProgress`).
         """
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
@@ -380,7 +380,7 @@ class JobRun:
                 if self._job.wanted in ("pause", "cancel"):
                     return self._job.wanted
                 left_s = expires_s(self._job) - self._now_s()
-                if left_s <= 0 and self._job.state != "finalizing":  # a finalizing job has answered all
+                if left_s <= 0 and self._job.state != "finalizing":  # all inputs of a finalizing job were answered
                     return "expired"
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())

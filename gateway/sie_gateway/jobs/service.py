@@ -94,7 +94,9 @@ class JobService:
         return request == previous
 
     def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
-        """Return a page of the caller's jobs, the newest first. Raises NotFound."""
+        """Return at most `limit` of the caller's jobs after the job `after`, the newest first. Raises NotFound if there
+        is no job `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
@@ -206,7 +208,9 @@ class JobService:
         return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
-        """Return a page of the caller's batches, the newest first. Raises NotFound."""
+        """Return at most `limit` of the caller's batches after the batch `after`, the newest first. Raises NotFound if
+        there is no batch `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
         data = [self.batch_told(job) for job in jobs]
         ends = (data[0].id, data[-1].id) if data else (None, None)

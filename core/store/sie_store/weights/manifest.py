@@ -122,7 +122,9 @@ def is_safe(name: str) -> bool:
 
 
 def check_paths(names: Collection[str]) -> None:
-    """Raise ManifestError if a name is not safe, if a name is a file and a folder, or above MAX_FILES names."""
+    """Raise ManifestError if a name is not safe, if a name is a file and also a folder, or if there are more than
+    MAX_FILES names.
+    """
     if len(names) > MAX_FILES:
         raise ManifestError(f"a snapshot has at most {MAX_FILES} files, this one has {len(names)}")
     files = frozenset(names)
