@@ -83,7 +83,7 @@ class RetrySlots:
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
         self._open = _SlotCosts()  # costs of the turns of all gateways that have neither been claimed nor lapsed
-        self._own = _SlotCosts()  # costs of those of these turns that this gateway booked
+        self._own = _SlotCosts()  # costs of the turns in `_open` that this gateway booked
         self._count = 0
         self._shown = 1.0  # share of booked turns whose client tried again
         # turns of this gateway that are not announced yet: client, due time, cost

@@ -173,7 +173,7 @@ class _KeyFlow:
         self.deficit = quantum
         self.cost = 0
         self.tokens = 0
-        self.turn = False  # true if a begun request is next
+        self.turn = False  # true if the next chunk is taken from `begun`, false if from `fresh`
 
     def head(self) -> Ticket:
         first, second = (self.begun, self.fresh) if self.turn else (self.fresh, self.begun)

@@ -142,8 +142,8 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. Raises
     InvalidInput.
 
-    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Other families have lists of
-    parts.
+    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Inputs of other families may
+    be lists of parts.
     """
     value = body.get("input")
     if isinstance(value, dict):

@@ -132,7 +132,7 @@ class Fleet:
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> time of its first report of the load
         # time of the computation, and ids of the models on disks
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
-        self.version = 0  # number of heartbeats so far: others compare it to see whether the fleet has changed
+        self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec

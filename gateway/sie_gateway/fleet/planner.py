@@ -100,7 +100,7 @@ class Planner:
         # time when the number of hosts was last raised, for models with more than one host
         self._raised_s: dict[str, float] = {}
         self._counts = np.ones(1)  # number of hosts that a model needs, by the model's index; 0 while unknown
-        self._wanted_s: dict[str, float] = {}  # time of the last work; the longest unused model is the first
+        self._wanted_s: dict[str, float] = {}  # time of each model's last work; the longest unused model is the first
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
         self._spare_s: float | None = None  # time since which at least one worker loads no model

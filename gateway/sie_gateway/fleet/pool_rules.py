@@ -1,4 +1,4 @@
-"""Changes of the record of reservations, and Pool objects of pools. The functions are pure.
+"""Pure functions that change the record of all reservations, and that build the Pool objects of the API.
 
 A change has the record of all reservations as an argument and returns the next record, so that compare-and-set can
 repeat it. Times are seconds of the broker's clock.

@@ -454,7 +454,7 @@ def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> l
 
 
 def extract_slot(index: int, item: RequestItem, outcome: Outcome) -> dict[str, Any]:
-    """Return the slot of one input. The slot has all keys, also if no entity was found."""
+    """Return the slot (entry in the reply) of one input. The slot has all keys, also if no entity was found."""
     data = outcome.data or {} if isinstance(outcome, Ok) else {}
     slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}
     slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]

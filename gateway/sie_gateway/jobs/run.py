@@ -303,7 +303,9 @@ class JobRun:
 
     @property
     def _is_late(self) -> bool:
-        """Return whether the job has expired before all was answered. A finalizing job has answered all."""
+        """Return whether the job has expired before all its inputs were answered. In the state finalizing, all are
+        answered.
+        """
         return expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
 
     @property
