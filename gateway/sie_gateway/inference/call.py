@@ -254,8 +254,8 @@ class BodyIntake:
         return BodyReader(self, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
-        """Return `receive` for a route that reads its body without BodyReader. While small requests are in progress, all large
-        bodies together are received with at most PACE_BYTES_S bytes per second.
+        """Return `receive` for a route that reads its body without BodyReader. While small requests are in progress,
+        all large bodies together are read with at most PACE_BYTES_S bytes per second.
         """
         size = 0
 

@@ -159,7 +159,7 @@ class RequestResult:
 
     @property
     def values(self) -> int:
-        """Approximate count of the numbers in the reply: the size of the reply, and the time to write it, depend on it."""
+        """Approximate count of the numbers in the reply. The time to write the reply depends on it."""
         count = sum(
             len(listed)
             for result in self.worker_results
