@@ -71,7 +71,7 @@ class DemandRecords:
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Forget the demand for the lanes of a pool that no longer exists. Its records in the broker expire by their
+        """Remove the demand for the lanes of a pool that no longer exists. Its records in the broker expire by their
         age.
         """
         for entries in (self._noted, self._written):
@@ -159,7 +159,7 @@ class ColdStarts:
             self._starts.setdefault(lane, _ColdStart(now_s)).last_s = now_s
 
     def drop_pool(self, pool: str) -> None:
-        """Forget the starts of the lanes of a pool that no longer exists."""
+        """Remove the starts of the lanes of a pool that no longer exists."""
         for entries in (self._starts, self._took_s):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]

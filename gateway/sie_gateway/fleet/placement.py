@@ -135,7 +135,7 @@ class Placer:
         return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
 
     def drop_pool(self, pool: str) -> None:
-        """Forget the planners of the lanes of a pool that no longer exists."""
+        """Remove the planners of the lanes of a pool that no longer exists."""
         for by_lane in (self._planners, self._noted):
             for lane in [lane for lane in by_lane if lane.pool == pool]:
                 del by_lane[lane]
@@ -294,7 +294,7 @@ class Ages:
         return {model: ModelBacklog(count, oldest_s[model]) for model, count in counts.items()}
 
     def drop_pool(self, pool: str) -> None:
-        """Forget the names of models in the lanes of a pool that no longer exists."""
+        """Remove the names of models in the lanes of a pool that no longer exists."""
         for lane in [lane for lane in self._names if lane.pool == pool]:
             del self._names[lane]
 
