@@ -22,14 +22,15 @@ LABELS = ("person", "river mountain")
 
 @pytest.mark.parametrize("kind", ["span", "token"])
 def test_values_and_entities_at_every_place_of_a_window_are_replaced(tmp_path: Path, kind: str) -> None:
-    """A value begins at each word of three windows, so it begins, ends and breaks at each seam."""
+    """Values begin at each word of three windows, so they begin, end and break at each seam."""
     folder = gliner_folder(tmp_path / kind, kind, max_len=WINDOW)  # type: ignore[arg-type]
     entry = entry_of(folder, "gliner")
     model = GlinerModel(folder, entry, entry.load, on_device())
     chance = random.Random(5)
+    kinds = list(VALUES.values())
     texts, values = [], []
     for place in range(3 * WINDOW):
-        for value in VALUES.values():
+        for value in (kinds[place % len(kinds)], kinds[(place + 2) % len(kinds)]):
             words = chance.choices(WORDS, k=4 * WINDOW)
             texts.append(" ".join([*words[:place], value, *words[place:]]))
             values.append(value)
