@@ -246,7 +246,7 @@ def test_what_is_wrong_with_a_line_is_in_the_error_file_and_the_others_are_answe
             "/v1/redact",
             "/v1/redact/test/gliner",
             {
-                "items": [{"text": "Ada in Rome, ada@example.org " * 300}],
+                "items": [{"text": "Ada in Rome, ada@example.org " * 300}, {"text": "…"}],
                 "params": {"kinds": ["city", "email"], "style": "tag"},
             },
         ),

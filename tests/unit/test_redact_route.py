@@ -12,12 +12,14 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from fake_adapter import toy_entry
 from inprocess import GatewayProcess, InProcess, until
 from redaction_texts import CARD, EMAIL, PHONE
 
 from sie_client import SIEAsyncClient, restore
+from sie_contracts import arrays
 from sie_contracts.errors import InferenceFailed
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
@@ -182,6 +184,8 @@ async def test_text_that_failed_has_an_error_and_no_text(cluster: InProcess, gat
     [
         (entities(PERSON, truncated=True), 400, "input_too_long"),
         (entities({**PERSON, "start": None, "end": None}), 500, None),
+        (Ok({}, 3, data={"classifications": []}), 500, None),
+        (Ok({}, 3), 500, None),
         (entities({**PERSON, "end": 99}), 500, None),
     ],
 )
@@ -248,6 +252,33 @@ async def test_answer_that_is_not_restorable_has_no_value(cluster: InProcess, ga
     assert slot.keys() == {"id", "text", "spans", "usage"}
     assert "Ada" not in answer.text
     assert EMAIL not in answer.text
+
+
+async def test_fields_may_be_at_every_level_of_parameters(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Those nearer to `params` take precedence, as those of an extract."""
+    body = {
+        "items": [f"Ada {EMAIL}"],
+        "kinds": ["person"],
+        "options": {"style": "tag", "restorable": False, "kinds": ["email"]},
+        "params": {"options": {"style": "synthetic", "threshold": 0.4}},
+    }
+    reply = asyncio.create_task(post(gateway, LABELLED, body, **{"x-sie-strict": "true"}))
+    options = await work_options(cluster, entities(PERSON))
+    assert (options.labels, options.parameters["threshold"]) == (("person",), 0.4)
+    (slot,) = (await reply).json()["items"]
+    assert (slot["text"], "map" in slot) == (f"Alex Example {EMAIL}", False)
+
+
+@pytest.mark.parametrize("name", ["kinds", "style", "key", "region", "offsets", "restorable", "truncate", "labels"])
+async def test_field_that_is_an_array_is_refused(gateway: GatewayProcess, name: str) -> None:
+    array = arrays.pack(np.zeros((2, 3), np.float32))
+    body = {"items": ["a"], "params": {"kinds": ["person"], "style": "hash", name: array}}
+    answer = await gateway.client.post(
+        f"/v1/redact/{LABELLED}",
+        content=msgspec.msgpack.encode(body),
+        headers={"content-type": "application/msgpack", "accept": "application/json"},
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
 
 
 async def test_long_text_is_redacted_beside_the_event_loop(cluster: InProcess, gateway: GatewayProcess) -> None:

@@ -7,16 +7,18 @@ A text that cannot be read to its end is refused: a part that no model has seen 
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from sie_contracts.api.inference import Offsets, RedactionStyle
 from sie_contracts.errors import GatewayTimeout, InferenceFailed, InvalidInput
 from sie_contracts.models.entries import ModelEntry, needs_labels
 from sie_contracts.models.options import MAX_LABELS
+from sie_contracts.wire.messages import Ok
 from sie_gateway.dialects import fields
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
@@ -42,21 +44,22 @@ _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
 
 
-class RedactionRules(NamedTuple):
+@dataclass(frozen=True)
+class RedactionRules:
     """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: the region
     whose national phone numbers count. `restorable`: the answer has a map.
     """
 
     kinds: tuple[str, ...]
     style: RedactionStyle
-    key: bytes
+    key: bytes = field(repr=False)
     region: str
     offsets: str
     restorable: bool = True
 
-    @property
+    @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Patterns to look for, each with the name of its kind in the answer."""
+        """Patterns to look for, each with the name of its kind in the answer: the first that names it."""
         if not self.kinds:
             return {name: name for name in KINDS}
         return {name: kind for kind in reversed(self.kinds) if (name := pattern_of(kind))}
@@ -95,23 +98,33 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 def _rules(body: Mapping[str, Any], entry: ModelEntry) -> tuple[RedactionRules, dict[str, Any]]:
-    """Return the fields of this route, and the parameters of the extract. Raises InvalidInput."""
+    """Return the fields of this route, and the parameters of the extract. Fields may be at the same levels as the
+    parameters of an extract. Raises InvalidInput.
+    """
     params = {} if body.get("params") is None else body["params"]
-    levels = [params, body] if isinstance(params, dict) else [body]  # the merge of options refuses other params
+    if not isinstance(params, dict):
+        raise fields.refused("params", params, "a map or null")
+    levels = [level for level in (params, body, params.get("options"), body.get("options")) if isinstance(level, dict)]
     own = {name: level[name] for level in reversed(levels) for name in _OWN if level.get(name) is not None}
-    for level in (*levels, *(level.get("options") for level in levels)):
-        if isinstance(level, dict):
-            if level.get("labels") is not None:
-                raise fields.refused("labels", level["labels"], "kinds in their place")
-            if level.get("truncate") not in (None, "NONE", False):
-                raise fields.refused("truncate", level["truncate"], "NONE: a text is redacted whole or refused")
+    for level in levels:
+        if level.get("labels") is not None:
+            raise fields.refused("labels", level["labels"], "kinds in their place")
+        truncate = level.get("truncate")
+        if truncate is not None and truncate is not False and not (isinstance(truncate, str) and truncate == "NONE"):
+            raise fields.refused("truncate", truncate, "NONE: a text is redacted whole or refused")
     rules = _read(own)
-    rest = {name: value for name, value in body.items() if name not in _OWN}
-    if isinstance(params, dict):
-        labels = list(rules.kinds) if needs_labels(entry) else None
-        of_model = {name: value for name, value in params.items() if name not in _OWN}
-        rest["params"] = {**of_model, "labels": labels, "truncate": "NONE"}
-    return rules, rest
+    of_model = _without_own(body)
+    labels = list(rules.kinds) if needs_labels(entry) else None
+    of_model["params"] = {**_without_own(params), "labels": labels, "truncate": "NONE"}
+    return rules, of_model
+
+
+def _without_own(level: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a level of parameters, and the options in it, without the fields of this route."""
+    rest = {name: value for name, value in level.items() if name not in _OWN}
+    if isinstance(options := rest.get("options"), dict):
+        rest["options"] = _without_own(options)
+    return rest
 
 
 def _read(own: Mapping[str, Any]) -> RedactionRules:
@@ -173,10 +186,12 @@ async def _slots(
         slot = {name: value for name, value in extracted.items() if name in _SHARED}
         if "error" not in slot:
             assert item.text is not None, "checked before the run"
+            if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
+                raise InferenceFailed("the model gave no entities, not even an empty list of them")
             if extracted["usage"]["truncated"]:
                 message = f"items[{index}]: longer than the model reads, so it cannot be redacted"
                 raise InvalidInput(message, reason="input_too_long", param=f"items[{index}]")
-            work = functools.partial(_redacted, item.text, extracted["entities"], rules)
+            work = partial(_redacted, item.text, extracted["entities"], rules)
             slot |= await asyncio.to_thread(work) if aside else work()
             if time.perf_counter() > until_s:
                 raise GatewayTimeout(f"the texts were not redacted within the budget of {call.budget_s:g} s")
