@@ -462,7 +462,7 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-CLOCK_S = 2.0  # seconds; wall clocks decide when keys expire, and are used in logs and request ids
+CLOCK_S = 2.0  # largest difference of a wall clock, in seconds; logs and request ids have the wall clock of their machine
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
