@@ -33,7 +33,7 @@ _MISSING: dict[Capability, str] = {
     "transcribe": "writes down no speech",
     "redact": "gives no entities with their places in a text",
 }
-# capabilities that do not follow from the task alone
+# a model with the task of the route may still lack these capabilities
 _CHECKED: tuple[Capability, ...] = ("predict", "transcribe", "redact")
 
 
