@@ -54,6 +54,7 @@ from sie_client.types import (
     Progress,
     Ranked,
     Results,
+    SchemaResult,
     ScoreResult,
     Usage,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "SIEClient",
     "SIEConnectionError",
     "SIEError",
+    "SchemaResult",
     "ScoreResult",
     "ServerError",
     "ShuttingDownError",

@@ -148,11 +148,16 @@ class EncodeParams(Params, total=False):
 
 
 class ExtractParams(Params, total=False):
-    """Parameters of extract: `labels` to look for, and the `threshold` of the score."""
+    """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
+    the values to answer. `label_groups`: labels of which each group has one. `label_thresholds`: the least score of a
+    label or a property.
+    """
 
     labels: Sequence[str] | None
     threshold: float | None
     output_schema: dict[str, Any] | None
+    label_groups: Mapping[str, Sequence[str]] | None
+    label_thresholds: Mapping[str, float] | None
 
 
 class Usage(TypedDict):
@@ -177,6 +182,7 @@ class ItemUsage(TypedDict):
 
 
 _Result = TypeVar("_Result")
+M = TypeVar("M")
 # limits of a printed value: entries of a list, entries of a map, keys of a result, characters of a text
 MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
@@ -320,6 +326,20 @@ class ExtractResult(Shared, total=False):
     classifications: list[dict[str, Any]]
     objects: list[dict[str, Any]]
     data: dict[str, Any]
+    usage: ItemUsage
+    error: dict[str, Any]
+
+
+class SchemaResult(Shared, Generic[M], total=False):
+    """Result of extract with a `schema`: `data` is an instance of it. `entities` and `classifications` have the scores
+    and places of its values, by path.
+    """
+
+    id: str
+    metadata: dict[str, Any]
+    entities: list[dict[str, Any]]
+    classifications: list[dict[str, Any]]
+    data: M
     usage: ItemUsage
     error: dict[str, Any]
 
