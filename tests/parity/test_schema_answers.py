@@ -185,7 +185,7 @@ def test_values_of_the_answer_itself_equal_a_structure_of_the_package(model: Gli
 def test_numbers_are_the_best_spans_with_a_number_in_range(model: Gliner2Model, package: Any) -> None:
     """A validator of the package keeps the same spans."""
     rng = random.Random(8)
-    texts = [" ".join(rng.choices([*WORDS[:20], "7", "12", "250", "3.5"], k=30)) + "." for _ in range(12)]
+    texts = [" ".join(rng.choices([*WORDS[:20], "7", "12", "250", "3"], k=30)) + "." for _ in range(12)]
     schema = {
         "type": "object",
         "title": "order",
@@ -194,7 +194,7 @@ def test_numbers_are_the_best_spans_with_a_number_in_range(model: Gliner2Model, 
             "prices": {"type": "array", "items": {"type": "number", "exclusiveMaximum": 12}},
         },
     }
-    expressions = {"count": r"\D*\b12\b\D*", "prices": r"\D*\b(7|3\.5)\b\D*"}
+    expressions = {"count": r"\D*\b12\b\D*", "prices": r"\D*\b(7|3)\b\D*"}
     validators = {name: [RegexValidator(expression)] for name, expression in expressions.items()}
     counts = dict.fromkeys(expressions, 0)
     for text, result in zip(texts, model.extract(texts, [options_of(schema)] * len(texts)), strict=True):
@@ -207,7 +207,7 @@ def test_numbers_are_the_best_spans_with_a_number_in_range(model: Gliner2Model, 
             assert evident == pytest.approx({row["text"]: row["confidence"] for row in rows}, abs=1e-5)
             counts[name] += len(rows)
         assert result["data"].get("count") in (12, None)
-        assert set(result["data"]["prices"]) <= {7.0, 3.5}
+        assert set(result["data"]["prices"]) <= {7.0, 3.0}
     assert min(counts.values()) > 0, counts
 
 

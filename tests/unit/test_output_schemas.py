@@ -9,7 +9,7 @@ import msgspec
 import pydantic
 import pytest
 
-from sie_adapter.engine.schema_answers import FieldSpan, answer_parts, number_in, value_of
+from sie_adapter.engine.schema_answers import FieldSpan, answer_parts, is_cut, number_in, value_of
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.models.entries import parse_entry
@@ -121,7 +121,7 @@ def test_a_classifier_decides_the_properties_of_an_object_one_by_one() -> None:
     schema = of({"seller": of({"size": ENUM, "is_new": {"type": "boolean", "description": "The seller is new."}})})
     assert parts(schema, finds_spans=False) == (
         Decision(("seller", "size"), ("a", "b"), ("a", "b")),
-        Decision(("seller", "is_new"), ("The seller is new.",), (True, False), "The seller is new."),
+        Decision(("seller", "is_new"), ("The seller is new.",), (True, False)),
     )
 
 
@@ -383,6 +383,24 @@ def test_a_text_with_one_number_is_that_number(text: str, number: float | None) 
 )
 def test_a_whole_number_is_in_its_range(bounds: dict[str, float], text: str, value: int | None) -> None:
     assert value_of(TextField("a", "integer", **bounds), text) == value  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "span", "expected"),
+    [
+        ("about 3.5 km", "about 3", True),
+        ("about 3.5 km", "5 km", True),
+        ("1,299 EUR", "299 EUR", True),
+        ("in 1843.", "1843", False),
+        ("in 1843.", "1843.", False),
+        ("3, 4", "3", False),
+        ("x12", "12", False),
+    ],
+)
+def test_a_span_does_not_cut_a_number(text: str, span: str, expected: bool) -> None:
+    start = text.index(span)
+    assert is_cut(TextField("a", "number"), text, start, start + len(span)) is expected
+    assert not is_cut(TextField("a", "string"), text, start, start + len(span))
 
 
 def span(text: str, score: float, start: int) -> FieldSpan:

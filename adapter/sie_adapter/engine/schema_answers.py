@@ -19,6 +19,7 @@ LEAST = 0.5  # the least score of true, of one of many labels, and of a value dr
 _MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
+_AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$")
 # thousands are grouped by comma, dot or space; a single dot or comma that cannot group is the decimal mark
 _POINT = re.compile(r"\d+(\.\d+)?|\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
@@ -144,6 +145,13 @@ def number_in(text: str) -> float | None:
     if _SPACED.fullmatch(digits):
         return sign * float(re.sub(r"['\u2019\u00a0\u202f ]", "", digits).replace(",", "."))
     return None
+
+
+def is_cut(text_field: TextField, text: str, start: int, end: int) -> bool:
+    """Return whether a span of the text begins or ends inside a number, which would change its value."""
+    if text_field.kind not in ("number", "integer"):
+        return False
+    return bool(_AFTER.match(text, end) or _BEFORE.search(text[max(0, start - 2) : start]))
 
 
 def _is_in_range(text_field: TextField, number: float) -> bool:

@@ -194,7 +194,7 @@ def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOption
     """Return the options that read one part. All scores of a decision are returned, whatever the threshold."""
     if isinstance(part, TextRecord):
         return replace(options, labels=(), parts=(), part=part)
-    prompt = " ".join(filter(None, (options.instruction, "" if part.is_boolean else part.question)))
+    prompt = " ".join(filter(None, (options.instruction, part.question)))
     task = " ".join(part.path)
     parameters = dict(options.parameters)
     parameters |= {

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sie_adapter.engine.schema_answers import FieldSpan, value_of
+from sie_adapter.engine.schema_answers import FieldSpan, is_cut, value_of
 from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
 from sie_contracts.errors import SIEError
 from sie_contracts.models.output_schemas import TextField, TextRecord
@@ -106,7 +106,7 @@ def _spans(
     for index in values.sort(descending=True, stable=True).indices[:_CANDIDATES].tolist():
         first, width = places[index].tolist()
         start, end = words.starts[at.start + first], words.ends[at.start + first + width]
-        if value_of(text_field, text[start:end]) is not None:
+        if value_of(text_field, text[start:end]) is not None and not is_cut(text_field, text, start, end):
             rows.append({"text": text[start:end], "score": float(values[index]), "start": start, "end": end})
     return _without_overlaps(rows)
 
