@@ -25,6 +25,8 @@ from sie_contracts.models.output_schemas import (
     parts_of_groups,
     parts_of_schema,
 )
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.chunk import LABEL_RESULT_BYTES, ChunkLimits, plan, result_bytes
 
 PATH = "params.output_schema"
 STRING = {"type": "string"}
@@ -336,6 +338,18 @@ def test_examples_may_name_labels_by_group() -> None:
     ]
 
 
+def test_a_schema_counts_as_one_pass_for_each_part() -> None:
+    """And its classes count as bytes of the result."""
+    items, limits = [RequestItem("x" * 400)], ChunkLimits(1 << 20, 1 << 20, 1 << 20)
+    costs, sizes = [], []
+    for params in ({"labels": ["x"]}, {"output_schema": of({"a": ENUM, "b": {"type": "boolean"}})}):
+        [chunk], _ = plan(items, None, "extract", ENTRIES[0], run("spans", **params).run, limits)
+        costs.append(chunk.cost)
+        sizes.append(result_bytes("extract", ENTRIES[0], run("spans", **params).run)[0])
+    assert costs[1] >= 2 * costs[0]
+    assert sizes[1] - sizes[0] == sum(len(label) + LABEL_RESULT_BYTES for label in ("a.a", "a.b", "b.true", "b.false"))
+
+
 # values
 
 
@@ -395,6 +409,8 @@ def test_a_whole_number_is_in_its_range(bounds: dict[str, float], text: str, val
         ("in 1843.", "1843.", False),
         ("3, 4", "3", False),
         ("x12", "12", False),
+        ("at -5 degrees", "5", True),
+        ("covid-19", "19", False),
     ],
 )
 def test_a_span_does_not_cut_a_number(text: str, span: str, expected: bool) -> None:

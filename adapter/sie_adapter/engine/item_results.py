@@ -28,7 +28,7 @@ from sie_adapter.heads import Row
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models.entries import Engine
 from sie_contracts.models.options import TOKEN_STATES
-from sie_contracts.models.output_schemas import Decision, parts_of
+from sie_contracts.models.output_schemas import decisions_of, parts_of
 from sie_contracts.wire.ipc import BatchDone, Group
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
 
@@ -372,7 +372,7 @@ def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contr
     several labels may apply, or there is only one label, the score is the softmax of contradiction and entailment, for
     each label separately. Source: transformers' zero-shot classification pipeline.
     """
-    parts = [part for part in parts_of(options.parameters) if isinstance(part, Decision)]
+    parts = decisions_of(parts_of(options.parameters))
     sizes = [len(part.labels) for part in parts]
     own = options.labels[: len(options.labels) - sum(sizes)]
     is_many = [bool(options.parameters.get("multi_label")), *(part.is_many for part in parts)]

@@ -19,7 +19,7 @@ LEAST = 0.5  # the least score of true, of one of many labels, and of a value dr
 _MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
-_AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$")
+_AFTER, _BEFORE = re.compile(r"[.,'\u2019]?\d"), re.compile(r"\d[.,'\u2019]?$|(?<!\w)[-\u2212]$")
 # thousands are grouped by comma, dot or space; a single dot or comma that cannot group is the decimal mark
 _POINT = re.compile(r"\d+(\.\d+)?|\d{1,3}(,\d{3})+(\.\d+)?")
 _COMMA = re.compile(r"\d+,\d+|\d{1,3}(\.\d{3}){2,}(,\d+)?|\d{1,3}\.\d{3},\d+")
@@ -62,7 +62,7 @@ class SchemaAnswer:
         shares = [scores[label] for label in decision.labels]
         if decision.is_boolean:
             shares.append(1.0 - shares[0])
-        self._add_choices(path, decision.names, shares)
+        self._add_classes(decision.classes, shares)
         least = thresholds.get(path, LEAST)
         if decision.is_many:
             owner[name] = [value for value, score in zip(decision.values, shares, strict=True) if score >= least]
@@ -101,16 +101,17 @@ class SchemaAnswer:
         return values
 
     def _value(self, text_field: TextField, span: FieldSpan, path: str) -> Scalar:
-        if text_field.kind == "choice":
-            self._add_choices(path, (span["text"],), (span["score"],))
-        else:
-            self.entities.append({**span, "label": path})
         value = value_of(text_field, span["text"])
         assert value is not None, "candidates without a value are left out"
+        if text_field.kind == "choice":
+            name = str(value).lower() if isinstance(value, bool) else span["text"]
+            self._add_classes((f"{path}.{name}",), (span["score"],))
+        else:
+            self.entities.append({**span, "label": path})
         return value
 
-    def _add_choices(self, path: str, names: Iterable[str], scores: Iterable[float]) -> None:
-        rows = [{"label": f"{path}.{name}", "score": score} for name, score in zip(names, scores, strict=True)]
+    def _add_classes(self, labels: Iterable[str], scores: Iterable[float]) -> None:
+        rows = [{"label": label, "score": score} for label, score in zip(labels, scores, strict=True)]
         self.classifications += sorted(rows, key=lambda row: -row["score"])
 
 

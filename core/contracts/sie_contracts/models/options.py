@@ -398,7 +398,8 @@ def _extract(
     if families.row(entry.family).needs_instruction and not (text(*request.get("instruction")) or defaults.instruction):
         message = f"instruction: {entry.id} needs the query that the texts are read for"
         raise InvalidInput(message, reason="instruction_required", param="instruction")
-    rows = output_schemas.labels_of(parts) if families.row(entry.family).has_row_per_label else ()
+    decisions = output_schemas.decisions_of(parts) if families.row(entry.family).has_row_per_label else []
+    rows = [label for decision in decisions for label in decision.labels]
     return {"outputs": (), "labels": (*(labels or ()), *rows), "threshold": parameters.get("threshold")}
 
 

@@ -60,9 +60,10 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
         return len(self.labels) < len(self.values)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the values in the results."""
-        return ("true", "false") if self.is_boolean else self.labels
+    def classes(self) -> tuple[str, ...]:
+        """Labels of the values in the results: the path, and the choice or the truth."""
+        path = ".".join(self.path)
+        return tuple(f"{path}.{name}" for name in (("true", "false") if self.is_boolean else self.labels))
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,9 +104,9 @@ def parts_of(parameters: Mapping[str, Any]) -> tuple[SchemaPart, ...]:
     return msgspec.convert(parameters.get("parts", ()), tuple[SchemaPart, ...])
 
 
-def labels_of(parts: tuple[SchemaPart, ...]) -> tuple[str, ...]:
-    """Return the labels of all decisions, in order."""
-    return tuple(label for part in parts if isinstance(part, Decision) for label in part.labels)
+def decisions_of(parts: tuple[SchemaPart, ...]) -> list[Decision]:
+    """Return the decisions among the parts."""
+    return [part for part in parts if isinstance(part, Decision)]
 
 
 def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPart, ...]:
