@@ -15,7 +15,6 @@ from gliner2.inference.schema import RegexValidator
 from oracle import WORDS, ragged_texts
 from parity.gliner_checkpoints import entry_of, gliclass_folder, gliner2_folder, on_device
 from parity.table import ParityTable, Scores, path_of
-from selection import long_but
 from transformers import AutoTokenizer
 
 from sie_adapter.families.extraction import ExtractOptions
@@ -54,7 +53,6 @@ DECISIONS = {
 GROUPS = {"urgency": ["low", "high"], "mood": ["calm", "very angry", "mixed"]}
 KINDS: dict[str, dict[str, Any]] = {
     "count_lstm_v2": {},
-    "count_lstm": {"counting": "count_lstm"},
     "mean of tokens": {"pooling": "mean"},
 }
 
@@ -136,12 +134,12 @@ def assert_property(text: str, result: dict[str, Any], path: str, value: Any, th
     return max((abs(own[key] - scores[key]) for key in scores), default=0.0)
 
 
-@pytest.mark.parametrize("kind", long_but(KINDS, ["count_lstm_v2", "mean of tokens"]))
+@pytest.mark.parametrize("kind", KINDS)
 def test_records_equal_the_structures_of_the_package(kind: str, tmp_path: Path, table: ParityTable) -> None:
     """Strings, lists of strings, choices and lists of choices, in one object and in a list of objects."""
     folder = gliner2_folder(tmp_path / "model", **KINDS[kind])
     model, package = gliner2(folder), GLiNER2.from_pretrained(str(folder), map_location="cpu").eval()
-    texts = [*texts_with_stops(3), "Zürich, the harbour (search): 👍🏽 e-mail an_index 3.14!"]
+    texts = [*texts_with_stops(3, 8), "Zürich, the harbour (search): 👍🏽 e-mail an_index 3.14!"]
     results = model.extract(texts, [options_of(SCHEMA)] * len(texts))
     counts: dict[str, int] = dict.fromkeys(PLACE["properties"], 0)  # type: ignore[call-overload]
     difference = 0.0
@@ -161,7 +159,7 @@ def test_records_equal_the_structures_of_the_package(kind: str, tmp_path: Path, 
                     difference = max(
                         difference, assert_property(text, result, f"{prefix}.{field}", own.get(field), rows)
                     )
-    assert min(counts.values()) > 3, counts
+    assert min(counts.values()) > 2, counts
     table.record(f"gliner2 records, {kind}", path_of(model.attention), model.precision, Scores(difference))
 
 
@@ -306,7 +304,7 @@ def test_examples_of_a_group_are_read_with_that_group(classifier: tuple[Gliclass
 
 def test_an_answer_is_independent_of_its_batch(model: Gliner2Model, classifier: tuple[GliclassModel, Path]) -> None:
     """Ragged texts with schemas, groups and labels in one batch, prepared before: each as if it were alone."""
-    texts = [*ragged_texts(21, seed=7, longest=60), "", "queue", " ".join(WORDS)]
+    texts = [*ragged_texts(9, seed=7, longest=60), "", "queue", " ".join(WORDS)]
     decided = parts_of_schema("output_schema", DECISIONS, "test/model", finds_spans=False)
     grouped = parts_of_groups("label_groups", GROUPS, is_many=True)
     own_model, _ = classifier
@@ -343,21 +341,25 @@ def test_labels_beside_a_schema_are_answered_too(model: Gliner2Model) -> None:
 def test_a_long_text_is_read_to_its_end(folder: Path) -> None:
     """Lists have values of all windows, which neither repeat nor overlap."""
     model = gliner2(folder, max_tokens=96)
-    text = " ".join(random.Random(3).choices(WORDS, k=300)) + "."
-    schema = {
-        "type": "object",
-        "properties": {"towns": SCHEMA["properties"]["towns"], "stops": SCHEMA["properties"]["stops"]},
-    }  # type: ignore[index]
+    text = " ".join(random.Random(3).choices(WORDS, k=250)) + "."
+    towns = {"type": "array", "items": {"type": "string"}}
+    stops = {"type": "array", "items": {"type": "object", "properties": {"river": {"type": "string"}}}}
+    schema = {"type": "object", "properties": {"towns": towns, "stops": stops}}
     [result] = model.extract([text], [options_of(schema, threshold=0.3)])
     assert isinstance(result, dict)
-    rows = sorted(
-        (row for row in result["entities"] if row["label"].startswith("towns[")), key=lambda row: row["start"]
-    )
+    rows = [row for row in result["entities"] if row["label"].startswith("towns[")]
     assert [row["text"] for row in rows] == result["data"]["towns"]
     assert all(row["end"] <= following["start"] for row, following in itertools.pairwise(rows))
-    assert rows[-1]["start"] > len(text) // 2
     ends = [row["end"] for row in result["entities"] if row["label"].startswith("stops[")]
-    assert max(ends) > len(text) // 2
+    assert len(result["data"]["stops"]) > 2
+    assert rows[-1]["start"] > len(text) // 2 < max(ends)
+
+
+def test_a_schema_that_leaves_no_room_for_the_text_names_its_part(folder: Path) -> None:
+    model = gliner2(folder, max_tokens=64)
+    [refused] = model.extract(["queue"], [options_of(SCHEMA)])
+    assert isinstance(refused, InvalidInput)
+    assert refused.message.startswith("mood: labels: they take ")
 
 
 @pytest.mark.parametrize(

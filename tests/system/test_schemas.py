@@ -69,6 +69,8 @@ class Order(msgspec.Struct):
 
 
 class PydanticOrder(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(title="Order")  # the title is the name of the record in the prompt
+
     mood: Literal["calm", "very angry"]
     is_late: bool
     buyer: str | None = None

@@ -226,8 +226,12 @@ def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -
 
 def _with_answer(results: list[Result], options: ExtractOptions) -> Result:
     done = [result for result in results if not isinstance(result, SIEError)]
-    if len(done) < len(results):
-        return next(result for result in results if isinstance(result, SIEError))
+    for result, own in zip(results, _options_of_parts(options), strict=True):
+        if isinstance(result, InvalidInput) and own.part is not None and result.param:
+            name = ".".join(own.part.path) or "output_schema"
+            return InvalidInput(f"{name}: {result.message}", reason=result.reason, param=result.param)
+        if isinstance(result, SIEError):
+            return result
     if not options.parts:
         return done[0]
     own = done[: len(done) - len(options.parts)]

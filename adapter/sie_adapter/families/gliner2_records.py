@@ -82,6 +82,9 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
+        if record.path:  # a property of the answer itself has its best value in another window, perhaps
+            for text_field in record.fields:
+                candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):
             objects.append(candidates)
     return objects
