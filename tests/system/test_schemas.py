@@ -56,6 +56,12 @@ def client(open_cluster: Cluster, open_models: LocalModels) -> Iterator[httpx.Cl
         yield client
 
 
+@pytest.fixture
+def sie(client: httpx.Client) -> Iterator[SIEClient]:
+    with SIEClient(str(client.base_url)) as sie:
+        yield sie
+
+
 class Line(msgspec.Struct):
     product: str | None = None
     price: float | None = None
@@ -81,8 +87,7 @@ class Decided(msgspec.Struct):
     is_late: bool
 
 
-def test_a_class_gives_instances_with_evidence(client: httpx.Client, open_cluster: Cluster) -> None:
-    sie = SIEClient(open_cluster.url)
+def test_a_class_gives_instances_with_evidence(sie: SIEClient) -> None:
     results = sie.extract(SPANS, [TEXT, "x"], schema=Order, threshold=0.3)
     order = results[0]["data"]
     assert isinstance(order, Order)
@@ -103,8 +108,7 @@ class Impossible(msgspec.Struct):
     age: int
 
 
-def test_an_item_without_a_value_that_the_class_needs_fails(client: httpx.Client, open_cluster: Cluster) -> None:
-    sie = SIEClient(open_cluster.url)
+def test_an_item_without_a_value_that_the_class_needs_fails(sie: SIEClient) -> None:
     failed, mate = sie.extract(SPANS, ["queue worker", TEXT], schema=Impossible, threshold=0.0)
     assert failed["error"]["code"] == "INVALID_INPUT"
     assert "items[0]: its values do not make a Impossible" in failed["error"]["message"]
@@ -193,7 +197,7 @@ def test_the_public_sdk_sends_schemas_groups_and_examples(client: httpx.Client, 
     answers = json.loads(done.stdout)
     assert answers["schema"]["data"]["mood"] in ("calm", "angry")
     assert {"person"} <= {row["label"] for row in answers["schema and labels"]["entities"]}
-    assert answers["schema of entities"]["data"] == answers["schema of classes"]["data"] == {}
+    assert "data" not in answers["schema of entities"] | answers["schema of classes"], "the SDK leaves out empty ones"
     for name in ("groups", "groups and examples"):
         data = answers[name]["data"]
         assert (data["urgency"] in ("low", "high"), data["topic"] in ("billing", "delivery")) == (True, True)

@@ -163,7 +163,7 @@ def _rows(entry: ModelEntry, run: RunOptions) -> int:
     """Return how many times the model reads the text of an input."""
     if families.row(entry.family).has_row_per_label:
         return max(1, len(run.labels))
-    return max(1, len(parts_of(run.parameters)) + bool(run.labels))
+    return max(1, len(run.parameters.get("parts", ())) + bool(run.labels))
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
