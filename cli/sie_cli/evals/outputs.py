@@ -23,8 +23,8 @@ RESCORED = 400
 
 @dataclass(frozen=True)
 class VectorOutput:
-    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: the field of a result with the
-    vector. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
+    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: name of the field with the vector in
+    a result. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
     nearer.
     """
 
@@ -47,7 +47,9 @@ def find(name: str) -> VectorOutput:
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
         parameters = {**_dense("float32"), "dimensions": int(dims[1])}
         return VectorOutput(name, parameters, parameters, cosine)
-    raise CommandRefused(f"--outputs: there is no {name[:100]}: expected some of {', '.join([*_KNOWN, 'dims=N'])}")
+    raise CommandRefused(
+        f"--outputs: there is no output {name[:100]}: expected some of {', '.join([*_KNOWN, 'dims=N'])}"
+    )
 
 
 def cosine(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
@@ -71,8 +73,8 @@ def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return scores in two steps: the bits of a query choose RESCORED documents, then its floats rank them against
-    their bits.
+    """Return scores in two steps. First, the Hamming distance to the bits of a query selects RESCORED documents. Then
+    the product of the query's floats and a document's bits ranks these documents.
 
     Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
     Answering", section 3.2.
