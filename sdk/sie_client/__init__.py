@@ -56,6 +56,7 @@ from sie_client.types import (
     RedactResult,
     RestoreMap,
     Results,
+    SchemaResult,
     ScoreResult,
     Usage,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "SIEClient",
     "SIEConnectionError",
     "SIEError",
+    "SchemaResult",
     "ScoreResult",
     "ServerError",
     "ShuttingDownError",

@@ -25,6 +25,7 @@ from sie_client.types import (
     ExtractResult,
     Item,
     JobOptions,
+    M,
     ModelFilters,
     Params,
     Pool,
@@ -34,6 +35,7 @@ from sie_client.types import (
     RedactOptions,
     RedactResult,
     Results,
+    SchemaResult,
     ScoreResult,
 )
 from sie_contracts.api.batches import FileObject
@@ -237,6 +239,14 @@ class SIEAsyncClient:
 
     @overload
     async def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, *, schema: type[M], **params: Unpack[ExtractParams]
+    ) -> SchemaResult[M]: ...
+    @overload
+    async def extract(
+        self, model: str, items: Sequence[Item | str], *, schema: type[M], **params: Unpack[ExtractParams]
+    ) -> Results[SchemaResult[M]]: ...
+    @overload
+    async def extract(  # type: ignore[overload-overlap]
         self, model: str, items: Item | str, **params: Unpack[ExtractParams]
     ) -> ExtractResult: ...
     @overload
@@ -244,11 +254,20 @@ class SIEAsyncClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]
     ) -> Results[ExtractResult]: ...
     async def extract(
-        self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]
+        self,
+        model: str,
+        items: Item | str | Sequence[Item | str],
+        *,
+        schema: type[Any] | None = None,
+        **params: Unpack[ExtractParams],
     ) -> Any:
         """Asynchronous version of SIEClient.extract."""
+        if transport.is_single(items) and schema is not None:
+            params = {"on_item_error": "fail", **params}
         listed = transport.as_list(items)
-        results = await self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
+        results = await self._driver.run(
+            verbs.extract(model, listed, params, self._session, schema), params, len(listed)
+        )
         return results[0] if transport.is_single(items) else results
 
     @overload

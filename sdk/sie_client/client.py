@@ -27,6 +27,7 @@ from sie_client.types import (
     ExtractResult,
     Item,
     JobOptions,
+    M,
     ModelFilters,
     Params,
     Pool,
@@ -36,6 +37,7 @@ from sie_client.types import (
     RedactOptions,
     RedactResult,
     Results,
+    SchemaResult,
     ScoreResult,
 )
 from sie_contracts.api.batches import FileObject
@@ -259,18 +261,38 @@ class SIEClient:
 
     @overload
     def extract(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, *, schema: type[M], **params: Unpack[ExtractParams]
+    ) -> SchemaResult[M]: ...
+    @overload
+    def extract(
+        self, model: str, items: Sequence[Item | str], *, schema: type[M], **params: Unpack[ExtractParams]
+    ) -> Results[SchemaResult[M]]: ...
+    @overload
+    def extract(  # type: ignore[overload-overlap]
         self, model: str, items: Item | str, **params: Unpack[ExtractParams]
     ) -> ExtractResult: ...
     @overload
     def extract(
         self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]
     ) -> Results[ExtractResult]: ...
-    def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
-        """Return what the model extracts from one item as one result, or from a list as a list of results in the same
-        order. The result of an item that failed has `error`.
+    def extract(
+        self,
+        model: str,
+        items: Item | str | Sequence[Item | str],
+        *,
+        schema: type[Any] | None = None,
+        **params: Unpack[ExtractParams],
+    ) -> Any:
+        """Extract from one item (returns a result) or from a list (returns a list of results, in order). An item that
+        failed has `error` in its result.
+
+        `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model answers its JSON Schema, and `data`
+        of each result is an instance. An item without a value that the class needs fails.
         """
+        if transport.is_single(items) and schema is not None:
+            params = {"on_item_error": "fail", **params}
         listed = transport.as_list(items)
-        results = self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
+        results = self._driver.run(verbs.extract(model, listed, params, self._session, schema), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     @overload

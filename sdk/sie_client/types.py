@@ -150,11 +150,16 @@ class EncodeParams(Params, total=False):
 
 
 class ExtractParams(Params, total=False):
-    """Parameters of extract. `labels`: what to look for. `threshold`: the lowest score of a result."""
+    """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
+    the values to answer. `label_groups`: labels of which each group has one. `label_thresholds`: the least score of a
+    label or a property.
+    """
 
     labels: Sequence[str] | None
     threshold: float | None
     output_schema: dict[str, Any] | None
+    label_groups: Mapping[str, Sequence[str]] | None
+    label_thresholds: Mapping[str, float] | None
 
 
 class RedactOptions(Params, total=False):
@@ -195,6 +200,7 @@ class ItemUsage(TypedDict):
 
 
 _Result = TypeVar("_Result")
+M = TypeVar("M")
 # limits of a printed result: list entries, map entries, keys of the result, characters of a text
 MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
@@ -373,6 +379,20 @@ class RedactResult(Shared, total=False):
     text: str
     spans: list[dict[str, Any]]
     map: RestoreMap
+    usage: ItemUsage
+    error: dict[str, Any]
+
+
+class SchemaResult(Shared, Generic[M], total=False):
+    """Result of extract with a `schema`: `data` is an instance of it. `entities` and `classifications` have the scores
+    and places of its values, by path.
+    """
+
+    id: str
+    metadata: dict[str, Any]
+    entities: list[dict[str, Any]]
+    classifications: list[dict[str, Any]]
+    data: M
     usage: ItemUsage
     error: dict[str, Any]
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,7 +40,6 @@ from sie_client.types import (
     EncodeParams,
     EncodeResult,
     ExtractParams,
-    ExtractResult,
     Item,
     Params,
     PrintableResult,
@@ -356,15 +356,47 @@ def rerank(
 
 
 def extract(
-    model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
-) -> Plan[Results[ExtractResult]]:
-    """Send `POST /v1/extract/{model}`. Return the results in input order."""
+    model: str,
+    items: Sequence[Item | str],
+    params: Mapping[str, Any],
+    session: Session,
+    schema: type[Any] | None = None,
+) -> Plan[Results[Any]]:
+    """Send `POST /v1/extract/{model}`. Return the results in input order. `schema`: the class of `data`."""
     if not items:
         return Results()
+    if schema is not None:
+        if params.get("output_schema") is not None:
+            raise InvalidInputError("schema: expected schema or output_schema, got both", code="INVALID_INPUT")
+        params = {**params, "output_schema": _json_schema(schema)}
     session, params = session.for_call(params)
     _check_names("extract", params)
     replies = yield from _send_parts("extract", model, items, {"params": params}, session, _slots)
-    return _of_items(replies, items, named=True)
+    results = _of_items(replies, items, named=True)
+    if schema is not None:
+        for place, result in enumerate(results):
+            if "error" not in result:
+                _make_instance(result, schema, place, fails=params.get("on_item_error") == "fail")
+    return results
+
+
+def _json_schema(schema: type[Any]) -> dict[str, Any]:
+    own = getattr(schema, "model_json_schema", None)  # of pydantic, which is not needed otherwise
+    return dict(own() if own is not None else msgspec.json.schema(schema))
+
+
+def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fails: bool) -> None:
+    """Replace `data` of a result by an instance of `schema`. If it lacks a value, the result gets an error, which is
+    raised if the call `fails` with its items.
+    """
+    validate = getattr(schema, "model_validate", None)
+    try:
+        result["data"] = validate(result["data"]) if validate else msgspec.convert(result["data"], schema)
+    except (ValueError, msgspec.ValidationError) as fault:
+        message = f"items[{place}]: its values do not make a {schema.__name__}: {fault}"
+        if fails:
+            raise InvalidInputError(message, code="INVALID_INPUT") from fault
+        result["error"] = {"code": "INVALID_INPUT", "message": message, "retryable": False}
 
 
 def redact(

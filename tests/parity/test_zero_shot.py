@@ -202,3 +202,52 @@ def test_a_text_has_the_same_shares_in_any_company(bert: Scoring) -> None:
     together = bert.found(texts, labels=LABELS)
     for text, found in zip(texts, together, strict=True):
         assert shares(found) == pytest.approx(shares(bert.found([text], labels=LABELS)[0]), abs=2e-6)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "topic": {"enum": LABELS},
+        "places": {"type": "array", "items": {"enum": ["river", "harbour"]}},
+        "is_old": {"type": "boolean", "description": "something old"},
+    },
+}
+
+
+def test_each_decision_of_a_schema_has_the_shares_of_the_pipeline(bert: Scoring, folders: Folders) -> None:
+    """Beside labels of the request, and whatever mates the request has in its batch."""
+    reference = oracle(folders("bert", NAMES["reversed"]))
+    texts = ["search engine", "a river", "the old harbour of a planet"]
+    asked = [
+        Asked(texts, None, {"labels": ["music", "physics"], "output_schema": SCHEMA}),
+        Asked(["queue"], None, {"labels": LABELS}),
+        Asked(["river"], None, {"label_groups": {"topic": LABELS}}),
+    ]
+    first, _, grouped = bert.run(asked)
+    cases = [
+        ("", ["music", "physics"], False),
+        ("topic.", LABELS, False),
+        ("places.", ["river", "harbour"], True),
+        ("is_old.", ["something old"], True),
+    ]
+    for text, outcome in zip(texts, first, strict=True):
+        assert isinstance(outcome, Ok)
+        assert outcome.data is not None
+        own, data = shares(outcome.data), outcome.data["data"]
+        for prefix, labels, multi_label in cases:
+            theirs = reference(text, candidate_labels=labels, hypothesis_template=TEMPLATE, multi_label=multi_label)
+            exact = dict(zip(theirs["labels"], theirs["scores"], strict=True))
+            if prefix == "is_old.":
+                assert data["is_old"] is (exact["something old"] >= 0.5)
+                exact = {"true": exact["something old"], "false": 1 - exact["something old"]}
+            elif prefix == "places.":
+                assert data["places"] == [label for label in labels if exact[label] >= 0.5]
+            elif prefix:
+                assert data["topic"] == theirs["labels"][0]
+            assert {label: own[prefix + label] for label in exact} == pytest.approx(exact, abs=MAX_DIFFERENCE)
+        assert len(own) == 10
+    [outcome] = grouped
+    assert isinstance(outcome, Ok)
+    assert outcome.data is not None
+    theirs = reference("river", candidate_labels=LABELS, hypothesis_template=TEMPLATE)
+    assert outcome.data["data"] == {"topic": theirs["labels"][0]}

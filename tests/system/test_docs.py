@@ -25,8 +25,8 @@ pytestmark = [
     # PEFT asks transformers for it
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
-# sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md, documents.md and sounds.md by the test
-# of their name
+# sdk.md by test_readme.py, image-search.md by test_image_pages.py, objects.md, documents.md, schemas.md and sounds.md
+# by the test of their name
 ELSEWHERE = (
     "quickstart.md",
     "coming-from.md",
@@ -35,6 +35,7 @@ ELSEWHERE = (
     "sdk.md",
     "image-search.md",
     "objects.md",
+    "schemas.md",
     "documents.md",
     "sounds.md",
 )

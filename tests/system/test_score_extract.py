@@ -367,11 +367,14 @@ def test_what_everybody_meets_who_comes_from_another_server(client: httpx.Client
     assert wrong.headers["content-type"] == "application/json"
     both, plain = ask(client, "encode", "dense", {"items": [{"text": "a", "images": ["aGVsbG8="]}, "a"]})["items"]
     assert ("dense" in both, both["error"]["reason"], "dense" in plain) == (False, "unsupported_modality", True)
-    schema = {"type": "object"}
-    for model, labels in (("gliner", ["a"]), ("zero-shot", ["a"]), ("tags", None)):
+    schema: Json = {"type": "object"}
+    for model, labels in (("gliner", ["a"]), ("tags", None)):
         params = {"output_schema": schema, **({"labels": labels} if labels else {})}
         (warning,) = ask(client, "extract", model, {"items": ["a"], "params": params})["warnings"]
         assert warning.startswith("params.output_schema: ignored")
+    schema["properties"] = {"mood": {"enum": ["calm", "angry"]}}
+    reply = ask(client, "extract", "zero-shot", {"items": ["a"], "params": {"output_schema": schema}})
+    assert reply["items"][0]["data"]["mood"] in ("calm", "angry")
     assert refusal(client, "extract", "gliner", {"items": ["a"]})[::2] == (400, "labels_required")
     for items in ([], None):
         assert refusal(client, "encode", "dense", {"items": items})[::2] == (400, "empty_items")

@@ -63,6 +63,7 @@ BLOCKS = {
     "routing.md": {"": 1},
     "runbook.md": {"kubernetes": 1, "machine": 1},
     "sdk.md": {"install": 1, "": 10, "vision": 1},
+    "schemas.md": {"": 1},
     "security.md": {"server": 1, "": 2},
     "tuning.md": {"server": 2, "": 6},
     "upgrade.md": {"kubernetes": 1},

@@ -172,6 +172,7 @@ VARYING: dict[str, tuple[Asked, Any, Any]] = {
     "hypothesis_template": (NLI, "It is {}.", "About {}."),
     "raw_scores": (CLASSES, True, False),
     "top_k": (GLIREL, 1, 2),
+    "label_thresholds": (NLI, {"a": 0.1}, {"a": 0.2}),
     "examples": (CLASSIFIER, [{"text": "a", "labels": ["b"]}], [{"text": "a", "labels": ["c"]}]),
     "prune_threshold": (PRUNER, 0.1, 0.2),
     "highlight_threshold": (PRUNER, 0.1, 0.2),

@@ -8,6 +8,7 @@ here, per work item: they never split a batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sie_adapter.engine.device import to_device
+from sie_adapter.engine.schema_answers import answer_parts
 from sie_adapter.epilogues import dtypes, muvera
 from sie_adapter.heads import Row
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
 from sie_contracts.models.entries import Engine
 from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.models.output_schemas import decisions_of, parts_of
 from sie_contracts.wire.ipc import BatchDone, Group
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Outcome, RunOptions
 
@@ -373,27 +376,37 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
     """Return the probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of
-    the label).
+    the label). The labels of the request are followed by those of its schema, whose answers are in `data`.
 
     If exactly one of several labels applies, the score is the softmax of the entailment logits over the labels. If
     several labels may apply, or there is only one label, the score is the softmax of contradiction and entailment, for
     each label separately. Source: transformers' zero-shot classification pipeline.
     """
-    labels = options.labels
-    stacked = torch.stack(list(logits)).unflatten(0, (-1, len(labels)))
-    if options.parameters.get("multi_label") or len(labels) == 1:
-        shares = torch.softmax(stacked[..., [contradiction, entailment]], -1)[..., 1]
-    else:
-        shares = torch.softmax(stacked[..., entailment], -1)
+    parts = decisions_of(parts_of(options.parameters))
+    sizes = [len(part.labels) for part in parts]
+    own = options.labels[: len(options.labels) - sum(sizes)]
+    is_many = [bool(options.parameters.get("multi_label")), *(part.is_many for part in parts)]
+    stacked = torch.stack(list(logits)).unflatten(0, (-1, len(options.labels)))
+    shares = [
+        torch.softmax(group[..., [contradiction, entailment]], -1)[..., 1]
+        if several or group.shape[1] == 1
+        else torch.softmax(group[..., entailment], -1)
+        for group, several in zip(stacked.split([len(own), *sizes], 1), is_many, strict=True)
+    ]
+    by_label: Mapping[str, float] = options.parameters.get("label_thresholds", {})
     least = options.threshold or 0.0
     results: ItemResults = []
-    for row in shares.cpu().double().tolist():
-        ordered = sorted(zip(labels, row, strict=True), key=lambda pair: -pair[1])
-        results.append(
-            ItemResult(
-                data={
-                    "classifications": [{"label": label, "score": score} for label, score in ordered if score >= least]
-                }
-            )
-        )
+    for row in torch.cat(shares, 1).cpu().double().tolist():
+        rows = iter(row)
+        ordered = sorted(zip(own, itertools.islice(rows, len(own)), strict=True), key=lambda pair: -pair[1])
+        classifications = [
+            {"label": label, "score": score} for label, score in ordered if score >= by_label.get(label, least)
+        ]
+        if not parts:
+            results.append(ItemResult(data={"classifications": classifications}))
+            continue
+        scores = [dict(zip(part.labels, itertools.islice(rows, len(part.labels)), strict=True)) for part in parts]
+        answer = answer_parts(parts, scores, by_label)
+        classifications += answer.classifications
+        results.append(ItemResult(data={"classifications": classifications, "data": answer.data}))
     return results

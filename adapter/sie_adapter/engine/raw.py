@@ -21,6 +21,7 @@ from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.memory.oom import OomRecovery, Relief, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.models.output_schemas import parts_of
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import RunOptions
 
@@ -46,17 +47,22 @@ class VerbModel(Protocol):
 
 def extract_options(message: RunBatch) -> list[ExtractOptions]:
     """Return the options of each text of a batch."""
-    return [
-        ExtractOptions(
-            group.options.labels,
-            group.options.threshold,
-            group.options.parameters,
-            message.mentions[row] if message.mentions else (),
-            group.options.instruction,
-        )
-        for group in message.groups
-        for row in range(group.start, group.stop)
-    ]
+    options = []
+    for group in message.groups:
+        parameters = {name: value for name, value in group.options.parameters.items() if name != "parts"}
+        parts = parts_of(group.options.parameters)
+        options += [
+            ExtractOptions(
+                group.options.labels,
+                group.options.threshold,
+                parameters,
+                message.mentions[row] if message.mentions else (),
+                group.options.instruction,
+                parts,
+            )
+            for row in range(group.start, group.stop)
+        ]
+    return options
 
 
 def run_raw(

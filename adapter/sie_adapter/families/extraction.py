@@ -13,8 +13,8 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -28,11 +28,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from sie_adapter.engine.schema_answers import answer_parts
 from sie_adapter.loading.tokenizer import fault
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.output_schemas import Decision, SchemaPart, TextRecord
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Mention
 
@@ -54,7 +56,9 @@ class ExtractOptions:
     default of the entry or the model.
 
     `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
-    ranges of the text that the client names. `instruction`: the prompt of a reader.
+    ranges of the text that the client names. `instruction`: the prompt of a reader. `parts`: the parts of a schema to
+    answer, in addition to the labels. `part`: the part that these options are for, if a schema has become options for
+    each of its parts (`by_part`).
     """
 
     labels: tuple[str, ...]
@@ -62,6 +66,8 @@ class ExtractOptions:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     mentions: tuple[Mention, ...] = ()
     instruction: str = ""
+    parts: tuple[SchemaPart, ...] = ()
+    part: SchemaPart | None = None
 
     def threshold_or(self, default: float) -> float:
         """Return the lowest allowed score of a result: the threshold of the request, else of the entry, else
@@ -72,7 +78,7 @@ class ExtractOptions:
 
     def same(self) -> bytes:
         """Return a key of these options: equal bytes for equal options."""
-        named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction)
+        named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction, self.parts, self.part)
         return msgspec.json.encode(named, order="deterministic")
 
 
@@ -162,7 +168,7 @@ class Extractor(ABC, Generic[M]):
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
         """Prepare these texts for `extract`. Several threads may call it at once, off the device thread."""
         preparation = Preparation()
-        preparation.make(texts, options, self._make)
+        preparation.make(*by_part(texts, options), self._make)
         return preparation
 
     def extract(
@@ -170,13 +176,87 @@ class Extractor(ABC, Generic[M]):
     ) -> list[Result]:
         """Return a result for each text, or an error instead."""
         with torch.inference_mode():
-            return run_alike(texts, options, self._make, self._extract, preparation)
+            results = run_alike(*by_part(texts, options), self._make, self._extract, preparation)
+        return with_answers(results, options)
 
     @abstractmethod
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> M: ...
 
     @abstractmethod
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: M) -> list[Result]: ...
+
+
+def by_part(texts: Sequence[str], options: Sequence[ExtractOptions]) -> tuple[list[str], list[ExtractOptions]]:
+    """Return each text once for its labels, and once for each part of its schema, with the options of this part."""
+    expanded = [(text, own) for text, option in zip(texts, options, strict=True) for own in _options_of_parts(option)]
+    return [text for text, _ in expanded], [own for _, own in expanded]
+
+
+def _options_of_parts(options: ExtractOptions) -> list[ExtractOptions]:
+    if not options.parts:
+        return [options]
+    own = [replace(options, parts=())] if options.labels else []
+    return own + [_options_of_part(options, part) for part in options.parts]
+
+
+def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOptions:
+    """Return the options that read one part. All scores of a decision are returned, whatever the threshold."""
+    if isinstance(part, TextRecord):
+        return replace(options, labels=(), parts=(), part=part)
+    prompt = " ".join(filter(None, (options.instruction, part.question)))
+    task = " ".join(part.path)
+    parameters = dict(options.parameters)
+    parameters |= {
+        "multi_label": part.is_many or part.is_boolean,
+        "task": f"{task}: {prompt}" if prompt else task,
+        "examples": _examples_of(options, part),
+        "label_thresholds": {},
+    }
+    return replace(
+        options, labels=part.labels, threshold=0.0, parameters=parameters, instruction=prompt, parts=(), part=part
+    )
+
+
+def _examples_of(options: ExtractOptions, part: Decision) -> list[dict[str, Any]]:
+    """Return the examples that have labels of a decision, which are written as `label` or `path.label`."""
+    names = {f"{'.'.join(part.path)}.{label}": label for label in part.labels} | {label: label for label in part.labels}
+    examples = [
+        {"text": example["text"], "labels": [names[label] for label in example["labels"] if label in names]}
+        for example in options.parameters.get("examples", ())
+    ]
+    return [example for example in examples if example["labels"]]
+
+
+def with_answers(results: Sequence[Result], options: Sequence[ExtractOptions]) -> list[Result]:
+    """Return a result for each text, from the results of `by_part`. A text fails if one of its parts fails."""
+    remaining = iter(results)
+    return [_with_answer(list(islice(remaining, len(_options_of_parts(option)))), option) for option in options]
+
+
+def _with_answer(results: list[Result], options: ExtractOptions) -> Result:
+    done = [result for result in results if not isinstance(result, SIEError)]
+    for result, of_part in zip(results, _options_of_parts(options), strict=True):
+        if isinstance(result, InvalidInput) and of_part.part is not None and result.param:
+            name = ".".join(of_part.part.path) or "output_schema"
+            return InvalidInput(f"{name}: {result.message}", reason=result.reason, param=result.param)
+        if isinstance(result, SIEError):
+            return result
+    if not options.parts:
+        return done[0]
+    own = done[: len(done) - len(options.parts)]
+    by_part = [
+        {row["label"]: row["score"] for row in result["classifications"]}
+        if isinstance(part, Decision)
+        else result["objects_of_record"]
+        for part, result in zip(options.parts, done[len(own) :], strict=True)
+    ]
+    answer = answer_parts(options.parts, by_part, options.parameters.get("label_thresholds", {}))
+    labelled = own[0] if own else {}
+    return {
+        "entities": [*labelled.get("entities", ()), *answer.entities],
+        "classifications": [*labelled.get("classifications", ()), *answer.classifications],
+        "data": answer.data,
+    }
 
 
 def run_alike(
@@ -328,10 +408,11 @@ def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Re
         return scores_not_finite()
     scores = torch.sigmoid(logits) if options.parameters.get("multi_label") else torch.softmax(logits, -1)
     threshold = options.threshold_or(0.0)
+    by_label = options.parameters.get("label_thresholds", {})
     classes = [
         {"label": label, "score": score}
         for label, score in zip(labels, scores.tolist(), strict=True)
-        if score >= threshold
+        if score >= by_label.get(label, threshold)
     ]
     return {"classifications": sorted(classes, key=lambda row: -row["score"])}
 

@@ -11,14 +11,18 @@ in memory. For texts where none of this occurs, the results are equal.
 
 Classes share a prompt that begins with the name of their task (parameter `task`). A text is then one window: the rest
 of a longer text is not read.
+
+A record of a schema is a structure of the package: its properties are the labels, and the model predicts how many
+objects a window has. The choices of an object are words before the text.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +31,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sie_adapter.engine.device import Compute
+from sie_adapter.engine.schema_answers import LEAST
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
@@ -48,11 +53,13 @@ from sie_adapter.families.extraction import (
     windows,
     words_with_tokens,
 )
+from sie_adapter.families.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
 from sie_adapter.loading.checkpoint import _cast, construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
 # largest number of tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass
@@ -63,6 +70,7 @@ _CHARACTERS_PER_TOKEN = 16  # a word is cut to this number of characters per tok
 _CANDIDATES = 16384  # limit for the candidate entities of a window; the best are kept
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
+Kind = Literal["entities", "classifications", "json_structures"]
 _TASK = "category"  # name of the classification task, if neither the request nor the entry has a name
 
 
@@ -83,14 +91,23 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """Tokens before each text. `marks`: the positions of the tokens whose states represent the task and the labels.
-    `words`: the words of the prompt in the form of the package. `owners`: the index of the word of each token.
+    """Tokens before each text. `kind`: the task in the terms of the package. `marks`: the positions of the tokens whose
+    states represent the task and the labels. `words`: the words of the prompt in the form of the package. `owners`: the
+    index of the word of each token. `before`: the tokens of the words with choices, which precede the words of a text.
+    `choices`: for each label the positions of its choices among these words.
     """
 
+    kind: Kind
     ids: list[int]
     marks: list[int]
     words: list[str]
     owners: list[int]
+    before: list[list[int]]
+    choices: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids) + sum(map(len, self.before))
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,7 @@ class Gliner2Texts:
     """
 
     labels: list[str]
+    prompt: _Gliner2Prompt
     words: list[_Gliner2Words]
     errors: dict[int, SIEError]
     passes: list[tuple[list[TextWindow], Any]]
@@ -164,14 +182,14 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> Gliner2Texts:
         labels = list(dict.fromkeys(options.labels))
-        prompt = self._prompt(labels, str(options.parameters.get("task", _TASK)))
+        prompt = self._prompt(labels, options)
         words = [self._words(text) for text in texts]
         errors: dict[int, SIEError] = {
             index: InvalidInput("text: it holds a token that the model reserves", reason="reserved_token")
             for index, own in enumerate(words)
             if np.isin(own.ids, self._reserved).any()
         }
-        room = self.max_tokens - len(prompt.ids) - len(self._stop)
+        room = self.max_tokens - prompt.tokens - len(self._stop)
         read = [
             TextWindow(index, *bounds)
             for index, own in enumerate(words)
@@ -179,7 +197,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             for number, bounds in enumerate(
                 windows(np.diff(own.places).tolist(), room, room, 2 * self._model.max_width)
             )
-            if number == 0 or not self._classifies
+            if number == 0 or prompt.kind != "classifications"
         ]
         records = [self._record(prompt, words[at.text], at, room) for at in read]
         lengths = [len(record.input_ids) for record in records]
@@ -188,16 +206,20 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             ([read[index] for index in part], self._processor._pad_batch([records[index] for index in part]))
             for part in chosen
         ]
-        return Gliner2Texts(labels, words, errors, batches, padding_of(lengths, chosen))
+        return Gliner2Texts(labels, prompt, words, errors, batches, padding_of(lengths, chosen))
 
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: Gliner2Texts) -> list[Result]:
-        if self._classifies:
+        if prepared.prompt.kind == "classifications":
             return self._classes(texts, options, prepared)
-        threshold = options.threshold_or(0.5)
+        if isinstance(options.part, TextRecord):
+            return self._records(texts, options, options.part, prepared)
+        least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
+        thresholds = [by_label.get(label, least) for label in prepared.labels]
         errors = dict(prepared.errors)
         by_text: list[dict[TextWindow, _Spans]] = [{} for _ in texts]
         for read, batch in prepared.passes:
-            for at, spans in zip(read, self._spans(read, batch, threshold), strict=True):
+            for at, logits in zip(read, self._logits(batch), strict=True):
+                spans = logits if isinstance(logits, SIEError) else _above(logits, at, thresholds)
                 if isinstance(spans, SIEError):
                     errors[at.text] = spans
                 else:
@@ -218,31 +240,90 @@ class Gliner2Model(Extractor[Gliner2Texts]):
                 results[at.text] = classified(logits.float().cpu(), prepared.labels, options)
         return results
 
-    def _prompt(self, labels: list[str], task: str) -> _Gliner2Prompt:
-        """Return the prompt with these labels, which precedes each text. Raises InvalidInput for labels that cannot be
-        used.
-        """
+    def _records(
+        self, texts: Sequence[str], options: ExtractOptions, record: TextRecord, prepared: Gliner2Texts
+    ) -> list[Result]:
+        """Return the objects of each text."""
+        errors = dict(prepared.errors)
+        by_text: list[dict[TextWindow, list[FieldCandidates]]] = [{} for _ in texts]
+        least, by_path = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
+        thresholds = [by_path.get(".".join((*record.path, text_field.name)), least) for text_field in record.fields]
+        choices, before = prepared.prompt.choices, len(prepared.prompt.before)
+        for read, batch in prepared.passes:
+            for at, logits in zip(read, self._logits(batch), strict=True):
+                words = prepared.words[at.text]
+                objects = (
+                    logits
+                    if isinstance(logits, SIEError)
+                    else window_objects(logits, texts[at.text], record, choices, before, words, at, thresholds)
+                )
+                if isinstance(objects, SIEError):
+                    errors[at.text] = objects
+                else:
+                    by_text[at.text][at] = objects
+        return [
+            errors[index] if index in errors else {"objects_of_record": joined_objects(record, words, by_window)}
+            for index, (words, by_window) in enumerate(zip(prepared.words, by_text, strict=True))
+        ]
+
+    def _prompt(self, labels: list[str], options: ExtractOptions) -> _Gliner2Prompt:
+        """Return the prompt of a record, or of these labels. Raises InvalidInput for labels that cannot be used."""
+        processor = self._processor
+        if isinstance(options.part, TextRecord):
+            return self._record_prompt(options.part)
         if not labels:
             raise labels_refused("expected at least one")
+        if self._classifies or options.part is not None:
+            task = str(options.parameters.get("task", _TASK))
+            words = processor._transform_schema(task, labels, processor.L_TOKEN, example_mode="none")
+            return self._prompt_of_words("classifications", words)
+        words = processor._transform_schema("entities", labels, processor.E_TOKEN, example_mode="none")
+        return self._prompt_of_words("entities", words)
+
+    def _record_prompt(self, record: TextRecord) -> _Gliner2Prompt:
         processor = self._processor
-        name, mark = (task, processor.L_TOKEN) if self._classifies else ("entities", processor.E_TOKEN)
-        words = processor._transform_schema(name, labels, mark, example_mode="none")
-        parts = self._ids([*words, processor.SEP_TEXT])
+        described = {text_field.name: text_field.description for text_field in record.fields if text_field.description}
+        names = [text_field.name for text_field in record.fields]
+        words = processor._transform_schema(
+            record.name, names, processor.C_TOKEN, label_descriptions=described, example_mode="descriptions"
+        )
+        before, choices = words_of_choices(processor, record)
+        return self._prompt_of_words("json_structures", words, before, choices, descriptions=len(described))
+
+    def _prompt_of_words(
+        self,
+        kind: Kind,
+        words: list[str],
+        before: Sequence[str] = (),
+        choices: Sequence[list[int]] = (),
+        descriptions: int = 0,
+    ) -> _Gliner2Prompt:
+        """Return the prompt of these words, which have marks for some descriptions. Raises InvalidInput for labels that
+        cannot be used.
+        """
+        parts = self._ids([*words, self._processor.SEP_TEXT])
+        words_before = self._ids(before) if before else []
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
-        # words of the prompt: ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
-        marks, named = [1, *range(4, len(words) - 2, 2)], range(5, len(words) - 2, 2)
-        if not all(len(parts[place]) for place in named):
+        # ( [P] entities ( [E] label .. ) ), or ( [P] task ( [L] label .. ) ), or ( [P] record ( [C] property .. ) )
+        marks = [1, *range(4, len(words) - 2, 2)]
+        named = [*(parts[place] for place in range(5, len(words) - 2, 2)), *words_before]
+        if not all(map(len, named)):
             raise labels_refused("one of them is empty after tokenisation")
-        if any(np.isin(parts[place], self._reserved).any() for place in named):
+        if any(np.isin(ids, self._reserved).any() for ids in named):
             raise labels_refused("one of them holds a token that the model reserves")
-        if not len(parts[2]) or np.isin(parts[2], self._reserved).any():
+        mark = self._counter.token_to_id(self._processor.DESC_TOKEN)
+        reserved = parts[2][np.isin(parts[2], self._reserved)].tolist()
+        if not len(parts[2]) or reserved != [mark] * descriptions:
             raise InvalidInput("task: it has no token, or one that the model reserves", reason="schema", param="task")
-        self._check_room(places[-1])
+        self._check_room(places[-1] + sum(map(len, words_before)))
         return _Gliner2Prompt(
+            kind,
             np.concatenate(parts).tolist(),
             [places[place] for place in marks],
             words,
             np.repeat(np.arange(len(parts)), [len(part) for part in parts]).tolist(),
+            [ids.tolist() for ids in words_before],
+            list(choices),
         )
 
     def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
@@ -274,8 +355,10 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
-        ids = words.ids[first : words.places[at.stop]][:room].tolist()
-        places = (words.places[at.start : at.stop] - first).tolist()
+        before = list(itertools.chain.from_iterable(prompt.before))
+        places = np.cumsum([0, *map(len, prompt.before)])[:-1].tolist()
+        ids = before + words.ids[first : words.places[at.stop]][:room].tolist()
+        places += (words.places[at.start : at.stop] - first + len(before)).tolist()
         is_last = at.stop == len(words.starts)
         if words.is_stopped if is_last else not words.closed[at.stop - 1]:
             places.append(len(ids))
@@ -292,7 +375,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             schema_tokens_list=[prompt.words],
             text_tokens=[],
             structure_labels=[[1, []]],
-            task_types=["classifications" if self._classifies else "entities"],
+            task_types=[prompt.kind],
             start_token_idx=[],
             end_token_idx=[],
             text="",
@@ -301,25 +384,21 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             schema_special_positions=[prompt.marks],
         )
 
-    def _spans(self, read: list[TextWindow], batch: Any, threshold: float) -> list[_Spans | SIEError]:
-        """Run the model, and return the spans of each window whose score reaches the threshold, at most _CANDIDATES for
-        each window.
+    def _logits(self, batch: Any) -> list[Tensor | SIEError | None]:
+        """Return the logits of each window, [objects, labels, words, widths], -inf for spans beyond the last word; None
+        if the model predicts no object.
         """
         model, batch = self._model, batch.to(self._device)
         states = model.encode_tokens(batch)
         words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
         logits, _ = model._compute_direct_span_logits_batched(batch, words, marks)
         is_finite = (torch.isfinite(states).all(-1) | (batch.attention_mask == 0)).all(1).tolist()
-        return [
-            _above(row[0], at, threshold) if finite else scores_not_finite()
-            for row, at, finite in zip(logits, read, is_finite, strict=True)
-        ]
+        return [row[0] if finite else scores_not_finite() for row, finite in zip(logits, is_finite, strict=True)]
 
 
-def _above(logits: Tensor | None, at: TextWindow, threshold: float) -> _Spans | SIEError:
-    """Return the spans whose score reaches the threshold. `logits`: [1, labels, words, widths], -inf for spans beyond
-    the last word; None if the model predicts no entity. `logits` may have one word more than the window: the added full
-    stop.
+def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
+    """Return the spans whose score reaches the threshold of their label, at most _CANDIDATES. `logits`: [1, labels,
+    words, widths]. They may have one word more than the window: the added full stop.
     """
     if logits is None:
         none = np.zeros(0, np.int64)
@@ -329,9 +408,12 @@ def _above(logits: Tensor | None, at: TextWindow, threshold: float) -> _Spans | 
         return scores_not_finite()
     lasts = sum(torch.meshgrid(*(torch.arange(size, device=scores.device) for size in scores.shape[1:]), indexing="ij"))
     scores = torch.where(lasts < at.stop - at.start, scores, -1.0)
-    if (scores >= max(threshold, 0.0)).sum() > _CANDIDATES:
-        threshold = float(scores.flatten().topk(_CANDIDATES).values[-1])
-    places = (scores >= max(threshold, 0.0)).nonzero()
+    least = torch.tensor(thresholds, device=scores.device).clamp_min(0.0)[:, None, None]
+    if (scores >= least).sum() > _CANDIDATES:
+        least = least.clamp_min(
+            float(torch.where(scores >= least, scores, -1.0).flatten().topk(_CANDIDATES).values[-1])
+        )
+    places = (scores >= least).nonzero()
     values = scores[tuple(places.T)].double().cpu().numpy()
     labels, firsts, widths = places.cpu().numpy().T
     return _Spans(firsts + at.start, firsts + widths + at.start, labels, values)

@@ -20,6 +20,7 @@ from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.models.output_schemas import decisions_of, parts_of
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import chunk_fields
@@ -142,9 +143,9 @@ def plan(
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
-        # a model with one row per label reads its hypothesis in each row; any other model reads the shared text with
-        # each input
-        rows=len(run.labels) if run.labels and families.row(entry.family).has_row_per_label else 1,
+        # a model with one row per label reads its hypothesis in each row, and any model reads a text once for each part
+        # of a schema; any other model reads the shared text with each input
+        rows=_rows(entry, run),
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
         image=image,
@@ -160,6 +161,13 @@ def plan(
     if operation in ("tokenize", "decode"):  # these operations do not use the device, so they have no cost
         chunks = [replace(piece, cost=1, squares=0) for piece in chunks]
     return chunks, sum(item_sizes)
+
+
+def _rows(entry: ModelEntry, run: RunOptions) -> int:
+    """Return how many times the model reads the text of an input."""
+    if families.row(entry.family).has_row_per_label:
+        return max(1, len(run.labels))
+    return max(1, len(run.parameters.get("parts", ())) + bool(run.labels))
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
@@ -199,12 +207,11 @@ def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tu
     if operation in ("tokenize", "decode"):
         return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
     if operation == "extract":
-        labels = (
-            sum(len(label.encode()) + LABEL_RESULT_BYTES for label in run.labels)
-            if "classifications" in entry.outputs
-            else 0
-        )
-        return ITEM_RESULT_OVERHEAD_BYTES + labels, EXTRACTED_TOKEN_BYTES
+        decisions = decisions_of(parts_of(run.parameters))
+        labels = [*run.labels] if "classifications" in entry.outputs else []
+        labels += [label for decision in decisions for label in decision.classes]
+        size = sum(len(label.encode()) + LABEL_RESULT_BYTES for label in labels)
+        return ITEM_RESULT_OVERHEAD_BYTES + size, EXTRACTED_TOKEN_BYTES
     values = token_values = 0
     for name in run.outputs if operation == "encode" else ():
         if name == "dense":

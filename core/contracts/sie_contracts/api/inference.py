@@ -110,10 +110,10 @@ class ScoreParams(_Params, kw_only=True):
 
 
 class ExtractExample(Struct, kw_only=True):
-    """An example for a classifier: a text and its correct labels."""
+    """A text and the labels that it has. With `label_groups` the labels may be a map of groups."""
 
     text: str
-    labels: list[str]
+    labels: list[str] | dict[str, str | list[str]]
 
 
 class ExtractParams(_Params, kw_only=True):
@@ -149,7 +149,17 @@ class ExtractParams(_Params, kw_only=True):
         Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")
     ] = UNSET
     ocr: Annotated[Flag, Meta(description="Docling: only false, since it reads the text that a file has.")] = UNSET
-    output_schema: Map = UNSET
+    output_schema: Annotated[
+        Map, Meta(description="JSON Schema of the values to answer in `data`: docs/schemas.md has what it may hold.")
+    ] = UNSET
+    label_groups: Annotated[
+        dict[str, list[str]] | UnsetType,
+        Meta(description="Groups of labels: `data` has the label of each group, with `multi_label` a list of them."),
+    ] = UNSET
+    label_thresholds: Annotated[
+        dict[str, float] | UnsetType,
+        Meta(description="The least score of a label, or of a property by its path, in place of `threshold`."),
+    ] = UNSET
 
 
 RedactionStyle = Literal["mask", "hash", "tag", "synthetic"]

@@ -50,6 +50,9 @@ class Family:
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
 
 
+# options of the families that answer schemas and score any label
+_ANSWERS = frozenset({"output_schema", "label_groups", "label_thresholds"})
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "text-encoder": Family(
@@ -72,7 +75,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "zero-shot-classifier": Family(
             implementation=TEXT_ENCODER,
-            parameters=frozenset({"threshold", "multi_label", "hypothesis_template"}),
+            parameters=frozenset({"threshold", "multi_label", "hypothesis_template"}) | _ANSWERS,
             transformers_class="AutoModelForSequenceClassification",
             needs_labels=True,
             has_row_per_label=True,
@@ -141,7 +144,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliner2": Family(
             implementation="sie_adapter.families.gliner2:Gliner2Model",
-            parameters=frozenset({"threshold", "multi_label", "task"}),
+            parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,
             needs_labels=True,
         ),
         "glirel": Family(
@@ -155,7 +158,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gliclass": Family(
             implementation="sie_adapter.families.gliclass:GliclassModel",
-            parameters=frozenset({"threshold", "multi_label", "examples"}),
+            parameters=frozenset({"threshold", "multi_label", "examples"}) | _ANSWERS,
             needs_labels=True,
         ),
         "document-reader": Family(

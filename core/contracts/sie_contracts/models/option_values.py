@@ -117,11 +117,21 @@ def language(path: str, value: Any) -> str:
 
 
 def examples(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return texts with their labels, which a classifier reads as examples before the text of the input."""
+    """Return texts with their labels, which a classifier reads before its text. Labels of groups may be a map of
+    groups, each with a label or a list of them; they become `group.label`.
+    """
     if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
         raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
+    any_value(path, value)
+    read = []
     for number, example in enumerate(value):
         labels = example.get("labels") if isinstance(example, dict) else None
+        if isinstance(labels, dict):
+            labels = [
+                f"{group}.{label}" if isinstance(label, str) else label
+                for group, own in labels.items()
+                for label in (own if isinstance(own, list) else [own])
+            ]
         if not (
             isinstance(example, dict)
             and example.keys() == {"text", "labels"}
@@ -130,7 +140,17 @@ def examples(path: str, value: Any) -> list[dict[str, Any]]:
             and all(isinstance(label, str) for label in labels)
         ):
             raise bad(f"{path}[{number}]", example, "a map of text, a string, and labels, a list of strings")
+        read.append({"text": example["text"], "labels": labels})
+    return read
+
+
+def label_thresholds(path: str, value: Any) -> dict[str, float]:
+    """Return the least score of each label. The other labels have the threshold of the request."""
+    if not isinstance(value, dict):
+        raise bad(path, value, "a map of labels, each with a number from 0 to 1")
     any_value(path, value)
+    for label, least in value.items():
+        check_fraction(f"{path}.{str(label)[:64]}", least)
     return value
 
 
@@ -172,6 +192,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "task": task,
     "language": language,
     "examples": examples,
+    "label_thresholds": label_thresholds,
     "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
     "flat_ner": boolean,
     "multi_label": boolean,

@@ -20,7 +20,7 @@ import msgspec
 
 from sie_contracts.api.inference import Dtype, Item
 from sie_contracts.errors import InvalidInput
-from sie_contracts.models import families, muvera
+from sie_contracts.models import families, muvera, output_schemas
 from sie_contracts.models.catalogue import Catalogue, Resolved
 from sie_contracts.models.entries import POOLING_OPTIONS, VECTORS, ModelEntry, RunDefaults, needs_labels, templates
 from sie_contracts.models.families import FAMILIES
@@ -79,7 +79,8 @@ NEUTRAL: Mapping[str, str] = {
     "input_type": "as is_query",
     "prompt_name": "as is_query",
     "labels": "is what is looked for, an input as the text is",
-    "output_schema": "no model takes one",
+    "output_schema": "as labels",
+    "label_groups": "as labels",
     "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
     "ocr": "has one value",
 }
@@ -87,7 +88,7 @@ _USED: dict[str, frozenset[str]] = {
     "encode": _EVERYWHERE
     | {"output_types", "output_dtype", "dimensions", "normalize", "pooling", "muvera", "prompt_name"},
     "score": _EVERYWHERE,
-    "extract": _EVERYWHERE | {"labels", "output_schema"},
+    "extract": _EVERYWHERE | {"labels"},
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
@@ -229,8 +230,6 @@ def run_options(
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
     on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    if operation == "extract":  # `output_schema` is accepted, but no family uses it
-        used -= {"output_schema"}
     unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
     if unused and strict:
         path, suggestion = unused[0]
@@ -395,8 +394,11 @@ def _extract(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
     path, labels = request.get("labels")
-    if labels is None and needs_labels(entry):
-        raise InvalidInput(f"labels: {entry.id} needs the labels to look for", reason="labels_required", param="labels")
+    parts = output_schemas.parts_of(parameters)
+    if labels is None and not parts and needs_labels(entry):
+        schema = ", or an output_schema" if "output_schema" in families.row(entry.family).parameters else ""
+        message = f"labels: {entry.id} needs the labels to look for{schema}"
+        raise InvalidInput(message, reason="labels_required", param="labels")
     if labels is not None and not (
         isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)
     ):
@@ -408,7 +410,9 @@ def _extract(
     if families.row(entry.family).needs_instruction and not (text(*request.get("instruction")) or defaults.instruction):
         message = f"instruction: {entry.id} needs the query that the texts are read for"
         raise InvalidInput(message, reason="instruction_required", param="instruction")
-    return {"outputs": (), "labels": tuple(labels or ()), "threshold": parameters.get("threshold")}
+    decisions = output_schemas.decisions_of(parts) if families.row(entry.family).has_row_per_label else []
+    rows = [label for decision in decisions for label in decision.labels]
+    return {"outputs": (), "labels": (*(labels or ()), *rows), "threshold": parameters.get("threshold")}
 
 
 def _family_parameters(
@@ -427,7 +431,25 @@ def _family_parameters(
             path, value = request.get(name)
             if value is not None:
                 check_fraction(path, value)
+    if entry.family in FAMILIES and (parts := _schema_parts(entry, request, parameters)):
+        parameters["parts"] = msgspec.to_builtins(parts)
     return parameters
+
+
+def _schema_parts(
+    entry: ModelEntry, request: _Parameters, parameters: dict[str, Any]
+) -> tuple[output_schemas.SchemaPart, ...]:
+    """Take the schema or the groups of labels out of the parameters. Return the parts that the model answers."""
+    schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
+    path, _ = request.get("label_groups")
+    if schema is not None and groups is not None:
+        raise InvalidInput(f"{path}: expected label_groups or output_schema, got both", reason="schema", param=path)
+    if groups is not None:
+        return output_schemas.parts_of_groups(path, groups, is_many=bool(parameters.get("multi_label")))
+    if schema is None:
+        return ()
+    path, _ = request.get("output_schema")
+    return output_schemas.parts_of_schema(path, schema, entry.id, finds_spans="entities" in entry.outputs)
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:

@@ -1,0 +1,167 @@
+"""Records of a schema by GLiNER2: the words of their choices before the text, and the candidates for their properties.
+
+logits [objects, properties, words, widths] ──► choices: the score of their word
+                                            └─► spans of the text at least at the threshold, best first, no overlap
+objects of all windows ──► each counts in the window where it begins
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sie_adapter.engine.schema_answers import FieldSpan, is_cut, value_of
+from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_finite
+from sie_contracts.errors import SIEError
+from sie_contracts.models.output_schemas import TextField, TextRecord
+
+_CANDIDATES = 256  # largest number of spans of one property of one object that are compared, best first
+
+FieldCandidates = dict[str, list[FieldSpan]]
+
+
+class WordPlaces(Protocol):
+    """Offsets of the words of a text, in characters."""
+
+    @property
+    def starts(self) -> list[int]: ...
+    @property
+    def ends(self) -> list[int]: ...
+
+
+def words_of_choices(processor: Any, record: TextRecord) -> tuple[list[str], list[list[int]]]:
+    """Return the words with the choices of a record as the package puts them before a text, and for each property the
+    positions of its choices among them.
+    """
+    structure = {
+        text_field.name: {"value": "", "choices": list(text_field.labels)} if text_field.labels else ""
+        for text_field in record.fields
+    }
+    words: list[str] = processor._build_classification_prefix({"json_structures": [{record.name: structure}]})
+    positions: list[list[int]] = []
+    end = 2  # ( record: property ( choice | choice ) , property ( choice ) )
+    for text_field in record.fields:
+        start = end + 2
+        positions.append(list(range(start, start + 2 * len(text_field.labels), 2)))
+        if text_field.labels:
+            end = start + 2 * len(text_field.labels) + 1
+    return words, positions
+
+
+def window_objects(
+    logits: Tensor | None,
+    text: str,
+    record: TextRecord,
+    choices: Sequence[Sequence[int]],
+    before: int,
+    words: WordPlaces,
+    at: TextWindow,
+    thresholds: Sequence[float],
+) -> list[FieldCandidates] | SIEError:
+    """Return the candidates of each object in one window. `logits`: [objects, properties, words, widths], None if the
+    model predicts no object. The first `before` words are those of the choices, whose positions are `choices`; a full
+    stop may follow the words of the window.
+    """
+    if logits is None:
+        return []
+    if bool((torch.isnan(logits) | torch.isposinf(logits)).any()):
+        return scores_not_finite()
+    scores = torch.sigmoid(logits.float()).cpu()
+    size = at.stop - at.start
+    lasts = torch.arange(size)[:, None] + torch.arange(scores.shape[-1])
+    spans = torch.where(lasts < size, scores[:, :, before : before + size], -1.0)
+    objects = []
+    for own, own_spans in zip(scores, spans, strict=True):
+        candidates = {
+            text_field.name: _chosen(text_field, own[index, list(choices[index]), 0].tolist(), thresholds[index])
+            if text_field.labels
+            else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
+            for index, text_field in enumerate(record.fields)
+        }
+        if record.path:  # a property of the answer itself has its best value in another window, perhaps
+            for text_field in record.fields:
+                candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
+        if any(candidates.values()):
+            objects.append(candidates)
+    return objects
+
+
+def _chosen(text_field: TextField, scores: list[float], least: float) -> list[FieldSpan]:
+    """Return the choices whose score reaches the threshold, best first, or in the order of the schema for a list."""
+    rows: list[FieldSpan] = [
+        {"text": label, "score": score, "start": None, "end": None}
+        for label, score in zip(text_field.labels, scores, strict=True)
+        if score >= least
+    ]
+    return rows if text_field.is_list else sorted(rows, key=lambda row: -row["score"])
+
+
+def _spans(
+    text_field: TextField, scores: Tensor, text: str, words: WordPlaces, at: TextWindow, least: float
+) -> list[FieldSpan]:
+    places = (scores >= max(least, 0.0)).nonzero()
+    values = scores[tuple(places.T)].double()
+    rows: list[FieldSpan] = []
+    for index in values.sort(descending=True, stable=True).indices[:_CANDIDATES].tolist():
+        first, width = places[index].tolist()
+        start, end = words.starts[at.start + first], words.ends[at.start + first + width]
+        if value_of(text_field, text[start:end]) is not None and not is_cut(text_field, text, start, end):
+            rows.append({"text": text[start:end], "score": float(values[index]), "start": start, "end": end})
+    return _without_overlaps(rows)
+
+
+def _without_overlaps(rows: Sequence[FieldSpan]) -> list[FieldSpan]:
+    """Return the spans that overlap no span before them."""
+    chosen: list[FieldSpan] = []
+    for row in rows:
+        if all(_begin(row) >= (own["end"] or 0) or (row["end"] or 0) <= _begin(own) for own in chosen):
+            chosen.append(row)
+    return chosen
+
+
+def _begin(span: FieldSpan) -> int:
+    return span["start"] or 0
+
+
+def joined_objects(
+    record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
+) -> list[FieldCandidates]:
+    """Return the objects of a text in the order of its windows. Properties of the answer itself are joined over all
+    windows.
+    """
+    order = sorted(by_window, key=lambda at: at.start)
+    starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]
+    stops = [*starts[1:], math.inf]
+    windows = [(by_window[at], start, stop) for at, start, stop in zip(order, starts, stops, strict=False)]
+    if record.path:
+        return [
+            candidates
+            for objects, start, stop in windows
+            for candidates in objects
+            if start <= _first(candidates) < stop
+        ]
+    joined = {
+        text_field.name: _without_overlaps(
+            sorted(
+                (
+                    row
+                    for objects, start, stop in windows
+                    for candidates in objects[:1]
+                    for row in candidates[text_field.name]
+                    if start <= _begin(row) < stop
+                ),
+                key=lambda row: -row["score"],
+            )
+        )
+        for text_field in record.fields
+    }
+    return [joined]
+
+
+def _first(candidates: FieldCandidates) -> int:
+    """Return the character at which an object begins. An object without spans counts in the first window."""
+    return min((row["start"] for rows in candidates.values() for row in rows if row["start"] is not None), default=0)

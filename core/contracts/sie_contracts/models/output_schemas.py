@@ -1,0 +1,381 @@
+"""Schemas of answers: `output_schema` and `label_groups` of an extraction, as parts that a model answers one by one.
+
+    JSON Schema ──► references and null resolved ──► decisions: one choice, some choices, yes or no
+                                                 └─► records: values drawn from the text, objects and lists of objects
+
+A decision is answered by a model that scores labels. A record needs a model that finds spans of the text. Each fault is
+an InvalidInput with the path of the part of the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.models.option_values import any_value, bad, number
+
+MAX_FIELDS = 64  # largest number of properties that have a value, over both levels
+MAX_CHOICES = 1000  # largest number of choices of a schema, over all properties
+MAX_NAME = 100  # largest number of characters of a property, or of a choice
+MAX_DESCRIPTION = 1000
+MAX_REFERENCES = 8  # largest number of references that lead to one part
+YES_NO = ("yes", "no")  # choices of a boolean property of an object, beside spans of the text
+
+Scalar = str | int | float | bool
+FieldKind = Literal["string", "number", "integer", "choice"]
+
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"}
+)
+_DEFINITIONS = frozenset({"$defs", "definitions"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_KEYWORDS: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"type"}),
+    "number": frozenset({"type"}) | _BOUNDS,
+    "integer": frozenset({"type"}) | _BOUNDS,
+    "boolean": frozenset({"type"}),
+    "choice": frozenset({"type", "enum", "const"}),
+    "array": frozenset({"type", "items"}),
+    "object": frozenset({"type", "properties", "required", "additionalProperties"}) | _DEFINITIONS,
+}
+
+
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
+    """A choice among labels. `path`: the property that has the answer. `labels`: texts that the model scores.
+    `values`: the value of each label. The label of a boolean is the statement that is true or false. `is_many`: any
+    number of labels may apply. `question`: description of the property.
+    """
+
+    path: tuple[str, ...]
+    labels: tuple[str, ...]
+    values: tuple[Scalar, ...]
+    question: str = ""
+    is_many: bool = False
+
+    @property
+    def is_boolean(self) -> bool:
+        return len(self.labels) < len(self.values)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Labels of the values in the results: the path, and the choice or the truth."""
+        path = ".".join(self.path)
+        return tuple(f"{path}.{name}" for name in (("true", "false") if self.is_boolean else self.labels))
+
+
+class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A property whose value is drawn from the text, or is a choice that belongs to one object. `labels` and `values`
+    are those of a choice. Numbers are at least `minimum` and above `above`, at most `maximum` and below `below`.
+    """
+
+    name: str
+    kind: FieldKind
+    description: str = ""
+    is_list: bool = False
+    is_nullable: bool = False
+    labels: tuple[str, ...] = ()
+    values: tuple[Scalar, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+class TextRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="record"):
+    """Properties that are read together. `path`: the property that has the object; empty for properties of the answer
+    itself. `is_many`: the property is a list of objects.
+    """
+
+    path: tuple[str, ...]
+    name: str
+    fields: tuple[TextField, ...]
+    is_many: bool = False
+    is_nullable: bool = False
+
+
+SchemaPart = Decision | TextRecord
+
+
+def parts_of(parameters: Mapping[str, Any]) -> tuple[SchemaPart, ...]:
+    """Return the parts of a schema in the parameters of a run."""
+    return msgspec.convert(parameters.get("parts", ()), tuple[SchemaPart, ...])
+
+
+def decisions_of(parts: tuple[SchemaPart, ...]) -> list[Decision]:
+    """Return the decisions among the parts."""
+    return [part for part in parts if isinstance(part, Decision)]
+
+
+def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPart, ...]:
+    """Return a decision for each group of labels."""
+    if not isinstance(groups, dict) or not groups:
+        raise bad(path, groups, "a map of groups, each a list of labels")
+    any_value(path, groups)
+    _check_count(path, len(groups))
+    parts = []
+    for name, labels in groups.items():
+        place = f"{path}.{_shown(name)}"
+        _check_name(place, name)
+        parts.append(Decision((name,), *_choices(place, labels), is_many=is_many))
+    _check_choices(path, parts)
+    return tuple(parts)
+
+
+def parts_of_schema(path: str, schema: Any, model: str, *, finds_spans: bool) -> tuple[SchemaPart, ...]:
+    """Return the parts of a JSON Schema. `finds_spans`: the model draws values from the text. If it does not, a part
+    that needs it is refused with the name of the model.
+    """
+    if not isinstance(schema, dict):
+        raise bad(path, schema, "a JSON Schema of an object")
+    any_value(path, schema)
+    parts = _SchemaReader(path, schema, model, finds_spans=finds_spans).parts()
+    _check_choices(path, parts)
+    return parts
+
+
+class _SchemaNode(msgspec.Struct):
+    """A part of a schema after references: `kind` is a key of _KEYWORDS."""
+
+    path: str
+    schema: dict[str, Any]
+    kind: str
+    is_nullable: bool
+
+    @property
+    def description(self) -> str:
+        return str(self.schema.get("description", ""))
+
+
+class _SchemaReader:
+    """Walks a schema: its properties, and one level of objects below them."""
+
+    def __init__(self, path: str, root: dict[str, Any], model: str, *, finds_spans: bool) -> None:
+        self._path, self._root, self._model, self._finds_spans = path, root, model, finds_spans
+        self._count = 0
+
+    def parts(self) -> tuple[SchemaPart, ...]:
+        root = self._node(self._path, self._root)
+        if root.kind != "object":
+            raise _refused(root.path, "expected the schema of an object")
+        parts: list[SchemaPart] = []
+        fields: list[TextField] = []
+        for name, node in self._members(root):
+            inner = self._items(node) if node.kind == "array" else node
+            if inner.kind == "object":
+                parts += self._object(name, node, inner)
+            elif inner.kind in ("choice", "boolean"):
+                parts.append(self._decision((name,), node, inner))
+            else:
+                fields.append(self._field(name, node, inner))
+        if fields:
+            parts.insert(0, TextRecord((), _title(root, "record"), tuple(fields)))
+        return tuple(parts)
+
+    def _object(self, name: str, node: _SchemaNode, inner: _SchemaNode) -> Iterator[SchemaPart]:
+        """Yield the parts of an object, or of a list of objects."""
+        is_many = node is not inner
+        if is_many and not self._finds_spans:
+            raise self._spanless(node, "a list of objects")
+        members = []
+        for key, member in self._members(inner):
+            value = self._items(member) if member.kind == "array" else member
+            if value.kind == "object":
+                raise _refused(value.path, "too deep: one level of objects is allowed, with values and lists of values")
+            members.append((key, member, value))
+        if not members:
+            raise _refused(inner.path, "expected an object with properties")
+        if self._finds_spans:
+            fields = tuple(self._field(*member) for member in members)
+            yield TextRecord((name,), name, fields, is_many=is_many, is_nullable=node.is_nullable)
+            return
+        for key, member, value in members:
+            if value.kind not in ("choice", "boolean"):
+                raise self._spanless(value)
+            yield self._decision((name, key), member, value)
+
+    def _decision(self, path: tuple[str, ...], node: _SchemaNode, inner: _SchemaNode) -> Decision:
+        description = node.description or inner.description
+        if inner.kind == "choice":
+            labels, values = _choices(f"{inner.path}.enum", _enum(inner.schema))
+            return Decision(path, labels, values, description, is_many=node is not inner)
+        if node is not inner:
+            raise _refused(inner.path, "a list of booleans has no meaning for a text")
+        return Decision(path, (description or path[-1].replace("_", " "),), (True, False))
+
+    def _field(self, name: str, node: _SchemaNode, inner: _SchemaNode) -> TextField:
+        if not self._finds_spans:
+            raise self._spanless(inner)
+        is_list = node is not inner
+        common: dict[str, Any] = {
+            "description": node.description or inner.description,
+            "is_list": is_list,
+            "is_nullable": node.is_nullable,
+        }
+        if inner.kind == "choice":
+            labels, values = _choices(f"{inner.path}.enum", _enum(inner.schema))
+            return TextField(name, "choice", labels=labels, values=values, **common)
+        if inner.kind == "boolean":
+            if is_list:
+                raise _refused(inner.path, "a list of booleans has no meaning for a text")
+            return TextField(name, "choice", labels=YES_NO, values=(True, False), **common)
+        limits: dict[str, Any] = {
+            field: number(f"{inner.path}.{keyword}", inner.schema[keyword])
+            for keyword, field in zip(sorted(_BOUNDS), ("below", "above", "maximum", "minimum"), strict=True)
+            if keyword in inner.schema
+        }
+        kind: FieldKind = inner.kind  # type: ignore[assignment]  # the other kinds are handled above
+        return TextField(name, kind, **common, **limits)
+
+    def _members(self, node: _SchemaNode) -> Iterator[tuple[str, _SchemaNode]]:
+        properties = node.schema.get("properties", {})
+        if not isinstance(properties, dict):
+            raise bad(f"{node.path}.properties", properties, "a map of schemas")
+        for name, schema in properties.items():
+            place = f"{node.path}.properties.{_shown(name)}"
+            _check_name(place, name)
+            if (member := self._node(place, schema)).kind != "object":
+                self._count += 1
+            _check_count(f"{self._path}.properties", self._count)
+            yield name, member
+
+    def _items(self, node: _SchemaNode) -> _SchemaNode:
+        inner = self._node(f"{node.path}.items", node.schema.get("items"))
+        if inner.kind == "array":
+            raise _refused(inner.path, "too deep: a list has values or objects, not lists")
+        return inner
+
+    def _node(self, path: str, schema: Any) -> _SchemaNode:
+        """Return the part of the schema that `schema` stands for. Raises InvalidInput for a part that no model can
+        answer.
+        """
+        is_nullable = False
+        description = ""
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(schema, dict):
+                raise bad(path, schema, "a JSON Schema")
+            description = description or schema.get("description", "")
+            if "$ref" in schema:
+                _check_keywords(path, schema, frozenset({"$ref"}) | (_DEFINITIONS if schema is self._root else set()))
+                path, schema = self._definition(path, schema["$ref"])
+            elif alternatives := schema.get("anyOf") or schema.get("oneOf"):
+                keyword = "anyOf" if "anyOf" in schema else "oneOf"
+                _check_keywords(path, schema, frozenset({keyword}))
+                place, schema = _alternative(f"{path}.{keyword}", alternatives)
+                path, is_nullable = place, True
+            else:
+                break
+        else:
+            raise _refused(path, f"at most {MAX_REFERENCES} references may lead to a part of a schema")
+        kind, own_null = _kind(path, schema)
+        _check_keywords(path, schema, _KEYWORDS[kind])
+        if kind != "object" and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
+            raise _refused(f"{path}.description", f"expected a string of at most {MAX_DESCRIPTION} characters")
+        if not isinstance(schema.get("additionalProperties", False), bool):
+            raise _refused(f"{path}.additionalProperties", "expected true or false: each property has a name")
+        return _SchemaNode(path, {**schema, "description": description}, kind, is_nullable or own_null)
+
+    def _definition(self, path: str, reference: Any) -> tuple[str, Any]:
+        _, group, name = [*str(reference).split("/"), "", "", ""][:3]
+        definitions = self._root.get(group) if group in _DEFINITIONS else None
+        if reference != f"#/{group}/{name}" or not isinstance(definitions, dict) or name not in definitions:
+            raise _refused(f"{path}.$ref", "expected #/$defs/NAME with a definition of this schema")
+        return f"{self._path}.{group}.{_shown(name)}", definitions[name]
+
+    def _spanless(self, node: _SchemaNode, subject: str = "") -> InvalidInput:
+        subject = subject or f"{'an' if node.kind == 'integer' else 'a'} {node.kind}"
+        message = (
+            f"{node.path}: {self._model} chooses among labels, so it answers enum and boolean, not {subject}. A model "
+            "of the family gliner2 with entities draws values from the text"
+        )
+        return InvalidInput(message, reason="unsupported_output", param=node.path)
+
+
+def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
+    """Return the kind of a part, and whether null is allowed."""
+    types = schema.get("type")
+    names = [name for name in types if name != "null"] if isinstance(types, list) else [types]
+    is_nullable = isinstance(types, list) and len(names) < len(types)
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", ())
+        return "choice", is_nullable or (isinstance(values, list) and None in values)
+    if len(names) != 1 or names[0] not in _KEYWORDS or names[0] == "choice":
+        listed = "enum, boolean, string, number, integer, array or object"
+        raise _refused(f"{path}.type" if "type" in schema else path, f"expected one of {listed}")
+    return str(names[0]), is_nullable
+
+
+def _alternative(path: str, alternatives: Any) -> tuple[str, Any]:
+    """Return the alternative beside null."""
+    rest = [
+        (index, schema)
+        for index, schema in enumerate(alternatives if isinstance(alternatives, list) else ())
+        if schema != {"type": "null"}
+    ]
+    if len(rest) != 1 or len(alternatives) != 2:
+        raise _refused(path, 'expected one schema and {"type": "null"}')
+    [(index, schema)] = rest
+    return f"{path}[{index}]", schema
+
+
+def _enum(schema: dict[str, Any]) -> Any:
+    return [schema["const"]] if "const" in schema else schema["enum"]
+
+
+def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...]]:
+    """Return the labels of choices, and their values. Null is no choice."""
+    if not isinstance(values, list):
+        raise bad(path, values, "a list of choices")
+    chosen = [value for value in values if value is not None]
+    labels = []
+    for index, value in enumerate(chosen):
+        if not isinstance(value, str | int | float):
+            raise bad(f"{path}[{index}]", value, "a string, a number or a boolean")
+        label = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        if not label.strip() or len(label) > MAX_NAME:
+            raise _refused(f"{path}[{index}]", f"expected 1 to {MAX_NAME} characters that are not only spaces")
+        labels.append(label)
+    if not labels or len(set(labels)) < len(labels):
+        raise _refused(path, "expected at least one choice, and no choice twice")
+    return tuple(labels), tuple(chosen)
+
+
+def _title(node: _SchemaNode, default: str) -> str:
+    title = node.schema.get("title")
+    return title if isinstance(title, str) and 0 < len(title.strip()) <= MAX_NAME else default
+
+
+def _check_keywords(path: str, schema: dict[str, Any], allowed: frozenset[str]) -> None:
+    for keyword in schema:
+        if keyword not in allowed | _ANNOTATIONS:
+            place = f"{path}.{_shown(keyword)}"
+            raise _refused(place, f"is not supported, only {', '.join(sorted(allowed))}")
+
+
+def _check_name(path: str, name: Any) -> None:
+    if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME:
+        raise _refused(path, f"expected a name of 1 to {MAX_NAME} characters")
+
+
+def _check_count(path: str, count: int) -> None:
+    if count > MAX_FIELDS:
+        raise _refused(path, f"too many: at most {MAX_FIELDS} are allowed")
+
+
+def _check_choices(path: str, parts: tuple[SchemaPart, ...] | list[Decision]) -> None:
+    count = sum(
+        len(part.labels) if isinstance(part, Decision) else sum(len(field.labels) for field in part.fields)
+        for part in parts
+    )
+    if count > MAX_CHOICES:
+        raise _refused(path, f"got {count} choices, at most {MAX_CHOICES} are allowed")
+
+
+def _shown(name: Any) -> str:
+    return str(name)[:64]
+
+
+def _refused(path: str, message: str) -> InvalidInput:
+    return InvalidInput(f"{path}: {message}", reason="schema", param=path)

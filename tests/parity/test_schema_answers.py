@@ -1,0 +1,394 @@
+"""Answers to schemas by real classes of GLiNER2 and GLiClass, against their packages on the same folder."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gliclass import GLiClassModel, ZeroShotClassificationPipeline
+from gliner2 import GLiNER2
+from gliner2.inference.schema import RegexValidator
+from oracle import WORDS, ragged_texts
+from parity.gliner_checkpoints import entry_of, gliclass_folder, gliner2_folder, on_device
+from parity.table import ParityTable, Scores, path_of
+from transformers import AutoTokenizer
+
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.families.gliclass import GliclassModel
+from sie_adapter.families.gliner2 import Gliner2Model
+from sie_contracts.errors import InvalidInput
+from sie_contracts.models.output_schemas import parts_of_groups, parts_of_schema
+
+THRESHOLD = 0.5
+PLACE = {
+    "type": "object",
+    "properties": {
+        "river": {"type": "string", "description": "name of a river"},
+        "engines": {"type": "array", "items": {"type": "string"}},
+        "size": {"enum": ["small", "very large"]},
+        "colours": {"type": "array", "items": {"enum": ["red", "Blue", "green"]}},
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "title": "journey",
+    "properties": {
+        "person": {"type": "string"},
+        "towns": {"type": "array", "items": {"type": "string"}},
+        "mood": {"enum": ["calm", "very angry", "mixed"], "description": "of the traveller"},
+        "topics": {"type": "array", "items": {"enum": ["search", "queue"]}},
+        "is_late": {"type": "boolean"},
+        "place": PLACE,
+        "stops": {"type": "array", "items": PLACE},
+    },
+}
+DECISIONS = {
+    "type": "object",
+    "properties": {name: SCHEMA["properties"][name] for name in ("mood", "topics", "is_late")},  # type: ignore[index]
+}
+GROUPS = {"urgency": ["low", "high"], "mood": ["calm", "very angry", "mixed"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "count_lstm_v2": {},
+    "mean of tokens": {"pooling": "mean"},
+}
+
+
+def options_of(schema: dict[str, Any], *, finds_spans: bool = True, **given: Any) -> ExtractOptions:
+    parts = parts_of_schema("output_schema", schema, "test/model", finds_spans=finds_spans)
+    return ExtractOptions((), given.pop("threshold", THRESHOLD), given.pop("parameters", {}), parts=parts, **given)
+
+
+def gliner2(folder: Path, **settings: Any) -> Gliner2Model:
+    entry = entry_of(folder, "gliner2", **settings)
+    return Gliner2Model(folder, entry, entry.load, on_device())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gliner2_folder(tmp_path_factory.mktemp("gliner2") / "model")
+
+
+@pytest.fixture(scope="module")
+def package(folder: Path) -> Any:
+    return GLiNER2.from_pretrained(str(folder), map_location="cpu").eval()
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Gliner2Model:
+    return gliner2(folder)
+
+
+def texts_with_stops(seed: int, count: int = 12) -> list[str]:
+    """Ragged texts that end with a full stop. Their first word holds the package's spans of this stop off."""
+    return [f"{text}." for text in ragged_texts(count, seed=seed, longest=50)]
+
+
+def structures(package: Any, text: str, name: str, schema: dict[str, Any], **validators: Any) -> list[dict[str, Any]]:
+    """The objects that the package reads, each property as a list of its values in the order of their scores."""
+    builder = package.create_schema()
+    structure = builder.structure(name)
+    for field, own in schema["properties"].items():
+        inner = own.get("items", own)
+        structure.field(
+            field,
+            dtype="list" if "items" in own else "str",
+            choices=inner.get("enum"),
+            description=own.get("description"),
+            validators=validators.get(field),
+        )
+    found = package.extract(text, builder, threshold=THRESHOLD, include_confidence=True, include_spans=True)[name]
+    return [
+        {field: value if isinstance(value, list) else [value] if value else [] for field, value in one.items()}
+        for one in found
+    ]
+
+
+def evidence(result: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    """The rows of a property: those of its value, or of the elements of its list."""
+    return [
+        row
+        for row in [*result["entities"], *result["classifications"]]
+        if row["label"] == path or row["label"].startswith((f"{path}[", f"{path}."))
+    ]
+
+
+def assert_property(text: str, result: dict[str, Any], path: str, value: Any, theirs: list[dict[str, Any]]) -> float:
+    """The value and its evidence are those of the package. Return the largest difference of a score."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    rows = evidence(result, path)
+    beyond = [one for one in theirs if one.get("end", 0) > len(text)]
+    if beyond:  # the package's own full stop takes part in its result
+        return 0.0
+    assert sorted(values) == sorted(one["text"] for one in theirs)
+    scores = {one["text"] + str(one.get("start")): one["confidence"] for one in theirs}
+    own = {
+        (row["text"] if "text" in row else row["label"].rpartition(".")[2]) + str(row.get("start")): row["score"]
+        for row in rows
+    }
+    assert own == pytest.approx(scores, abs=1e-5)
+    assert all(text[row["start"] : row["end"]] == row["text"] for row in rows if "text" in row)
+    return max((abs(own[key] - scores[key]) for key in scores), default=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_equal_the_structures_of_the_package(kind: str, tmp_path: Path, table: ParityTable) -> None:
+    """Strings, lists of strings, choices and lists of choices, in one object and in a list of objects."""
+    folder = gliner2_folder(tmp_path / "model", **KINDS[kind])
+    model, package = gliner2(folder), GLiNER2.from_pretrained(str(folder), map_location="cpu").eval()
+    texts = [*texts_with_stops(3, 8), "Zürich, the harbour (search): 👍🏽 e-mail an_index 3.14!"]
+    results = model.extract(texts, [options_of(SCHEMA)] * len(texts))
+    counts: dict[str, int] = dict.fromkeys(PLACE["properties"], 0)  # type: ignore[call-overload]
+    difference = 0.0
+    for text, result in zip(texts, results, strict=True):
+        assert isinstance(result, dict)
+        data = result["data"]
+        for name in ("place", "stops"):
+            theirs = structures(package, text, name, PLACE)
+            if any(one.get("end", 0) > len(text) for own in theirs for rows in own.values() for one in rows):
+                continue
+            objects = data["stops"] if name == "stops" else [data["place"]] if "place" in data else []
+            assert len(objects) == (len(theirs) if name == "stops" else min(len(theirs), 1))
+            for index, (own, expected) in enumerate(zip(objects, theirs, strict=False)):
+                prefix = f"stops[{index}]" if name == "stops" else "place"
+                for field, rows in expected.items():
+                    counts[field] += len(rows)
+                    difference = max(
+                        difference, assert_property(text, result, f"{prefix}.{field}", own.get(field), rows)
+                    )
+    assert min(counts.values()) > 2, counts
+    table.record(f"gliner2 records, {kind}", path_of(model.attention), model.precision, Scores(difference))
+
+
+def test_values_of_the_answer_itself_equal_a_structure_of_the_package(model: Gliner2Model, package: Any) -> None:
+    texts = texts_with_stops(4)
+    schema = {
+        "type": "object",
+        "title": "journey",
+        "properties": {n: SCHEMA["properties"][n] for n in ("person", "towns")},
+    }  # type: ignore[index]
+    compared = 0
+    for text, result in zip(texts, model.extract(texts, [options_of(schema)] * len(texts)), strict=True):
+        assert isinstance(result, dict)
+        [expected, *_] = structures(package, text, "journey", schema) or [{"person": [], "towns": []}]
+        for name, rows in expected.items():
+            assert_property(text, result, name, result["data"].get(name), rows)
+            compared += len(rows)
+    assert compared > 5
+
+
+def test_numbers_are_the_best_spans_with_a_number_in_range(model: Gliner2Model, package: Any) -> None:
+    """A validator of the package keeps the same spans."""
+    rng = random.Random(8)
+    texts = [" ".join(rng.choices([*WORDS[:20], "7", "12", "250", "3"], k=30)) + "." for _ in range(12)]
+    schema = {
+        "type": "object",
+        "title": "order",
+        "properties": {
+            "count": {"type": "integer", "minimum": 10, "maximum": 100},
+            "prices": {"type": "array", "items": {"type": "number", "exclusiveMaximum": 12}},
+        },
+    }
+    expressions = {"count": r"\D*\b12\b\D*", "prices": r"\D*\b(7|3)\b\D*"}
+    validators = {name: [RegexValidator(expression)] for name, expression in expressions.items()}
+    counts = dict.fromkeys(expressions, 0)
+    for text, result in zip(texts, model.extract(texts, [options_of(schema)] * len(texts)), strict=True):
+        assert isinstance(result, dict)
+        found = structures(package, text, "order", schema, **validators)
+        if len(found) == 0:
+            continue
+        for name, rows in found[0].items():
+            evident = {row["text"]: row["score"] for row in evidence(result, name)}
+            assert evident == pytest.approx({row["text"]: row["confidence"] for row in rows}, abs=1e-5)
+            counts[name] += len(rows)
+        assert result["data"].get("count") in (12, None)
+        assert set(result["data"]["prices"]) <= {7.0, 3.0}
+    assert min(counts.values()) > 0, counts
+
+
+def test_decisions_equal_the_classes_of_the_package(model: Gliner2Model, package: Any, table: ParityTable) -> None:
+    texts = texts_with_stops(5)
+    options = options_of(DECISIONS)
+    answers = set()
+    for text, result in zip(texts, model.extract(texts, [options] * len(texts)), strict=True):
+        assert isinstance(result, dict)
+        difference = 0.0
+        for task, labels, path, is_many in (
+            ("mood: of the traveller", GROUPS["mood"], "mood", False),
+            ("topics", ["search", "queue"], "topics", True),
+            ("is_late", ["is late"], "is_late", True),
+        ):
+            config = {"labels": labels, "multi_label": is_many, "cls_threshold": 0.0}
+            theirs = package.classify_text(text, {task: config}, include_confidence=True)[task]
+            expected = {row["label"]: row["confidence"] for row in (theirs if is_many else [theirs])}
+            own = {row["label"].removeprefix(f"{path}."): row["score"] for row in evidence(result, path)}
+            if path == "is_late":
+                assert own == pytest.approx({"true": expected["is late"], "false": 1 - expected["is late"]}, abs=1e-5)
+                assert result["data"]["is_late"] is (expected["is late"] >= 0.5)
+                continue
+            assert {label: own[label] for label in expected} == pytest.approx(expected, abs=1e-5)
+            difference = max(difference, *(abs(own[label] - score) for label, score in expected.items()))
+            if is_many:
+                assert result["data"][path] == [label for label in labels if expected[label] >= 0.5]
+            else:
+                assert result["data"][path] == theirs["label"]
+        answers.add(repr(result["data"]))
+        table.record("gliner2 decisions", path_of(model.attention), model.precision, Scores(difference))
+    assert len(answers) > 1
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[GliclassModel, Path]:
+    folder = gliclass_folder(tmp_path_factory.mktemp("gliclass") / "model")
+    entry = entry_of(folder, "gliclass", max_tokens=256)
+    return GliclassModel(folder, entry, entry.load, on_device()), folder
+
+
+def class_scores(folder: Path, text: str, labels: list[str], *, is_many: bool, **around: Any) -> dict[str, float]:
+    pipeline = ZeroShotClassificationPipeline(
+        GLiClassModel.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+        max_length=256,
+        device="cpu",
+        classification_type="multi-label" if is_many else "single-label",
+        progress_bar=False,
+    )
+    return pipeline([text], labels, return_hierarchical=True, **around)[0]  # type: ignore[no-any-return]
+
+
+def test_decisions_and_groups_of_gliclass_equal_those_of_its_package(
+    classifier: tuple[GliclassModel, Path], table: ParityTable
+) -> None:
+    model, folder = classifier
+    texts = ragged_texts(4, seed=6, longest=40)
+    groups = ExtractOptions((), parts=parts_of_groups("label_groups", GROUPS, is_many=False))
+    answers = model.extract(texts * 2, [options_of(DECISIONS, finds_spans=False)] * 4 + [groups] * 4)
+    for text, decided, grouped in zip(texts, answers[:4], answers[4:], strict=True):
+        assert isinstance(decided, dict)
+        assert isinstance(grouped, dict)
+        for result, path, labels, is_many, around in (
+            (decided, "mood", GROUPS["mood"], False, {"prompt": "of the traveller"}),
+            (decided, "topics", ["search", "queue"], True, {}),
+            (grouped, "urgency", GROUPS["urgency"], False, {}),
+            (grouped, "mood", GROUPS["mood"], False, {}),
+        ):
+            expected = class_scores(folder, text, labels, is_many=is_many, **around)
+            own = {row["label"].removeprefix(f"{path}."): row["score"] for row in evidence(result, path)}
+            assert own == pytest.approx(expected, abs=1e-5)
+            value = result["data"][path]
+            assert value == (
+                [label for label in labels if expected[label] >= 0.5]
+                if is_many
+                else max(expected, key=expected.__getitem__)
+            )
+            difference = max(abs(own[label] - expected[label]) for label in labels)
+            table.record("gliclass decisions", path_of(model.attention), model.precision, Scores(difference))
+        truth = class_scores(folder, text, ["is late"], is_many=True)["is late"]
+        assert decided["data"]["is_late"] is (truth >= 0.5)
+
+
+def test_examples_of_a_group_are_read_with_that_group(classifier: tuple[GliclassModel, Path]) -> None:
+    model, folder = classifier
+    examples = [{"text": "Go now!", "labels": ["urgency.high", "calm"]}, {"text": "Whenever.", "labels": ["low"]}]
+    parts = parts_of_groups("label_groups", GROUPS, is_many=False)
+    [result] = model.extract(["search index"], [ExtractOptions((), None, {"examples": examples}, parts=parts)])
+    assert isinstance(result, dict)
+    read = [{"text": "Go now!", "labels": ["high"]}, {"text": "Whenever.", "labels": ["low"]}]
+    expected = class_scores(folder, "search index", GROUPS["urgency"], is_many=False, examples=read)
+    own = {row["label"].removeprefix("urgency."): row["score"] for row in evidence(result, "urgency")}
+    assert own == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_answer_is_independent_of_its_batch(model: Gliner2Model, classifier: tuple[GliclassModel, Path]) -> None:
+    """Ragged texts with schemas, groups and labels in one batch, prepared before: each as if it were alone."""
+    texts = [*ragged_texts(9, seed=7, longest=60), "", "queue", " ".join(WORDS)]
+    decided = parts_of_schema("output_schema", DECISIONS, "test/model", finds_spans=False)
+    grouped = parts_of_groups("label_groups", GROUPS, is_many=True)
+    own_model, _ = classifier
+    for family, kinds in (
+        (model, [options_of(SCHEMA), options_of(PLACE, threshold=0.3), ExtractOptions(("person",), 0.4)]),
+        (own_model, [ExtractOptions((), parts=decided), ExtractOptions(("person", "x"), parts=grouped)]),
+    ):
+        options = [kinds[index % len(kinds)] for index in range(len(texts))]
+        together = family.extract(texts, options, family.prepare(texts, options))
+        for result, text, own in zip(together, texts, options, strict=True):
+            [alone] = family.extract([text], [own])
+            assert isinstance(result, dict)
+            assert isinstance(alone, dict)
+            assert result.get("data") == alone.get("data")
+            for name in ("entities", "classifications"):
+                rows, others = result.get(name, []), alone.get(name, [])
+                assert [{**row, "score": 0} for row in rows] == [{**row, "score": 0} for row in others]
+                assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in others], abs=1e-5)
+
+
+def test_labels_beside_a_schema_are_answered_too(model: Gliner2Model) -> None:
+    text = texts_with_stops(9, 1)[0]
+    both = replace(options_of(DECISIONS), labels=("person", "Engine"))
+    result, labelled, decided = model.extract(
+        [text] * 3, [both, ExtractOptions(both.labels, THRESHOLD), options_of(DECISIONS)]
+    )
+    assert isinstance(result, dict)
+    assert isinstance(labelled, dict)
+    assert isinstance(decided, dict)
+    assert result["entities"] == labelled["entities"] != []
+    assert (result["data"], result["classifications"]) == (decided["data"], decided["classifications"])
+
+
+def test_a_long_text_is_read_to_its_end(folder: Path) -> None:
+    """Lists have values of all windows, which neither repeat nor overlap."""
+    model = gliner2(folder, max_tokens=96)
+    text = " ".join(random.Random(3).choices(WORDS, k=250)) + "."
+    towns = {"type": "array", "items": {"type": "string"}}
+    stops = {"type": "array", "items": {"type": "object", "properties": {"river": {"type": "string"}}}}
+    schema = {"type": "object", "properties": {"towns": towns, "stops": stops}}
+    [result] = model.extract([text], [options_of(schema, threshold=0.3)])
+    assert isinstance(result, dict)
+    rows = [row for row in result["entities"] if row["label"].startswith("towns[")]
+    assert [row["text"] for row in rows] == result["data"]["towns"]
+    assert all(row["end"] <= following["start"] for row, following in itertools.pairwise(rows))
+    ends = [row["end"] for row in result["entities"] if row["label"].startswith("stops[")]
+    assert len(result["data"]["stops"]) > 2
+    assert rows[-1]["start"] > len(text) // 2 < max(ends)
+
+
+def test_a_schema_that_leaves_no_room_for_the_text_names_its_part(folder: Path) -> None:
+    model = gliner2(folder, max_tokens=64)
+    [refused] = model.extract(["queue"], [options_of(SCHEMA)])
+    assert isinstance(refused, InvalidInput)
+    assert refused.message.startswith("mood: labels: they need ")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"town [E]": {"type": "string"}},
+        {"town": {"type": "string", "description": "a [DESCRIPTION] b"}},
+        {"place": {"type": "object", "properties": {"size": {"enum": ["small", "[L]"]}}}},
+        {"mood [P]": {"enum": ["calm", "angry"]}},
+    ],
+)
+def test_a_reserved_token_in_a_schema_fails_its_text_alone(model: Gliner2Model, field: dict[str, Any]) -> None:
+    wrong = options_of({"type": "object", "properties": field})
+    refused, answered = model.extract(["search index"] * 2, [wrong, options_of(DECISIONS)])
+    assert isinstance(refused, InvalidInput)
+    assert "reserves" in refused.message
+    assert isinstance(answered, dict)
+
+
+def test_thresholds_of_labels_equal_those_of_the_package(model: Gliner2Model, package: Any) -> None:
+    text = texts_with_stops(10, 1)[0]
+    least = {"person": 0.3, "Engine": 0.7}
+    [result] = model.extract([text], [ExtractOptions(tuple(least), THRESHOLD, {"label_thresholds": least})])
+    assert isinstance(result, dict)
+    kinds = {label: {"threshold": value} for label, value in least.items()}
+    theirs = package.extract_entities(text, kinds, threshold=THRESHOLD, include_confidence=True, include_spans=True)
+    expected = {(label, one["start"], one["end"]) for label, rows in theirs["entities"].items() for one in rows}
+    own = {(row["label"], row["start"], row["end"]) for row in result["entities"]}
+    assert own == expected
+    [plain] = model.extract([text], [ExtractOptions(tuple(least), THRESHOLD)])
+    assert isinstance(plain, dict)
+    assert own != {(row["label"], row["start"], row["end"]) for row in plain["entities"]}

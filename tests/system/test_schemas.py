@@ -1,0 +1,208 @@
+"""Schemas and groups of labels over HTTP: typed answers of our client, and the request shapes of the public SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import msgspec
+import pydantic
+import pytest
+import shared
+from cluster import Cluster, until
+from local_models import LocalModels
+from pages import DOCS, blocks, run
+from parity.gliner_checkpoints import gliclass_folder, gliner2_folder
+
+from sie_client import InvalidInputError, SIEClient
+
+SPANS, CLASSES, NLI = "test/spans", "test/gliclass", "test/zero-shot"
+OF_THE_PAGE = "fastino/gliner2-base-v1"
+LIMIT = 250  # by which its entry is told from that of the package
+TEXT = "search engine queue worker stream index vector river mountain at 12 o'clock."
+MOOD = {"enum": ["calm", "very angry"]}
+pytestmark = shared.OPEN
+
+
+@pytest.fixture(scope="module")
+def client(open_cluster: Cluster, open_models: LocalModels) -> Iterator[httpx.Client]:
+    entry = {
+        "weights": {"path": str(gliner2_folder(open_models.weights / "spans"))},
+        "family": "gliner2",
+        "outputs": {"entities": 0},
+        "max_tokens": LIMIT,
+    }
+    open_models.add("spans", entry)
+    open_models.add("spans-of-the-page", {**entry, "id": OF_THE_PAGE})
+    gliclass_folder(open_models.weights / "gliclass")
+    open_models.add("gliclass", {"family": "gliclass", "outputs": {"classifications": 0}, "max_tokens": LIMIT})
+    shared.wait_until_served(open_cluster, SPANS, CLASSES)
+    until(
+        lambda: all(
+            httpx.get(f"{url}/v1/models/{OF_THE_PAGE}", timeout=10).json()["max_sequence_length"] == LIMIT
+            for url in open_cluster.urls
+        ),
+        shared.SERVED_S,
+        f"{OF_THE_PAGE} to be replaced",
+        open_cluster.log,
+    )
+    with httpx.Client(base_url=open_cluster.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def sie(client: httpx.Client) -> Iterator[SIEClient]:
+    with SIEClient(str(client.base_url)) as sie:
+        yield sie
+
+
+class Line(msgspec.Struct):
+    product: str | None = None
+    price: float | None = None
+
+
+class Order(msgspec.Struct):
+    mood: Literal["calm", "very angry"]
+    is_late: bool
+    lines: list[Line]
+    buyer: str | None = None
+
+
+class PydanticOrder(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(title="Order")  # the title is the name of the record in the prompt
+
+    mood: Literal["calm", "very angry"]
+    is_late: bool
+    buyer: str | None = None
+
+
+class Decided(msgspec.Struct):
+    mood: Literal["calm", "very angry"]
+    is_late: bool
+
+
+def test_a_class_gives_instances_with_evidence(sie: SIEClient) -> None:
+    results = sie.extract(SPANS, [TEXT, "x"], schema=Order, threshold=0.3)
+    order = results[0]["data"]
+    assert isinstance(order, Order)
+    places = {row["label"]: row for row in results[0]["entities"]}
+    assert order.buyer == places["buyer"]["text"] == TEXT[places["buyer"]["start"] : places["buyer"]["end"]]
+    assert order.lines
+    shares = {row["label"]: row["score"] for row in results[0]["classifications"]}
+    assert order.mood == max(("calm", "very angry"), key=lambda mood: shares[f"mood.{mood}"])
+    assert order.is_late is (shares["is_late.true"] >= 0.5)
+    one = sie.extract(SPANS, TEXT, schema=PydanticOrder, threshold=0.3)["data"]
+    assert isinstance(one, PydanticOrder)
+    assert (one.mood, one.is_late, one.buyer) == (order.mood, order.is_late, order.buyer)
+    for model in (CLASSES, NLI):
+        assert isinstance(sie.extract(model, TEXT, schema=Decided)["data"], Decided)
+
+
+class Impossible(msgspec.Struct):
+    age: int
+
+
+def test_an_item_without_a_value_that_the_class_needs_fails(sie: SIEClient) -> None:
+    failed, mate = sie.extract(SPANS, ["queue worker", TEXT], schema=Impossible, threshold=0.0)
+    assert failed["error"]["code"] == "INVALID_INPUT"
+    assert "items[0]: its values do not make a Impossible" in failed["error"]["message"]
+    assert mate["data"] == Impossible(12)
+    with pytest.raises(InvalidInputError, match="age"):
+        sie.extract(SPANS, "queue worker", schema=Impossible)
+
+
+def test_a_fault_of_a_schema_has_its_json_path(client: httpx.Client) -> None:
+    deep = {"a": {"type": "object", "properties": {"b": {"type": "object", "properties": {"c": MOOD}}}}}
+    for model, properties, reason, place in (
+        (SPANS, deep, "schema", ".properties.a.properties.b"),
+        (SPANS, {f"p{number}": MOOD for number in range(65)}, "schema", ".properties"),
+        (SPANS, {"a": {"type": "string", "pattern": "x"}}, "schema", ".properties.a.pattern"),
+        (CLASSES, {"a": {"type": "string"}}, "unsupported_output", ".properties.a"),
+        (NLI, {"a": {"type": "number"}}, "unsupported_output", ".properties.a"),
+    ):
+        body = {"items": [TEXT], "params": {"output_schema": {"type": "object", "properties": properties}}}
+        answer = client.post(f"/v1/extract/{model}", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["reason"], error["param"]) == (400, reason, f"params.output_schema{place}")
+
+
+def test_an_answer_does_not_depend_on_the_other_items(client: httpx.Client) -> None:
+    schema = msgspec.json.schema(Order)
+    texts = [TEXT, "queue", TEXT * 3, "", "river mountain"]
+
+    def answers(items: list[str]) -> list[Any]:
+        body = {"items": items, "params": {"output_schema": schema, "threshold": 0.3}}
+        return [item["data"] for item in client.post(f"/v1/extract/{SPANS}", json=body).json()["items"]]
+
+    assert answers(texts) == [answers([text])[0] for text in texts]
+
+
+def test_the_example_of_the_page_prints_values(client: httpx.Client, open_cluster: Cluster) -> None:
+    (example,) = blocks(DOCS / "schemas.md", "python")
+    [printed] = run(example.code, open_cluster)
+    assert "[Line(" in printed
+
+
+PUBLIC = """
+import json, sys
+from sie_sdk import SIEClient
+client = SIEClient(sys.argv[1])
+schema = {
+    "type": "object",
+    "title": "order",
+    "properties": {
+        "buyer": {"type": "string", "description": "who pays"},
+        "products": {"type": "array", "items": {"type": "string"}},
+        "mood": {"type": "string", "enum": ["calm", "angry"]},
+    },
+    "required": ["buyer"],
+    "additionalProperties": False,
+}
+groups = {"urgency": ["low", "high"], "topic": ["billing", "delivery"]}
+by_group = {"urgency": "low", "topic": ["billing"]}
+examples = [{"text": "Now!", "labels": ["urgency.high"]}, {"text": "Whenever", "labels": by_group}]
+grouped = {"label_groups": groups}
+asked = {
+    "schema": ("test/spans", {"output_schema": schema}),
+    "schema and labels": ("test/spans", {"output_schema": schema, "labels": ["person"]}),
+    "schema of entities": ("test/gliner", {"output_schema": schema, "labels": ["person"]}),
+    "schema of classes": ("test/gliclass", {"output_schema": {"type": "object"}, "labels": ["a", "b"]}),
+    "groups": ("test/gliclass", {"options": grouped}),
+    "groups and examples": ("test/gliclass", {"options": {**grouped, "examples": examples}, "instruction": "read"}),
+    "many of a group": ("test/gliclass", {"options": {**grouped, "multi_label": True}}),
+    "examples": ("test/gliclass", {"labels": ["a", "b"], "options": {"examples": [{"text": "x", "labels": ["a"]}]}}),
+}
+answers = {name: client.extract(model, {"text": sys.argv[2]}, **params) for name, (model, params) in asked.items()}
+print(json.dumps(answers, default=str))
+"""
+
+
+def test_the_public_sdk_sends_schemas_groups_and_examples(client: httpx.Client, open_cluster: Cluster) -> None:
+    root = Path(__file__).parents[2] / ".venv-sdks"
+    path = os.pathsep.join(map(str, (root / "0.10.1", root / "needs")))
+    done = subprocess.run(
+        [sys.executable, "-c", PUBLIC, open_cluster.url, TEXT],
+        env={**os.environ, "PYTHONPATH": path, "NO_PROXY": "*"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert answers["schema"]["data"]["mood"] in ("calm", "angry")
+    assert {"person"} <= {row["label"] for row in answers["schema and labels"]["entities"]}
+    assert "data" not in answers["schema of entities"] | answers["schema of classes"], "the SDK leaves out empty ones"
+    for name in ("groups", "groups and examples"):
+        data = answers[name]["data"]
+        assert (data["urgency"] in ("low", "high"), data["topic"] in ("billing", "delivery")) == (True, True)
+        assert {row["label"] for row in answers[name]["classifications"]} == {
+            *("urgency.low", "urgency.high", "topic.billing", "topic.delivery")
+        }
+    assert isinstance(answers["many of a group"]["data"]["urgency"], list)
+    assert len(answers["examples"]["classifications"]) == 2
