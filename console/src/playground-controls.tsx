@@ -12,8 +12,11 @@ export const outputsOf = (model: Model | undefined): string[] =>
   OUTPUTS.filter((name) => model && (model.outputs.includes(name) || name in model.dims));
 
 /** What is set. An empty text leaves it to the model. */
-export const UNSET = { output: "dense", side: "document", dimensions: "", labels: "person, place, date", threshold: "", lora: "", json: "", metadata: "" };
-export type Settings = typeof UNSET;
+export const UNSET = { output: "dense", side: "document", dimensions: "", threshold: "", lora: "", json: "", metadata: "" };
+export type Settings = typeof UNSET & { labels?: string };
+
+/** The labels of a request: those that were typed, else an example for a model that needs some. */
+const labelsOf = ({ labels }: Settings, model: Model | undefined): string => labels ?? (model?.needs_labels ? "person, place, date" : "");
 
 export const outputOf = ({ output }: Settings, model: Model | undefined): string => {
   const own = outputsOf(model);
@@ -30,9 +33,9 @@ export const complaintsOf = (verb: Verb, { json, metadata, threshold }: Settings
 
 /** The parameters of a request to a model. What is written as JSON comes last. */
 export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<string, unknown> {
-  const { side, dimensions, labels, threshold, lora, json } = settings;
+  const { side, dimensions, threshold, lora, json } = settings;
   const output = outputOf(settings, model);
-  const named = labels.split(",").map((label) => label.trim()).filter(Boolean);
+  const named = labelsOf(settings, model).split(",").map((label) => label.trim()).filter(Boolean);
   const takesWidth = output === "dense" && model.matryoshka_dims?.includes(Number(dimensions));
   const own = {
     encode: {
@@ -79,7 +82,7 @@ export function Controls({ verb, model, settings, set, prefix = "" }: Props & { 
         {verb === "extract" && (
           <label class="grow">
             Labels, separated by commas
-            <input id={`${prefix}labels`} value={settings.labels} placeholder="those of the model" onInput={(event) => set("labels", event.currentTarget.value)} />
+            <input id={`${prefix}labels`} value={labelsOf(settings, model)} placeholder="those of the model" onInput={(event) => set("labels", event.currentTarget.value)} />
           </label>
         )}
         {verb === "extract" && (

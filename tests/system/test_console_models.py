@@ -119,7 +119,9 @@ def test_a_check_that_failed_says_which_and_where(page: Page, cluster: Cluster) 
     assert row[1] == "failed"
     reasons = page.evaluate("[...document.querySelectorAll('.detail p.bad')].map(each => each.innerText)")
     assert reasons[0].startswith("It could not be loaded: ")
-    assert reasons[1].startswith(f"Load on {row[0]} failed, CERTIFICATE: ")
+    assert "Requests are refused until a load by hand succeeds" in reasons[0]
+    failed = page.evaluate("[...document.querySelectorAll('.detail p.dim')].map(each => each.innerText)")
+    assert f"Load on {row[0]} failed, CERTIFICATE: 1 attempt, no further one by itself" in failed
     page.evaluate("location.hash = '#models'")  # the list has the reason too, of all profiles in one row
     rows = page.wait(CELLS.format("#catalogue"), bool)
     (cells,) = [row for row in rows if row[0].split()[0] == BROKEN]

@@ -15,7 +15,7 @@ from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.models import families
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue, Resolved
-from sie_contracts.models.entries import ModelEntry, classifies, listed_outputs, widths
+from sie_contracts.models.entries import ModelEntry, classifies, listed_outputs, needs_labels, widths
 from sie_contracts.places import without_paths
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
 from sie_gateway.fleet.lanes import Fleet
@@ -59,6 +59,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "matryoshka_dims": list(resolved.run.dimensions) if resolved.run.dimensions else None,
         "score_scale": score_scale(entry),
         "supports_lora": families.row(entry.family).takes_lora,
+        "needs_labels": needs_labels(entry),
         "prompts": sorted(entry.prompts),
         "prompt_texts": entry.prompts,
         "revision": entry.revision,

@@ -133,7 +133,7 @@ class ModelInfo(Struct, kw_only=True):
 
     `prompts`: names of its prompts; `prompt_texts`: their texts. `hosts`: state of the model on each worker that
     reports it. `on_disk`: whether a healthy worker has the weights on its disk. `download_bytes`: approximate size of
-    the first download, without LoRAs; null if it is not known.
+    the first download, without LoRAs; null if it is not known. `needs_labels`: whether an extraction must name labels.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -160,6 +160,7 @@ class ModelInfo(Struct, kw_only=True):
         "matryoshka_dims": None,
         "score_scale": "cosine",
         "supports_lora": False,
+        "needs_labels": False,
         "prompts": [],
         "prompt_texts": {},
         "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf",
@@ -199,6 +200,7 @@ class ModelInfo(Struct, kw_only=True):
     matryoshka_dims: list[int] | None
     score_scale: str | None
     supports_lora: bool
+    needs_labels: bool
     prompts: list[str]
     prompt_texts: dict[str, str]
     revision: str
