@@ -349,7 +349,8 @@ class JobOptions(TypedDict, total=False):
 
     Input: `text` (to encode or to extract from), `query` and `document` (to score) are templates over the columns of a
     row, for example `{title}\\n{body}`. `image`: a column of image files. `id`: the column of ids. `keep`: columns that
-    the output repeats. `input_format`: the format of files whose names do not show it.
+    the output repeats. `input_format`: the format of files whose names do not show it. `chunks`: a rule by which each
+    text is encoded in chunks, or the column of the spans or rules of the rows; `context` as in `encode`.
 
     `output`: an `s3://`, `gs://` or `file:///` address for the files, or a map of `url`, `format` (parquet), `sink` and
     `collection`. Without an address the files are kept with the job, and `Job.download` fetches them.
@@ -368,6 +369,8 @@ class JobOptions(TypedDict, total=False):
     image: str | None
     id: str | None
     keep: Sequence[str] | None
+    chunks: Chunking | str | None
+    context: bool | None
     input_format: Literal["jsonl", "csv", "parquet", "images"] | None
     output: str | JobOutput | None
     operation: Literal["encode", "score", "extract"] | None

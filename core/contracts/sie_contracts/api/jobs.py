@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from sie_contracts.api.shapes import MINI
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.wire.messages import ChunkRule
 
 JobOperation = Literal["encode", "score", "extract"]
 InputFormat = Literal["jsonl", "csv", "parquet", "images"]
@@ -34,6 +35,10 @@ Metadata = Annotated[
 ]
 
 
+class JobChunkRule(ChunkRule, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Rule by which every text of a job is cut into chunks."""
+
+
 class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Input of a job: exactly one of `file` and `url`.
 
@@ -43,6 +48,9 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     `text`, `query`, `document`: templates over the columns of a row, such as `{title}\\n{body}`; the text to encode or
     to extract from, the query and the document of a score. `image`: a column of image files. `id`: the column of ids;
     by default a row is named by its object and its number there. `keep`: columns that the output repeats, at most 100.
+
+    `chunks`: the text of a row is encoded in chunks, by a rule, or by the spans or the rule in the column that it
+    names. The output has a line for each chunk. `context`: chunks are pooled from the whole text, not encoded alone.
     """
 
     file: Annotated[str, Meta(max_length=64)] = ""
@@ -54,6 +62,8 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     document: Annotated[str, Meta(max_length=4096)] = ""
     image: Annotated[str, Meta(max_length=256)] = ""
     keep: Annotated[tuple[_Column, ...], Meta(max_length=MAX_KEEP)] = ()
+    chunks: _Column | JobChunkRule | None = None
+    context: bool = True
 
 
 class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
