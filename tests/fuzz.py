@@ -79,6 +79,8 @@ VALID: dict[str, Any] = {
             {"id": "a", "text": "b", "metadata": {"c": [1, 2.5, None]}},
             "plain",
             {"images": ["aGVsbG8=", {"data": "aGVsbG8", "format": "png"}]},
+            {"text": "abc", "chunks": [[0, 1], [1, 3]], "context": False},
+            {"text": "abc", "chunks": {"max_tokens": 2, "overlap_tokens": 1, "boundary": "token", "min_tokens": 0}},
         ],
         "params": {
             "output_types": ["dense"],
@@ -124,6 +126,17 @@ VALID: dict[str, Any] = {
                 ]
             }
         ],
+    },
+    "/v1/contextualizedembeddings": {
+        "model": MODEL,
+        "inputs": [["a"], ["b"]],
+        "input_type": "query",
+        "output_dimension": 8,
+        "output_dtype": "int8",
+        "encoding_format": "base64",
+        "enable_auto_chunking": False,
+        "chunk_size": None,
+        "chunk_overlap": None,
     },
     "/v1/ranking": {"model": MODEL, "query": {"text": "a"}, "passages": [{"text": "b"}, "c"], "truncate": "NONE"},
     "/rerank": {"query": "a", "texts": ["b"], "raw_scores": True, "truncate": True, "truncation_direction": "left"},
