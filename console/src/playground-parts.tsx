@@ -110,6 +110,7 @@ export const placeOf = (id: string): number => Number(id.replace("item-", ""));
 
 function shape(item: NonNullable<Reply["items"]>[number] | undefined): [string, string, string] {
   if (item?.dense) return [`${item.dense.values.length}`, norm(item.dense.values).toFixed(4), `${item.dense.dtype}${item.dense.source ? `, ${item.dense.source}` : ""}`];
+  if (item?.chunks) return [`${item.chunks.length} chunks`, "", item.chunks[0]?.dense?.dtype ?? ""];
   if (item?.sparse) return [`${item.sparse.indices.length} of ${item.sparse.dims}`, norm(item.sparse.values).toFixed(4), "float32"];
   if (!item?.multivector) return ["", "", ""];
   const norms = item.multivector.values.map(norm);
