@@ -21,7 +21,7 @@ DOCUMENTS = [
     ["A cat sleeps."],
 ]
 JOINED = "Berlin is the capital of Germany. The city has 3.7 million inhabitants. It lies on the Spree. "
-SPANS = [[0, 33], [34, 71], [71, 95]]
+SPANS = [[0, 33], [34, 71], [71, 94]]
 TOLERANCE = 1e-5  # between batches of other sizes
 
 

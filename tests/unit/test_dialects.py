@@ -291,7 +291,11 @@ async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess,
     ] == ONE  # other routes may have no model like it
 
 
-async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(gateway: GatewayProcess) -> None:
+async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    await cluster.adapter()
+    await cluster.sidecar()
     body = {"model": ONE, "inputs": [["a b"], ["c"]], "input_type": "query"}
     answer = await post(gateway, "/v1/contextualizedembeddings", body)
     plain = vectors(await post(gateway, "/v1/embeddings", {"model": ONE, "input": ["a b", "c"], "is_query": True}))
