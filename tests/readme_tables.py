@@ -65,7 +65,7 @@ def models() -> str:
     for task in TASKS:
         assert task.does(entries[task.example]), task
         rows.append(f"| {task.name} | {sum(map(task.does, entries.values()))} | `{task.example}` |")
-    rows.append(f"| [All](docs/models.md#the-models) | {len(entries)} | |")
+    rows.append(f"| [All](docs/models.md#the-models) | {len(entries)} | some count twice |")
     return "\n".join(rows)
 
 

@@ -1,12 +1,12 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
-import { stageWord } from "./stages";
+import { stageOf } from "./stages";
 import type { History } from "./types";
 
 const HEIGHT = 150;
-const COLOURS = ["#4c8dff", "#e0584f", "#2a9d4a", "#d08b00", "#9a6bff", "#19a3a3", "#c05fb0", "#888888"];
+const COLOURS = ["#4c8dff", "#e0584f"]; // of series that have none of their own
 
-type Series = [string, (number | null)[]];
+type Series = [string, (number | null)[], string?]; // its name, its values, its colour
 
 /** Requests, errors and latency of the last hour. */
 export function Charts({ history }: { history: History }) {
@@ -40,9 +40,10 @@ function seriesOf(history: History): { times: number[]; charts: [string, Series[
   const failed = steps.map((step) => Object.values(step.errors).reduce((sum, count) => sum + count, 0) / history.step_s);
   const total = history.stages.indexOf("total_time");
   const at = (name: "p50_ms" | "p99_ms", stage: number) => steps.map((step) => step[name]?.[stage] ?? null);
-  const stages = history.stages.flatMap((name, place): Series[] =>
-    place === total ? [] : [[stageWord(name), at("p99_ms", place)]],
-  );
+  const stages = history.stages.flatMap((name, place): Series[] => {
+    const [word, colour] = stageOf(name);
+    return place === total ? [] : [[word, at("p99_ms", place), colour]];
+  });
   return {
     times: steps.map((step) => step.at),
     charts: [
@@ -83,9 +84,9 @@ function Chart({ title, series, times }: { title: string; series: Series[]; time
         axes: [{ ...axis, space: 80 }, { ...axis, size: 62 }],
         series: [
           {},
-          ...series.map(([label], number) => ({
+          ...series.map(([label, , colour], number) => ({
             label,
-            stroke: COLOURS[number % COLOURS.length],
+            stroke: colour ?? COLOURS[number % COLOURS.length],
             width: 1.5,
             spanGaps: false,
             points: { show: true, size: 4 },

@@ -6,6 +6,7 @@ import type { Model } from "./types";
 
 const SHOWN = 60; // options; a search finds the rest
 const RECENT = 5;
+const FAILED = "Could not be loaded: the next request tries again";
 const STORED = "sie.recent"; // names of models, which are no secret
 
 /** The names of the models that were used last. */
@@ -100,10 +101,11 @@ function Choices({ id, label, models, value, onChange, none, near, onFind }: Pro
     const group = (model: Model): string =>
       near && model.id !== near.id && base(model) === base(near) ? `Profiles of ${base(near)}`
       : used.includes(model.id) ? "Recently used"
+      : model.state === "failed" ? FAILED
       : rank(model) < 2 ? "Loaded"
       : model.on_disk ? "On this disk: loaded by the first request"
       : "To download by the first request";
-    const order = [near ? `Profiles of ${base(near)}` : "", "Recently used", "Loaded", "On this disk: loaded by the first request", "To download by the first request"];
+    const order = [near ? `Profiles of ${base(near)}` : "", "Recently used", "Loaded", "On this disk: loaded by the first request", "To download by the first request", FAILED];
     const shown = fitting.map((model) => ({ model, name: group(model) })).sort((one, two) => order.indexOf(one.name) - order.indexOf(two.name)).slice(0, SHOWN);
     return { groups: order.map((name) => ({ name, models: shown.filter((each) => each.name === name).map(({ model }) => model) })).filter((each) => each.models.length), rest: fitting.length - shown.length };
   }, [models, kind, text, near]);

@@ -4,6 +4,7 @@ import { Bars } from "./playground-parts";
 import { Spans } from "./playground-extract";
 import type { Verb } from "./playground-requests";
 import { Heat } from "./playground-vectors";
+import type { Model } from "./types";
 
 export const EXAMPLES: Record<Verb, string> = {
   encode: "The cat sits on the mat.\nA kitten rests on a rug.\nStocks fell sharply today.\nThe market lost ground.",
@@ -18,11 +19,13 @@ const ENTITIES: [string, string][] = [["Ada Lovelace", "person"], ["Charles Babb
 
 const lines = (verb: Verb): string[] => EXAMPLES[verb].split("\n");
 
-export function Example({ verb, model }: { verb: Verb; model: string }) {
+export function Example({ verb, model }: { verb: Verb; model?: Model | undefined }) {
+  const next = !model ? "Run asks a model" : model.state === "failed" ? `${model.id} could not be loaded${model.last_error ? `: ${model.last_error.message}` : ""}. Run tries again` : `Run asks ${model.id}, which is loaded first`;
   return (
     <article class="panel example">
       <h2>Example</h2>
-      <p class="dim">{`What a result looks like; ${verb === "extract" ? "drawn by hand" : "computed earlier with all-MiniLM-L6-v2"}. Run asks ${model || "a model"}, which is loaded first.`}</p>
+      <p class="dim">{`What a result looks like; ${verb === "extract" ? "drawn by hand" : "computed earlier with all-MiniLM-L6-v2"}.`}</p>
+      <p class={model?.state === "failed" ? "bad" : "dim"}>{`${next}.`}</p>
       {verb === "encode" && <Heat matrix={COSINES} names={lines("encode")} />}
       {verb === "score" && (
         <>

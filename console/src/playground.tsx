@@ -202,7 +202,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
         <div class="beside" aria-busy={Boolean(running)}>
           {one && two && <Compared first={one} second={two} asked={done.asked} />}
           {shown.map((outcome) => <Result key={`${outcome.model.id} ${done.turn}`} outcome={outcome} asked={done.asked} />)}
-          {!shown.length && !isIdle && <Example verb={verb} model={first} />}
+          {!shown.length && !isIdle && <Example verb={verb} model={model} />}
         </div>
       </div>
     </section>

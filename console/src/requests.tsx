@@ -154,6 +154,8 @@ export function RequestPage({ id }: { id: string }) {
     ["took", `${request.total_ms.toFixed(1)} ms`],
     ["mostly", mostly(request)],
     ["inputs", `${request.items}${request.tokens ? `, ${request.tokens} tokens` : ""}`],
+    ["truncated", request.truncated ? `${request.truncated} of ${request.items}: longer than the model reads` : ""],
+    ["batches", ran(request)],
     ["lane", [request.lane, request.priority].filter(Boolean).join(", ")],
     ["trace", request.trace_id],
   ];
@@ -170,6 +172,13 @@ export function RequestPage({ id }: { id: string }) {
       <Log id={request.id} />
     </article>
   );
+}
+
+/** In how many batches the inputs of a request ran, where they did not run in one. */
+function ran({ items, chunks = [] }: Slow): string {
+  const batches = new Set(chunks.map(({ worker, batch }) => `${worker} ${batch.id}`)).size;
+  const workers = new Set(chunks.map(({ worker }) => worker)).size;
+  return batches > 1 ? `${items} inputs ran in ${batches} batches of ${workers === 1 ? "one worker" : `${workers} workers`}` : "";
 }
 
 /** The batches that its parts ran in, those that are alike together. */

@@ -1,19 +1,19 @@
-/** The stages of a request, by the same words everywhere: those of `sie_contracts.stages`. */
+/** The stages of a request, by the same words and colours everywhere: those of `sie_contracts.stages`. */
 
-const WORDS: Record<string, string> = {
-  queue_time: "queue",
-  load_time: "model load",
-  preprocess_time: "prepare",
-  batch_wait_time: "batch wait",
-  device_wait_time: "device wait",
-  inference_time: "inference",
-  postprocess_time: "postprocess",
-  unattributed_time: "rest",
+const STAGES: Record<string, [string, string]> = {
+  queue_time: ["queue", "#d08b00"],
+  load_time: ["model load", "#e0584f"],
+  preprocess_time: ["prepare", "#19a3a3"],
+  batch_wait_time: ["batch wait", "#9a6bff"],
+  device_wait_time: ["device wait", "#c05fb0"],
+  inference_time: ["inference", "#4c8dff"],
+  postprocess_time: ["postprocess", "#2a9d4a"],
+  unattributed_time: ["rest", "#888888"],
 };
 
-/** The word for a time of a reply. */
-export const stageWord = (name: string): string => WORDS[name] ?? name;
+/** The word and the colour for a time of a reply. */
+export const stageOf = (name: string): [string, string] => STAGES[name] ?? [name, "#888888"];
 
-/** The stages of a request in order, each with its milliseconds. */
-export const stagesOf = (timing: Record<string, number>): [string, number][] =>
-  Object.entries(WORDS).map(([name, word]) => [word, timing[name] ?? 0]);
+/** The stages of a request in order, each with its milliseconds and its colour. */
+export const stagesOf = (timing: Record<string, number>): [string, number, string][] =>
+  Object.entries(STAGES).map(([name, [word, colour]]) => [word, timing[name] ?? 0, colour]);

@@ -304,7 +304,8 @@ async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
         ("list", 0, 1),
         ("list", 1, 1),
     ]
-    assert np.array_equal([entry["data"][0]["embedding"] for entry in reply["data"]], plain)
+    embeddings = np.array([entry["data"][0]["embedding"] for entry in reply["data"]], np.float32)
+    assert np.array_equal(embeddings, plain)
     assert (reply["model"], reply["usage"]["total_tokens"] > 0) == (ONE, True)
 
 

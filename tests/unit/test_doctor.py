@@ -176,6 +176,29 @@ async def test_a_check_that_does_not_end_is_given_up_and_the_others_are_told(
     ]
 
 
+@pytest.mark.parametrize(
+    ("fix", "is_own"),
+    [
+        ("mend it, then `sie models load a`; or `sie keys list`", False),
+        ("mend it, then `sie models load a{option}`; or `sie keys list{option}`", True),
+        ("`sie doctor{option}` tests the broker, `sie sidecar` and `nvidia-smi` have no such option", True),
+        ("`sie keys create NAME --url nats://a:1` and `sie serve --data-dir elsewhere` are complete", True),
+    ],
+)
+async def test_commands_of_remedies_name_the_data_directory_of_the_cluster(
+    fix: str, is_own: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def wrong(probe: ClusterProbe) -> tuple[str, list[Finding]]:
+        return "", [Finding("bad", fix.format(option=""))]
+
+    monkeypatch.setattr(command, "CHECKS", {"wrong": wrong})
+    monkeypatch.setattr(command.Cluster, "local", lambda self: Access(gateway_url="http://127.0.0.1:9"))
+    flags = {} if is_own else dict.fromkeys(("SIE_GATEWAY_URL", "SIE_CONFIG_SERVICE_URL"), "http://127.0.0.1:8")
+    reports = await command.examined(flags, {}, tmp_path / "a folder" if is_own else None)
+    option = f" --data-dir '{tmp_path}/a folder'"
+    assert reports[1].findings == [Finding("bad", fix.format(option=option))]
+
+
 async def test_what_is_no_adapter_behind_a_socket_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "is no socket" in (await probe_socket(tmp_path / "file")).wrong

@@ -117,7 +117,8 @@ def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp
     with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: a folder of a task has"):
         tasks.find(str(tmp_path))
     with pytest.raises(
-        CommandRefused, match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, mteb/NAME, texts/FILE, or a folder"
+        CommandRefused,
+        match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, mteb/NAME, texts/FILE, or a folder",
     ):
         tasks.find("sts")
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "\xff"}')

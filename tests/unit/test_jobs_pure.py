@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
@@ -23,10 +24,11 @@ from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import LoadOptions, RunDefaults
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.options import RequestOptions
-from sie_contracts.wire.messages import ChunkRule, RunOptions, TextChunks
+from sie_contracts.wire.messages import ChunkRule, Failed, Ok, RunOptions, TextChunks, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
+from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs import client as askings
@@ -388,6 +390,42 @@ async def test_a_throttle_without_a_rate_never_waits() -> None:
     throttle = Throttle(0.0)
     for _ in range(3):
         throttle.settle(await throttle.enter(1000), 1000, 1 << 40)
+
+
+class ItemsClient(JobClient):
+    """A client whose inference gives each item its next outcome, and records the items of each request."""
+
+    def __init__(self, outcomes: dict[str, list[SIEError | None]]) -> None:
+        async def at_once() -> None:
+            pass
+
+        super().__init__(cast("Inference", None), cast("JobIdentity", None), {}, lambda _: None, at_once)
+        self._outcomes = outcomes
+        self.requests: list[str] = []
+
+    async def _whole(
+        self, spec: str, operation: object, params: object, items: Sequence[RequestItem], query: object
+    ) -> list[Placed]:
+        names = [item.text or "" for item in items]
+        self.requests.append(" ".join(names))
+        errors = [self._outcomes[name].pop(0) for name in names]
+        return [(WorkResult("r", 0, "w", ()), Ok({}) if error is None else Failed(error.info())) for error in errors]
+
+
+async def test_an_item_whose_error_may_disappear_is_sent_again_alone() -> None:
+    late, bad = ResourceExhausted("no memory"), InvalidInput("no token", reason="no_tokens", param="text")
+    outcomes: dict[str, list[SIEError | None]] = {
+        "good": [None],
+        "late": [late, late, None],
+        "bad": [bad],
+        "never": [late] * askings.ATTEMPTS,
+    }
+    client = ItemsClient(outcomes)
+    placed = await client.outcomes("m", "encode", {}, [RequestItem(name) for name in outcomes])
+    assert [isinstance(outcome, Ok) for _, outcome in placed] == [True, True, False, False]
+    assert client.requests[0] == "good late bad never"
+    assert client.requests[1:] == ["late", "never", "late", *["never"] * (askings.ATTEMPTS - 2)]
+    assert outcomes == {"good": [], "late": [], "bad": [], "never": []}
 
 
 async def test_what_was_waited_for_in_vain_is_no_trouble_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

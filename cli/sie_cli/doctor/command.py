@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from sie_broker import BrokerError
-from sie_cli.cluster import Cluster, data_dir_option
+from sie_cli.cluster import SOURCE, Cluster, data_dir_option
 from sie_cli.display import counted
 from sie_cli.doctor.checks import (
     broker,
@@ -35,6 +35,9 @@ from sie_cli.doctor.machine import PROBE_S, disk, gpu, ports, sockets
 from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe, Finding, NotApplicable, open_probe
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
+
+# command of a remedy that looks for its cluster and has no option that says where it is
+_COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--url)[^`])*)`")
 
 
 def faults_of(
@@ -205,6 +208,8 @@ async def _report(name: str, check: Check, probe: ClusterProbe) -> CheckReport:
         return CheckReport(name, "blind", f"no end within {limit_s:g} s")
     except BrokerError as error:
         return CheckReport(name, "blind", f"the broker went away meanwhile: {error}")
+    option = probe.cluster.data_dir_option if SOURCE in probe.cluster.sources.values() else ""
+    findings = [Finding(finding.wrong, _COMMAND.sub(rf"`\1{option}`", finding.fix)) for finding in findings]
     return CheckReport(name, "wrong" if findings else "fine", "" if findings else says, findings)
 
 

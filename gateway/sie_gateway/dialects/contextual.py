@@ -31,7 +31,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     """Answer `POST /v1/contextualizedembeddings` with the vectors of each document, in the order of its chunks."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
-    kind, is_base64 = embedding_types.requested(body)
+    kind, is_base64 = embedding_types.requested(body, "output_dtype")
     side = fields.choice(body, "input_type", ("query", "document"), "")
     limit = min(MAX_DOCUMENTS, inference.max_items(call))
     items = _items(fields.inputs(body.get("inputs"), "inputs", limit), side, _rule(body, side))

@@ -15,15 +15,15 @@ from sie_gateway.inference import reply
 TYPES: tuple[str, ...] = get_args(VectorType)
 
 
-def requested(body: fields.Body) -> tuple[str, bool]:
-    """Return the type of the vectors, by the field of Jina or of Voyage, and whether they are sent as base64. Raises
-    InvalidInput.
+def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
+    """Return the type of the vectors, by the first of the fields `names` that is set, and whether they are sent as
+    base64. Raises InvalidInput.
     """
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
-    names = [name for name in ("embedding_type", "output_dtype") if body.get(name) is not None]
-    if not names:
+    name = next((name for name in names if body.get(name) is not None), "")
+    if not name:
         return "float", is_base64
-    name, text = names[0], body[names[0]]
+    text = body[name]
     if isinstance(text, list) and len(text) == 1:
         text = text[0]
     if isinstance(text, list):

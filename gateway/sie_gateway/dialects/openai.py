@@ -44,7 +44,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     body = await decode_body(call, raw)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
-    kind, is_base64 = embedding_types.requested(body)
+    kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     encoding = _encoding(body, resolved.entry)
     items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
     is_late = fields.flag(body, "late_chunking")

@@ -242,6 +242,7 @@ def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: floa
     if finished is not None:
         fields["lane"], fields["priority"] = str(finished.request.lane), finished.request.priority
         fields["tokens"] = finished.usage["total_tokens"]
+        fields["truncated"] = len(finished.usage["truncated_items"])
         fields["timing"] = {name: finished.reported_times[name] for name in STAGES_TOLD}
         fields["chunks"] = [
             {

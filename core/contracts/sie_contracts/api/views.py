@@ -181,7 +181,7 @@ class RequestChunk(Struct, kw_only=True):
 
 class SlowRequest(Struct, kw_only=True):
     """A request without its inputs. A request that did not run lacks some fields. `message` is set only for an
-    error.
+    error. `truncated`: number of inputs that were longer than the model reads.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -197,6 +197,7 @@ class SlowRequest(Struct, kw_only=True):
         "lane": "_default.l4.default",
         "priority": "interactive",
         "tokens": 24,
+        "truncated": 0,
         "timing": {"queue_time": 800.1, "total_time": 812.4},
         "chunks": [{"worker": "w0", "chunk": 0, "batch": {"id": "b1", "items": 3}, "stages": {"inference_ms": 7.1}}],
     }
@@ -214,6 +215,7 @@ class SlowRequest(Struct, kw_only=True):
     lane: Text = UNSET
     priority: Text = UNSET
     tokens: Whole = UNSET
+    truncated: Whole = UNSET
     timing: dict[str, float] | UnsetType = UNSET
     chunks: list[RequestChunk] | UnsetType = UNSET
 
