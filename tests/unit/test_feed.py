@@ -190,7 +190,7 @@ async def test_neither_an_empty_export_nor_one_with_a_broken_model_replaces_anyt
     reader.config.models, reader.config.number = models, 2
     await until(lambda: reader.config.exports > 2, "looks")
     assert (reader.now.epoch, reader.now.entries["a/one"].max_tokens) == ("a:1", 1)
-    assert ("a/two: $.max_tokens" if models else "without any model") in caplog.text
+    assert ("a/two: $.max_tokens" if models else "has no model") in caplog.text
     reader.config.models = None
     await until(lambda: reader.now.epoch == "a:2", "the mended export")
 

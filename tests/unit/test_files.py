@@ -426,7 +426,7 @@ async def test_files_leave_room_for_payloads_and_payloads_for_the_queue(
     with pytest.raises(ResourceExhausted):
         await store.receive("one", pieces(1, 128 << 10), about)
     await payloads.put(bytes(reserve), period=1, timeout_s=10)
-    with pytest.raises(StoreFull, match="are kept free for the queue"):
+    with pytest.raises(StoreFull, match="must stay free"):
         await payloads.put(bytes(256 << 10), period=1, timeout_s=10)
     assert shutil.disk_usage(small_disk).free >= reserve
 

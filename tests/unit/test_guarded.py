@@ -20,7 +20,7 @@ async def test_a_handler_whose_broker_is_away_logs_one_warning(
     await guarded("the handler of sie.result.x", handler())
     (record,) = caplog.records
     assert (record.levelno, record.exc_info) == (logging.WARNING, None)
-    assert record.getMessage() == f"the handler of sie.result.x was not completed: {error}"
+    assert record.getMessage() == f"the handler of sie.result.x was not completed, because the broker failed: {error}"
 
 
 async def test_a_fault_of_a_handler_has_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

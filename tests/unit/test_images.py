@@ -336,7 +336,7 @@ def test_the_file_of_a_checkpoint_is_read(config: dict[str, Any], recipe: Recipe
         ({"image_processor_type": "Owlv2ImageProcessor"}, "Owlv2ImageProcessor, known are CLIPImageProcessor"),
         ({**CLIP, "do_resize": False}, "do_resize is false"),
         ({**CLIP, "do_center_crop": False}, "shortest_edge, without do_center_crop"),
-        ({**CLIP, "crop_size": {"height": 240, "width": 240}}, "cannot be cropped from a shorter edge of 224"),
+        ({**CLIP, "crop_size": {"height": 240, "width": 240}}, "a shorter edge of 224 cannot be cropped to 240 x 240"),
         ({**CLIP, "size": {"height": 256, "width": 256}}, "and then cropped to"),
         ({**CLIP, "size": {"longest_edge": 256}}, "longest_edge"),
         ({**CLIP, "size": "large"}, "size is 'large'"),

@@ -72,7 +72,7 @@ def test_the_last_row_of_each_id_is_written() -> None:
     latest = rows.latest(2)
     assert (latest.ids, latest.payloads) == (["b", "a"], [{"n": 1}, {"n": 2}])
     assert latest.vectors.tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    with pytest.raises(RowsRefused, match=r"\(3, 3\) is expected"):
+    with pytest.raises(RowsRefused, match=r"the shape \(3, 3\)"):
         rows.latest(3)
 
 

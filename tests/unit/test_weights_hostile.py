@@ -146,9 +146,9 @@ def refused(server: type[Handler], cache: Path, monkeypatch: pytest.MonkeyPatch)
         (page([{"size": 1}]), "not the listing"),
         (page(siblings(rfilename=7)), "not the listing"),
         *((page(siblings(size=size)), "not the listing") for size in ("9", -5, 1e300, float("nan"), [])),
-        (page(siblings(size=2**70)), "ended at byte"),
+        (page(siblings(size=2**70)), "ended early, at byte"),
         (page(siblings(size=10)), "with another digest"),
-        (page(siblings(size=200_000)), "ended at byte"),
+        (page(siblings(size=200_000)), "ended early, at byte"),
         *((page(siblings(lfs=lfs)), "not the listing") for lfs in ("x", {"size": 3}, {"sha256": 5})),
         *(
             (page([*siblings(), {"rfilename": name, "size": 2}]), "names the file")
@@ -205,7 +205,7 @@ def test_what_follows_a_file_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_that_comes_byte_by_byte_has_stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = of_weights(lambda handler: handler.endless(b"x", b"x", 0.01))
     with serving(lambda handler: handler.whole(page(siblings())), file) as server:
-        assert "could not be downloaded: the answer delivered" in refused(server, tmp_path, monkeypatch)
+        assert "could not be downloaded: the source delivered only" in refused(server, tmp_path, monkeypatch)
 
 
 def test_a_lora_that_a_client_names_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Tasks of a connection, and the callbacks of its users that these tasks run."""
+"""Background tasks of a broker connection, and safe calls of the callbacks that code outside the connection
+registered.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class ReconnectHandlers:
 
 
 async def guarded(work_name: str, work: Awaitable[None]) -> None:
-    """Await a callback of a user, and log its errors with `log_failure`."""
+    """Await a callback that a user of the connection registered. Errors are logged by `log_failure` and not raised."""
     try:
         await work
     except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
@@ -71,17 +73,17 @@ async def guarded(work_name: str, work: Awaitable[None]) -> None:
 
 
 def log_failure(work_name: str, error: BaseException) -> None:
-    """Log the error of a user's callback, including a cancellation that was raised inside the callback. A broker error
-    is no fault of the callback, so it is logged in one line. Raises the error if it is a cancellation of the present
-    task.
+    """Log the error of a user's callback, including a cancellation that was raised inside the callback. A BrokerError
+    is logged in one line without a traceback, because it is no fault of the callback. If the current task itself was
+    cancelled, the CancelledError is raised again.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise error
-        log.error("%s was cancelled from inside", work_name, exc_info=error)
+        log.error("%s raised CancelledError, although its task was not cancelled", work_name, exc_info=error)
     elif isinstance(error, BrokerError):
-        log.warning("%s was not completed: %s", work_name, error)
+        log.warning("%s was not completed, because the broker failed: %s", work_name, error)
     else:
         log.error("%s failed", work_name, exc_info=error)
 

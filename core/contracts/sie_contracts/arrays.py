@@ -1,5 +1,5 @@
-"""Arrays of numpy in bodies: msgpack maps of five entries with bin keys, the ext type of JavaScript clients, nested
-lists in JSON.
+"""Arrays of numpy in bodies. In msgpack, an array is a map of five entries whose keys are bytes; JavaScript clients
+send an ext type instead. In JSON, it is nested lists.
 
 Only the dtypes listed here are accepted in either direction. Object and structured arrays are refused, so that decoding
 cannot execute code.
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 EMITTED = frozenset({"<f4", "<f2", "<i4", "|i1", "|u1"})
 ACCEPTED = EMITTED | {"<f8", "<i2", "<i8", "<u4", "<u8", "<u2", "|b1"}
-NUMPY_EXT = 78  # ord("N"): the payload is `dtype|shape|raw bytes`
+NUMPY_EXT = 78  # number of the msgpack ext type, ord("N"): its data is `dtype|shape|raw bytes`
 _EXT_ACCEPTED = frozenset({"<f4", "<i4"})
 VIEW_BYTES = 16 << 10
 
@@ -31,14 +31,14 @@ def pack(array: Array) -> dict[bytes, Any]:
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
-    # the encoder copies the bytes again; for a small array, a view takes longer than a second copy
+    # The encoder copies these bytes anyway. A view saves one copy, but for a small array it takes longer than the copy.
     data = little.tobytes() if little.nbytes < VIEW_BYTES else little.reshape(-1).view(np.uint8).data
     return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": data}
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array whose bytes exist already, in C order and little endian. Raises ValueError like
-    `pack`.
+    """Return the map of an array, like `pack`, but for an array whose bytes are already in C order and little
+    endian.
     """
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
@@ -46,8 +46,8 @@ def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, An
 
 
 def unpack(value: Any) -> Any:
-    """Replace every array map below `value` by an array, at any depth. Raises ValueError for a dtype or length that
-    does not fit.
+    """Return `value` with a numpy array in place of each map that stands for an array, at any depth. Raises ValueError
+    for a dtype that is not accepted, or if the number of bytes does not fit the shape.
 
     Arrays are copies that the caller owns and may write to.
     """
@@ -88,15 +88,16 @@ def _array(dtype: Any, shape: Any, data: Any, allowed: frozenset[str]) -> Array:
         raise ValueError("array shape: expected a list of at most 4 non-negative integers")
     if not isinstance(data, bytes | memoryview | bytearray):
         raise ValueError("array data: expected bytes")
-    expected = math.prod(shape) * np.dtype(dtype).itemsize  # exact: a product in int64 can overflow to a small number
+    # math.prod is exact; a product in int64 could overflow to a small number
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
     if len(data) != expected:
         raise ValueError(f"array data: got {len(data)} bytes, expected {expected} for its shape and type")
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
 def multivector(value: Any) -> NDArray[np.float32]:
-    """Convert a client's token matrix to float32 [rows, width]. The matrix is an array, its map, or nested lists.
-    Raises ValueError with the expected and the received form.
+    """Convert a client's matrix of token vectors to float32 [rows, width]. The matrix is an array, the map of an array,
+    or nested lists. Raises ValueError, which names the expected and the received form.
     """
     array = unpack(value)
     if isinstance(array, list):
@@ -105,8 +106,8 @@ def multivector(value: Any) -> NDArray[np.float32]:
         got = array.dtype.name if isinstance(array, np.ndarray) else type(array).__name__
         raise ValueError(f"expected a matrix of numbers, got {got}")
     if array.ndim != 2 or not array.shape[1]:
-        raise ValueError(f"expected a matrix [rows, width], got the shape {list(array.shape)}")
-    with np.errstate(over="ignore"):  # the next check reports the overflow
+        raise ValueError(f"expected a matrix [rows, width], got an array of shape {list(array.shape)}")
+    with np.errstate(over="ignore"):  # a number that is too large becomes infinity, which the next check refuses
         narrow = np.ascontiguousarray(array, dtype=np.float32)
     if not np.isfinite(narrow).all():
         raise ValueError("expected finite numbers of float32, got NaN, infinity or a larger number")
@@ -127,7 +128,7 @@ def _nested(rows: list[Any]) -> Array:
     try:
         return np.array(rows, np.float64).reshape(len(rows), width)
     except OverflowError as error:
-        raise ValueError("expected numbers of float64, got a larger one") from error
+        raise ValueError("expected numbers in the range of float64, got a larger number") from error
 
 
 def ext_hook(code: int, data: memoryview) -> Array:
@@ -165,7 +166,8 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=_ext_map)
 
 
 def decode_msgpack(data: bytes) -> Any:
-    """Decode a client's msgpack body. Arrays become maps, also arrays of the ext type (see `unpack`).
+    """Decode a client's msgpack body. Arrays stay maps, which `unpack` converts; ext types of JavaScript clients become
+    maps too.
 
     Raises ValueError, msgspec.DecodeError or RecursionError.
     """

@@ -1,4 +1,5 @@
-"""Count of the values of a body, from its bytes and before it is decoded: one byte may become an object of 70 bytes.
+"""Count of the values in a body. It is computed from the bytes before the body is decoded, because each byte of a body
+may become a Python object of 70 bytes.
 
     JSON ──marks outside of strings──► count ◄──headers of lists and maps── msgpack
                                          └ Excess
@@ -11,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 MAX_VALUES = 1_000_000  # largest number of values of a body; the decoder needs less than 0.1 s for them
-MAX_CONTAINERS = 250_000  # lists, maps and keys of maps
+MAX_CONTAINERS = 250_000  # largest number of lists, maps and keys of maps in a body
 MAX_NESTING = 64
-VALUE_BYTES = 80  # bytes of a decoded value in memory: upper bound of the mean
+VALUE_BYTES = 80  # upper bound of the mean number of bytes that a decoded value needs in memory
 
 _PIECE_BYTES = 256 << 10  # bytes that are counted before another thread may run
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
@@ -30,20 +31,20 @@ class Excess(ValueError):
 
 
 def of_json(data: bytes) -> int:
-    """Return the number of values and keys of a JSON body. Punctuation inside strings may be counted as well, unless
-    the count would exceed a limit. Raises Excess.
+    """Return the number of values and keys of a JSON body. The number may include marks inside strings, as long as it
+    is within the limits. Raises Excess.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        # punctuation inside strings is counted too; most strings have little of it
+        # fast count first: it also counts marks inside strings, and most strings have few
         return _count(piece.translate(None, _NO_MARK) for piece in pieces)
     except Excess:
         return _count(_marks(data))
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Count values by their punctuation. A comma precedes a value; every other mark belongs to a list, a map or a
-    key.
+    """Count values by the marks `{`, `[`, `,` and `:`, each of which precedes a value. Every mark except the comma also
+    counts as a list, a map or a key.
     """
     values = containers = 0
     for marks in pieces:
@@ -63,10 +64,10 @@ def _check(values: int, containers: int) -> None:
 
 
 def _marks(data: bytes) -> Iterator[bytes]:
-    """Yield the punctuation marks outside of strings."""
+    """Yield the marks `{`, `[`, `,` and `:` that are outside of strings."""
     in_string = False
     for piece in _pieces(data):
-        # each remaining quote begins or ends a string
+        # after escapes are removed, each quote begins or ends a string
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[in_string::2]).translate(None, _NO_MARK)
         in_string ^= len(parts) % 2 == 0
@@ -83,8 +84,8 @@ def _pieces(data: bytes) -> Iterator[bytes]:
         begin += len(piece)
 
 
-# msgpack, by the first byte of a value. _SIZES: bytes of the value, 0 if they vary. _LENGTHS: bytes of the length that
-# follows the first byte.
+# Tables for msgpack, indexed by the first byte of a value. _SIZES: number of bytes of the whole value, 0 if it varies.
+# _LENGTHS: number of bytes of the length field, which follows the first byte.
 _SIZES = [1] * 128 + [0] * 32 + [1 + length for length in range(32)] + [1, 0, 1, 1] + [0] * 60
 _SIZES[0xCA:0xD4] = 5, 9, 2, 3, 5, 9, 2, 3, 5, 9
 _SIZES[0xD4:0xD9] = 3, 4, 6, 10, 18
@@ -96,7 +97,8 @@ _LENGTHS = {
 }
 _EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
 _ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
-_ALIKE = 8  # number of values in a list from which it saves time to check whether all have the same size
+# Smallest number of values of a list for which it saves time to check first whether all values have the same size.
+_ALIKE = 8
 
 
 def of_msgpack(data: bytes) -> int:
@@ -104,7 +106,7 @@ def of_msgpack(data: bytes) -> int:
     MAX_NESTING.
     """
     values = containers = at = 0
-    # remaining values of the innermost container, and of the containers around it
+    # number of values still to read in the innermost container, and in each container around it
     left, outer = 1, list[int]()
     end = len(data)
     while True:
@@ -122,7 +124,8 @@ def of_msgpack(data: bytes) -> int:
             at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "big") + (first in _EXTENSIONS)
         else:
             count, begin = _children(data, first, at)
-            if count > end - begin:  # this also ends the count if a byte is not the start of a value
+            # more values than bytes: the body is incomplete, or this byte is not the start of a value
+            if count > end - begin:
                 return values
             values += count + 1
             containers += 1 + (count >> 1 if _is_map(first) else 0)
@@ -139,8 +142,8 @@ def _is_map(first: int) -> bool:
 
 
 def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
-    """Return the number of values, keys included, of the list or map whose header is at `at`, and the offset of its
-    first value.
+    """Return two facts of the list or map whose header is at `at`: the number of its values (keys included), and the
+    offset of the first one.
     """
     if first < 0xA0:
         return (first & 15) << _is_map(first), at + 1
@@ -152,8 +155,8 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Return the end of `count` values if all of them begin with the same byte, or if each of them has one byte.
-    Otherwise return `begin`.
+    """Skip `count` values at once. Return the offset after them if all begin with the same byte (of a type with a fixed
+    size), or if each of them is one byte long. Otherwise return `begin`.
     """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):

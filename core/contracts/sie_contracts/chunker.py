@@ -1,11 +1,12 @@
-"""Split of a text into spans by a rule: chunks end at the end of a paragraph or a sentence, if the limits on their
-tokens allow it.
+"""Split of a text into chunks by a rule. A chunk ends at the end of a paragraph or a sentence, if this is possible
+within its limits on tokens. A span is the first and the end code point of a chunk.
 
     text ──► blocks of Markdown, sentences, words ──► places by level ──► greedy: the last place that fits ──► spans
 
-A place is a code point before which a text may be cut. Each level has the places of the levels above it as well. No
-place is inside a grapheme. The sidecar and the SDK call this function, so both cut a text alike. Needs the packages
-sentencex, markdown-it-py and regex.
+A place is a position before a code point, at which the text may be cut; it is never inside a grapheme. A level is a
+kind of place: end of a paragraph, of a sentence, and so on. A lower level includes the places of all higher levels. The
+sidecar and the SDK both call this module, so they cut a text in the same way. It needs the packages sentencex,
+markdown-it-py and regex.
 """
 
 from __future__ import annotations
@@ -24,25 +25,27 @@ from numpy.typing import NDArray
 from sie_contracts.wire.messages import Boundary, ChunkRule
 
 Places = NDArray[np.int64]
-PARAGRAPH, SENTENCE, LINE, WORD, TOKEN = range(5)  # levels of places, the highest first
-# language of the abbreviations whose full stop does not end a sentence
+# kinds of places at which a text may be cut, the most preferred kind first
+PARAGRAPH, SENTENCE, LINE, WORD, TOKEN = range(5)
+# language whose abbreviations are known: the full stop of an abbreviation does not end a sentence
 _LANGUAGE = "en"
 _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENCE, "token": TOKEN}
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# Code points that are read at once for ends of sentences, and at most for one sentence: the time of the library grows
-# with the square of the text.
+# Code points that sentencex reads at once: usually, and at most (if they contain no end of a sentence). Its time grows
+# with the square of this number.
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
 
 def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> list[tuple[int, int]]:
-    """Return the first and the end code point of each chunk, in order. Without overlap the chunks tile the text.
+    """Return the first and the end code point of each chunk, in order. Without overlap, the chunks cover the text
+    without gaps.
 
-    `ends`: the end of each token of the text in code points, ascending. A token belongs to the chunk that has its last
-    code point. A chunk has at most `max_tokens` tokens; only a grapheme of more tokens is a longer chunk. The last
-    chunk may have fewer tokens than `min_tokens`. Text without a token has no chunks.
+    `ends`: end of each token of the text in code points, ascending. A token belongs to the chunk that contains the
+    token's last code point. A chunk has at most `max_tokens` tokens, except if a single grapheme has more. The last
+    chunk may have fewer tokens than `min_tokens`. A text without tokens has no chunks.
     """
     token_ends = np.asarray(ends, np.int64)
     if not len(token_ends):
@@ -50,7 +53,7 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
     places = _places(text, token_ends, rule.boundary)
     counts = [np.searchsorted(token_ends, level, side="right") for level in places]
     chunks: list[tuple[int, int]] = []
-    # the last two values: number of tokens before the start of the chunk, and before the end of the last chunk
+    # `first`: number of tokens before the chunk's start; `end_count`: number of tokens before the previous chunk's end
     start = first = end_count = 0
     while len(token_ends) - first > rule.max_tokens:
         least = max(first + max(1, rule.min_tokens), end_count + 1)
@@ -65,8 +68,8 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
-    """Return the last place of the highest level that has one with `least` to `most` tokens before it. Without any,
-    return the first place after them: it is the end of a long grapheme.
+    """Return the end of a chunk: the last possible cut with `least` to `most` tokens before it, of the highest level
+    that has one. If no level has one, a grapheme is too long; then return the first possible cut after it.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -82,9 +85,9 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
 def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
-    """Return the start of the chunk after `chunk`, which ends after `end_count` tokens: the earliest place of the
-    highest level from which at most `overlap_tokens` tokens are repeated. Fewer are repeated if the next chunk could
-    not end at its boundary otherwise.
+    """Return the start of the chunk after `chunk`. It is at most `overlap_tokens` tokens before the end of `chunk`, at
+    the earliest possible cut of the highest level that has one there. The overlap is shorter if the next chunk could
+    otherwise not reach its preferred boundary. `end_count`: number of tokens before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens
@@ -99,8 +102,8 @@ def _next_start(
 
 
 def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
-    """Return the places of each level in ascending order, from the level of the boundary down to the level of
-    tokens.
+    """Return the positions at which the text may be cut, ascending, for each level from that of `boundary` down to
+    TOKEN.
     """
     first = _FIRST_LEVEL[boundary]
     levels: list[set[int]] = [set() for _ in range(TOKEN)]
@@ -119,9 +122,13 @@ def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
 
 
 def _add_blocks(text: str, levels: list[set[int]]) -> None:
-    """Add the places between blocks, sentences, items of lists, and lines of code and tables."""
+    """Add to `levels` the positions at which the text may be cut: between blocks of Markdown, sentences, list items,
+    and lines of code and tables.
+    """
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
-    whole = np.zeros(len(text) + 1, bool)  # places inside a block in which a full stop does not end a sentence
+    whole = np.zeros(
+        len(text) + 1, bool
+    )  # true: an end of a sentence at this position is no cut, for example inside a code block
     heading: int | None = None  # start of the heading before this block
     for token in _markdown().parse(text):
         if token.map is None:
@@ -131,7 +138,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            if heading is not None:  # the heading stays in the chunk of this block
+            if heading is not None:  # no cut after a heading, so that it stays in one chunk with the block that follows
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
         elif token.type == "list_item_open":
@@ -142,14 +149,18 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
 
 
 def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], whole: NDArray[np.bool_]) -> None:
-    """Add the lines of a block from `first` to `stop` that is cut between lines only."""
+    """Add the line ends of a block of code or a table, from `first` to `stop`, as possible cuts. Ends of sentences
+    inside it are no cuts.
+    """
     whole[first + 1 : stop] = True
     lines = slice(int(np.searchsorted(starts, first, side="right")), int(np.searchsorted(starts, stop)))
     levels[LINE].update(starts[lines].tolist())
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
-    """Yield the ends of sentences and paragraphs. A sentence of more than _LONGEST_PIECE code points may have none."""
+    """Yield the ends of sentences and paragraphs. The end of a sentence of more than _LONGEST_PIECE code points may be
+    missed.
+    """
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])
@@ -168,14 +179,17 @@ def _sentence_ends(text: str) -> Iterator[int]:
 
 @cache
 def _markdown() -> MarkdownIt:
-    """Return the reader of blocks. Indented code and HTML are read as text: most texts with them are no Markdown.
-    Tables are found by their lines, because the reader creates an object for each cell.
+    """Return the parser for blocks of Markdown. It reads indented code and HTML as plain text, because most texts with
+    them are not Markdown. Tables are not parsed but found by a regular expression, because the parser would create an
+    object for each cell.
     """
     return MarkdownIt("commonmark").disable(["inline", "code", "html_block"])
 
 
 def _grapheme_bounds(text: str) -> NDArray[np.bool_]:
-    """Return for each code point, and the end of the text, whether a grapheme begins there."""
+    """Return an array of booleans for all positions 0 to len(text): true if a grapheme begins at the position, or the
+    text ends there.
+    """
     bounds = np.ones(len(text) + 1, bool)
     if text.isascii():
         bounds[[match.start() + 1 for match in re.finditer("\r\n", text)]] = False

@@ -1,4 +1,6 @@
-"""Environment variables of clients, which are no settings of servers: the gateway's address and the client's key."""
+"""Environment variables that clients read: the gateway's address and the client's key. They are not settings of
+servers.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ NAMES = frozenset({BASE_URL, API_KEY})
 
 
 def base_url() -> str | None:
-    """Return the address of the gateway; None if no variable has it."""
+    """Return the address of the gateway; None if the variable is not set."""
     return _value(BASE_URL)
 
 
 def api_key() -> str | None:
-    """Return the key of the client, by its name or an alias; None if no variable has it."""
+    """Return the client's key from the first variable that is set: API_KEY, otherwise one of KEY_ALIASES. Return None
+    if none is set.
+    """
     return _value(API_KEY) or next(filter(None, map(_value, KEY_ALIASES)), None)
 
 

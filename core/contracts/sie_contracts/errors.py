@@ -44,7 +44,7 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error on the wire, inside the cluster. `extras` are further members of the HTTP body."""
+    """An error as processes of the cluster send it to each other. `extras`: further members for the HTTP body."""
 
     code: str
     message: str
@@ -58,8 +58,8 @@ _BY_CODE: dict[str, type[SIEError]] = {}
 
 
 class SIEError(Exception):
-    """Base of all errors that a client may see. `reason` refines the code, `param` is the path of the
-    offending field.
+    """Base class of all errors that a client may see. `reason` is more specific than the code. `param` is the path of
+    the faulty field.
     """
 
     code: ClassVar[str] = "INTERNAL_ERROR"
@@ -88,7 +88,7 @@ class SIEError(Exception):
         _BY_CODE[cls.code] = cls
 
     def info(self) -> ErrorInfo:
-        """Return the error in its wire form."""
+        """Return the error as an ErrorInfo, the form in which processes send it to each other."""
         return ErrorInfo(self.code, self.message, self.reason, self.param, self.retry_after_s, self.extras)
 
     @staticmethod
@@ -120,71 +120,75 @@ class Unauthenticated(SIEError):
 
 
 class PermissionDenied(SIEError):
-    """The token lacks the scope, or the operation needs an admin token and none is configured."""
+    """The token lacks the required scope, or the operation requires an admin token and the server has none."""
 
     code, status = "PERMISSION_DENIED", 403
 
 
 class PoolOperationForbidden(SIEError):
-    """A limit of reservations is reached, or the pool is not a reservation."""
+    """The limit on the number or the size of reservations is reached, or the operation is not possible for this pool,
+    because it is not a reservation.
+    """
 
     code, status = "POOL_OPERATION_FORBIDDEN", 403
 
 
 class ModelNotFound(SIEError):
-    """No such model, profile or revision; `suggestions` has the nearest names."""
+    """No such model, profile or revision. `suggestions` has the most similar names."""
 
     code, status = "MODEL_NOT_FOUND", 404
 
 
 class PoolNotFound(SIEError):
-    """No such pool, or its lease has lapsed."""
+    """No such pool, or the lease of the reservation has ended."""
 
     code, status = "POOL_NOT_FOUND", 404
 
 
 class NotFound(SIEError):
-    """No such path, or the object that the path names does not exist."""
+    """No such path, or the object in the path does not exist."""
 
     code, status = "NOT_FOUND", 404
 
 
 class MethodNotAllowed(SIEError):
-    """The path does not support that method; `Allow` lists those that it supports."""
+    """The path does not support this method. `Allow` lists the supported methods."""
 
     code, status = "METHOD_NOT_ALLOWED", 405
 
 
 class BundleConflict(SIEError):
-    """The bundle does not serve the model; `compatible_bundles` lists those that do."""
+    """The requested bundle does not serve the model. `compatible_bundles` lists the bundles that serve it."""
 
     code, status = "BUNDLE_CONFLICT", 409
 
 
 class PoolConflict(SIEError):
-    """The name is that of a pool that is no reservation, which is in `pool`, or of a reservation of another key."""
+    """The name belongs to a pool that is not a reservation (`pool` describes it), or to a reservation of another
+    key.
+    """
 
     code, status = "POOL_CONFLICT", 409
 
 
 class ContentConflict(SIEError):
-    """The configuration has changed meanwhile: `revision` and `diff`."""
+    """The object is in another state than the request needs: for example, another client has changed it. For a model,
+    `revision` is the present revision and `diff` lists the changes.
+    """
 
     code, status = "CONTENT_CONFLICT", 409
 
 
 class PayloadTooLarge(SIEError):
-    """The body, one input or the expected reply is larger than `limit` bytes, or needs more tokens than the
-    quota of a key allows in a minute.
+    """The body, one input or the expected reply is larger than `limit` bytes, or one request needs more tokens than the
+    key may use in a minute.
     """
 
     code, status = "PAYLOAD_TOO_LARGE", 413
 
 
 class UnsupportedMediaType(SIEError):
-    """The `Content-Type` names a format that the path does not take, or the `Content-Encoding` another coding than
-    gzip.
-    """
+    """The path does not accept the format in `Content-Type`, or `Content-Encoding` is not gzip."""
 
     code, status = "UNSUPPORTED_MEDIA_TYPE", 415
 
@@ -196,22 +200,22 @@ class ValidationFailed(SIEError):
 
 
 class IdempotencyMismatch(SIEError):
-    """The `Idempotency-Key` was used for another body."""
+    """The `Idempotency-Key` was used before, with another body."""
 
     code, status = "IDEMPOTENCY_MISMATCH", 422
 
 
 class RateLimited(SIEError):
-    """A quota is used up: tokens of the key, or records that are kept, such as jobs. The code is never used for missing
-    capacity of workers.
+    """A limit is reached: tokens per minute of the key, or the number of stored records such as jobs. A lack of worker
+    capacity never has this code.
     """
 
     code, status, retryable, retry_after_s = "RATE_LIMITED", 429, True, 1
 
 
 class InferenceFailed(SIEError):
-    """The model could not compute the input: `reason` is `non_finite`, or `poison` for an input that killed the
-    adapter twice.
+    """The model could not compute the input. `reason`: `non_finite` if the result has NaN or infinity, `poison` if the
+    input made the adapter process die twice.
     """
 
     code, status = "INFERENCE_ERROR", 500
@@ -224,7 +228,9 @@ class InternalFailure(SIEError):
 
 
 class AllItemsFailed(SIEError):
-    """Every input failed, with different codes: 503 if any may be retried, else 500 if any is 5xx, else 400."""
+    """Every input failed, and their codes differ. The status is 503 if one of them may be retried, otherwise 500 if one
+    of them is 5xx, otherwise 400.
+    """
 
     code, status = "ALL_ITEMS_FAILED", 500
 
@@ -232,7 +238,7 @@ class AllItemsFailed(SIEError):
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
             self.retry_after_s = 5
-        # also true for an error that was decoded from its wire form, which has the time but no failures
+        # An error that was decoded from its wire form has no `failures`, but it has `retry_after_s`.
         if self.retry_after_s:
             self.status, self.retryable = 503, True
         elif failures and not any(failure.status >= 500 for failure in failures):
@@ -240,15 +246,15 @@ class AllItemsFailed(SIEError):
 
 
 class ModelLoadFailed(SIEError):
-    """The model cannot be loaded: `error_class`, `attempts`, `permanent`. 502 to public SDKs."""
+    """The model cannot be loaded. `error_class`: the kind of failure. `attempts`: number of attempts. `permanent`:
+    whether another attempt is useless. Public SDKs get status 502.
+    """
 
     code, status = "MODEL_LOAD_FAILED", 500
 
 
 class LoraLoadFailed(SIEError):
-    """The LoRA cannot be loaded: `lora_id`. 404 and 400, by reason, for a LoRA that the client named; 500 for anything
-    else.
-    """
+    """The LoRA `lora_id` cannot be loaded. The status is 404 or 400 if the client named a wrong LoRA, otherwise 500."""
 
     code, status = "LORA_LOAD_FAILED", 500
 
@@ -258,39 +264,43 @@ class LoraLoadFailed(SIEError):
 
 
 class ModelLoading(SIEError):
-    """A worker is loading the model; `estimated_wait_s`."""
+    """A worker is loading the model. `estimated_wait_s`: expected seconds until it is loaded."""
 
     code, status, retryable, retry_after_s = "MODEL_LOADING", 503, True, 5
 
 
 class NotProvisioned(SIEError):
-    """No worker for this is ready yet: `gpu`, `bundle`, `estimated_wait_s`. 202 on native routes to public SDKs
-    below 0.6.5.
+    """No worker is ready for this request. `gpu` and `bundle`: the kind of worker that it needs. `estimated_wait_s`:
+    expected seconds until one is ready. On native routes, public SDKs below 0.6.5 get status 202.
     """
 
     code, status, retryable, retry_after_s = "PROVISIONING", 503, True, 5
 
 
 class LoraLoading(SIEError):
-    """The LoRA is being loaded: `lora_id`."""
+    """A worker is loading the LoRA `lora_id`."""
 
     code, status, retryable, retry_after_s = "LORA_LOADING", 503, True, 1
 
 
 class ResourceExhausted(SIEError):
-    """The device was out of memory for the input, even when it ran alone; or there is no room for a file."""
+    """The server lacks a resource for the request: device memory, even if the input runs alone; space for a file; or a
+    free slot, because too many other requests use it at this moment.
+    """
 
     code, status, retryable, retry_after_s = "RESOURCE_EXHAUSTED", 503, True, 5
 
 
 class QueueFull(SIEError):
-    """More work waits than would be done within the budget; `queue_depth`."""
+    """So much work is waiting that the request would not be done within its time budget, or the gateway is at a limit.
+    `queue_depth`: number of waiting messages or requests.
+    """
 
     code, status, retryable, retry_after_s = "QUEUE_FULL", 503, True, 1
 
 
 class QueueUnavailable(SIEError):
-    """The broker, or the store of large inputs, could not be reached, or has no room (reason `store_full`)."""
+    """The broker or the store of large inputs cannot be reached, or is full (reason `store_full`)."""
 
     code, status, retryable, retry_after_s = "QUEUE_UNAVAILABLE", 503, True, 2
 
@@ -299,8 +309,8 @@ CONFIG_CHANGED = "config_changed"
 
 
 class NotReady(SIEError):
-    """The process has not read its catalogue or its keys yet, or what it needs is not set up. With reason
-    `config_changed`: gateway and worker did not get the same entry of the model in time.
+    """The process has not read its catalogue or its keys yet, or a service that it needs is not configured. Reason
+    `config_changed`: gateway and worker did not get the same revision of the model in time.
     """
 
     code, status, retryable, retry_after_s = "NOT_READY", 503, True, 2
@@ -310,19 +320,19 @@ SHUTTING_DOWN = "this gateway is shutting down: send the request again, to anoth
 
 
 class ShuttingDown(SIEError):
-    """This gateway is shutting down; send the request again, to another gateway."""
+    """This gateway is shutting down. Send the request again, to another gateway."""
 
     code, status, retryable, retry_after_s = "SHUTTING_DOWN", 503, True, 1
 
 
 class GatewayTimeout(SIEError):
-    """The budget of the request ended before its work was done."""
+    """The time budget of the request ended before its work was done."""
 
     code, status, retryable, retry_after_s = "GATEWAY_TIMEOUT", 504, True, 5
 
 
 def catalogue() -> list[type[SIEError]]:
-    """Return all leaf classes of the tree, in the order of the drawing above."""
+    """Return all classes of errors with a code, in the order of the drawing in the docstring of this module."""
     return list(_BY_CODE.values())
 
 
@@ -330,7 +340,9 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """Yield an error of each code and status, and one of each reason for which a client family has another status."""
+    """Yield one error for each code and status, and one for each reason that changes the status for some client
+    family.
+    """
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
@@ -339,7 +351,7 @@ def each_error() -> Iterator[SIEError]:
 
 
 def tei_type(error: SIEError) -> str:
-    """Return the error type that Text Embeddings Inference has for this error."""
+    """Return the `error_type` that Text Embeddings Inference would send for this error."""
     if isinstance(error, QueueFull | ResourceExhausted | RateLimited):
         return "Overloaded"
     if error.retryable and error.status == 503:
@@ -354,7 +366,7 @@ Facts = Literal["all", "code and message", "message", "code", "request id", "TEI
 
 
 class Member(NamedTuple):
-    """A member of an error's body, its contents, and the client that reads it there."""
+    """One member of an error's HTTP body: its name, its contents, and the client that reads it."""
 
     name: str
     holds: Facts
@@ -390,8 +402,8 @@ _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 def envelope(
     error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native"
 ) -> dict[str, Any]:
-    """Return the HTTP body of `error` for a client family. It has the members that the row of FAMILIES names, and the
-    `errors` of single inputs.
+    """Return the HTTP body of `error` for a client family: the members that FAMILIES lists for the family, and
+    `errors`, the errors of single inputs, if there are any.
     """
     code = _SPELLED.get(family, str)(error.code)
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")

@@ -9,7 +9,7 @@ _IGNORED = re.compile(
     r"nvidia|tesla|quadro|geforce|amd|radeon|instinct|apple|graphics|gpu|generation|(sxm|hbm)\d?e?|pcie|nvl"
 )
 _MEMORY = re.compile(r"\d+gb")
-_OF_TWO_SIZES = ("a100", "v100")  # GPUs that are sold with two sizes of memory, so that the type includes the size
+_OF_TWO_SIZES = ("a100", "v100")  # GPUs that are sold with two memory sizes; their type includes the size
 
 
 @functools.lru_cache(256)

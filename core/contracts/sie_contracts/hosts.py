@@ -1,4 +1,6 @@
-"""Workers of a lane, and the order in which a model chooses them as hosts."""
+"""Hosts of models: a host is a worker that should load a model. This module orders the workers of a lane (pool, machine
+profile and bundle) for the choice of hosts.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
-_LOAD_STEPS = 10  # steps of planned use: workers that differ by less than a tenth count as equal
+_LOAD_STEPS = 10  # Use is compared in tenths: workers whose planned use is in the same tenth count as equal.
 _NEAR = 16
-Key = tuple[bool, int, int]  # (has no room, planned use in tenths, number of models)
+# order of workers: first those with room, then by planned use in tenths, then by number of models
+Key = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class HostWorker:
     holdings: Holdings
     slots: int
     models: set[str] = field(default_factory=set)
-    use: float = 0.0  # planned use of a worker in this planning step
+    use: float = 0.0  # share of the worker's time, from 0 to 1, that the present plan uses
 
     @property
     def free(self) -> int:
@@ -52,13 +55,13 @@ class HostWorker:
 
 
 class Order:
-    """Workers in the order in which a model chooses them if none of them has loaded it: by room, planned use and number
-    of models.
+    """Workers in the order in which a model chooses them as hosts, if none of them has loaded it. The order is by
+    `Key`: first workers with room, then by planned use, then by number of models.
 
-    Workers with equal keys are placed on a ring by hash. A model considers the next _NEAR workers after its own hash
-    (consistent hashing) and chooses the one with the smallest hash of worker and model (rendezvous hashing). So each
-    model has a separate order, which does not change when a worker joins or leaves. The models of a lost worker are
-    spread over different workers.
+    Workers with equal keys are on a ring, ordered by a hash of their names. A model takes the next _NEAR workers after
+    its own hash (consistent hashing) and chooses the one with the smallest hash of worker and model (rendezvous
+    hashing). So different models prefer different workers, the preference hardly changes when a worker joins or leaves,
+    and the models of a lost worker move to different workers.
     """
 
     def __init__(self, workers: Iterable[HostWorker]) -> None:
@@ -72,7 +75,7 @@ class Order:
         self._sorted = sorted(self._rings)
 
     def moved(self, worker: HostWorker) -> None:
-        """Move the worker to its new position in the order: its key may have changed."""
+        """Put the worker at its new position, after its room, use or number of models has changed."""
         before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
         if key == before:
             return
@@ -89,8 +92,8 @@ class Order:
             bisect.insort(self._sorted, key)
 
     def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
-        """Return the key and the name of the first worker for a model of this hash that is not in `excluded`. Returns
-        None if there is no such worker. With `only_free`, the worker must also have room.
+        """Return the key and the name of the first worker that is not in `excluded`, for a model with the hash `lot`.
+        Return None if there is none. With `only_free`, a worker without room does not count.
         """
         for key in self._sorted:
             if only_free and key[0]:

@@ -4,13 +4,14 @@
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
 
-The output of a shard is stored in one write, and then its record is written. A leader that dies between the two writes
-leaves an output without a record, which the next leader finds. A part that cannot be read has a record and no output.
-The rules of evolution in `messages` apply.
+The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
+shard. It writes the output of a shard to the store first, and the record of the shard after that. If it dies between
+the two writes, the next leader finds the output without a record. A part that cannot be read has a record and no
+output. The rules in `messages` for changes of messages apply.
 
-Every gateway holds all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
-MAX_RECORD_BYTES. The request of a client is checked when it is submitted. Texts that a job collects while it runs are
-cut by `bounded`.
+Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
+MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
+that are added while the job runs.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from sie_contracts.api.jobs import ENDED, MAX_REQUEST_BYTES, JobRequest, JobStat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 
 FileState = Literal["writing", "ready", "removing"]
-MAX_CODES = 20  # error codes that are counted separately; all other codes are counted as OTHER
-MAX_BROKEN = 20  # parts of the input that a record names as unreadable
+MAX_CODES = 20  # largest number of error codes that a record counts separately; all other codes are counted as OTHER
+MAX_BROKEN = 20  # largest number of unreadable parts of the input that a record names
 MAX_RECORD_BYTES = 64 << 10
-# bytes of an error message; bytes of the name of an unreadable part and its error
+# largest number of bytes of an error message, and of the name of an unreadable part with its error
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
-MAX_WORD_BYTES = 128  # bytes of a code, a reason or a fingerprint
-# bytes of the name of an object with its rows; in S3, the name of an object has at most 1024 bytes
+MAX_WORD_BYTES = 128  # largest number of bytes of a code, a reason or a fingerprint
+# largest number of bytes of an object's name with its rows; a name in S3 has at most 1024 bytes
 MAX_SOURCE_BYTES = 4096
 _CUT = "…".encode()
 T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
@@ -57,10 +58,12 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
 
 
 class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A part of the input: rows `first` to `first + rows` of an object. `start` and `end` are byte offsets of a text
-    format, or row groups of Parquet. For images, `source` is the folder and `after` the name before the first image.
+    """A part of the input: rows `first` to before `first + rows` of the object `source`. `start` and `end` are byte
+    offsets in a text format, or numbers of row groups in Parquet. For images, `source` is the folder, and the rows are
+    the images after the name `after`.
 
-    `tag` is the entity tag that the object had when the job was planned. If the tag has changed, the object is refused.
+    `tag` is the entity tag of the object when the job was planned. If it has changed when the rows are read, they are
+    refused.
     """
 
     source: str
@@ -82,9 +85,9 @@ class Unread(msgspec.Struct, frozen=True):
 
 
 class Again(msgspec.Struct, frozen=True):
-    """Rows of a span that a retry answers again: the rows that failed in each of `parts`, the outputs of earlier jobs
-    in their order. A part is (id of the job, name of its part). The name is empty if the job had no part for the span;
-    then all rows of the span count as failed. `rows`: number of rows that failed in the last part.
+    """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
+    id, file name); the retry runs the rows that failed in each of them. An empty file name means that the job had no
+    output for these rows, so all of them failed. `rows`: number of rows that failed in the last file.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -92,9 +95,9 @@ class Again(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
-    """Parts of the input, by number, and the objects that cannot be read. The payload store has the plan as one object.
-    `again`: the rows of each span that a retry of another job answers. `repeated`: lines of a batch whose id equals the
-    id of an earlier line.
+    """Plan of a job: its input as numbered parts, and the objects that cannot be read. It is one object in the payload
+    store. `again`: for a retry, the rows of each part that run again. `repeated`: lines of a batch whose id was used by
+    an earlier line.
     """
 
     spans: tuple[RowSpan, ...]
@@ -104,13 +107,13 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Return the number of rows to answer, for each part."""
+        """Return the number of rows to answer in each part."""
         return tuple(span.rows for span in self.again or self.spans)
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"):
-    """A shard that was answered, with the `name` and the digest of its object. A shard with an `error` cannot be read
-    and has no object.
+    """Record of a shard: the answers to one part of the input, with the `name` and SHA-256 of the output file. With an
+    `error`, the part could not be read and there is no file.
     """
 
     name: str
@@ -129,16 +132,16 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="shard/1"
 class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
-    `owner`: key of the credential whose turn, quota and permissions the job uses; `owner_name`: its name in metrics.
-    `wanted`: the last command of the owner, run, pause or cancel. `leader`: the gateway that runs the job. Only the
-    leader writes progress and end. If it is empty, no gateway runs the job, or the job has ended.
+    `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
+    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; only this
+    gateway writes the progress and the end. An empty `leader` means that no gateway runs the job, or that it has ended.
 
-    `done`, `failed`, `reused`, `tokens`, `codes` are sums over the shards that have a record, and over the rows of
-    other shards that the leader has answered. A new leader answers the rows of these other shards again. `is_planned`:
-    rows and shards are known.
+    `done`, `failed`, `reused`, `tokens` and `codes` count the rows that are answered, including rows of shards that
+    have no record yet; a new leader runs the rows of these shards again. `is_planned`: the numbers of rows and shards
+    are known.
 
-    `lost`: the leaders, in order, that ended without passing the job on, since `peak_done` rows were done. `peak_done`:
-    the largest value of `done` when a leader ended in this way.
+    `lost`: gateways that led the job and ended without passing it on, in order; the list starts again when `done` has
+    risen above `peak_done`. `peak_done`: the highest value of `done` when such a gateway ended.
     """
 
     id: str
@@ -150,7 +153,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     request: JobRequest | None = None
     batch: BatchRequest | None = None
     model: str = ""  # resolved name of the model, with its profile
-    lane: str = ""  # lane whose workers answer the job
+    lane: str = ""  # lane (pool, machine profile and bundle) whose workers run the job
     fingerprint: str = ""
     leader: str = ""
     lost: tuple[str, ...] = ()
@@ -169,7 +172,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     error: ErrorInfo | None = None
     trouble: ErrorInfo | None = None
     rows_per_s: float = 0.0
-    spread: float = 0.0  # relative spread of rows_per_s
+    spread: float = 0.0  # relative standard error of rows_per_s
     updated_s: float = 0.0
     started_s: float = 0.0
     finalizing_s: float = 0.0
@@ -185,8 +188,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Return the address of the output; empty if the output is stored with the job. The output of a retry is in the
-        same folder as the parts that it answers again.
+        """Return the URL of the output folder; empty if SIE stores the output. A retry writes to a subfolder of the
+        folder of the first job.
         """
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
@@ -200,8 +203,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with its texts shortened to their limits. These are texts that a job collects while it runs.
-    Raises ValueError if the record still has more than MAX_RECORD_BYTES.
+    """Return the record with the texts that were added while the job runs, shortened to their limits. Raises ValueError
+    if the record is still larger than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):
@@ -223,7 +226,7 @@ def bounded(record: T) -> T:
             source=cut_text(record.source, MAX_SOURCE_BYTES),
         )
     if (size := len(encode(cut))) > MAX_RECORD_BYTES:
-        raise ValueError(f"a record of {size} bytes, expected at most {MAX_RECORD_BYTES}")
+        raise ValueError(f"the record has {size} bytes, expected at most {MAX_RECORD_BYTES}")
     return cut
 
 
@@ -235,7 +238,7 @@ def cut_text(text: str, most: int) -> str:
 
 
 def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
-    """Return an error without its extras: replies about a job have no extras."""
+    """Return the error with shortened texts and without extras, which replies about jobs do not have."""
     if info is None:
         return None
     code, reason, param = (cut_text(word, MAX_WORD_BYTES) for word in (info.code, info.reason, info.param))
@@ -243,7 +246,7 @@ def _cut_error(info: ErrorInfo | None) -> ErrorInfo | None:
 
 
 def _cut_codes(codes: dict[str, int]) -> dict[str, int]:
-    """Return the first MAX_CODES + 1 codes: the codes that are counted separately, and OTHER."""
+    """Return the first MAX_CODES + 1 counts of error codes: MAX_CODES codes, and OTHER, the sum of all other codes."""
     return {cut_text(code, MAX_WORD_BYTES): count for code, count in list(codes.items())[: MAX_CODES + 1]}
 
 

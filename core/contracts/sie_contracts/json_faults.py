@@ -1,7 +1,8 @@
-"""Messages for a body that is not JSON: the fault and its position. They repeat no part of the body, because it is
-input.
+"""Error messages for a body that is not JSON: the fault and its position. They repeat no part of the body, because it
+is input of a client.
 
-The decoder reports where it stopped, except for a body that ends early or has half of a surrogate pair.
+The JSON decoder reports the position of most faults. It does not report it for a body that ends early or that has one
+half of a surrogate pair; then this module finds it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import re
 
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-_ESCAPE_BYTES = 6  # bytes of \uXXXX; the decoder stops after one half of a surrogate pair, or after the next escape
+# Bytes of one escape \uXXXX. At a lone half of a surrogate pair, the decoder stops after that half, or one escape
+# later.
+_ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 def fault_of(body: bytes, error: Exception) -> str:
-    """Explain why the decoder refused the body with `error`."""
+    """Return the error message for a body that the decoder refused with `error`."""
     if not body.strip():
         return "the body is empty: expected a JSON object"
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return f"the body begins with a byte order mark of {name}: send UTF-8 without one"
-    if isinstance(error, UnicodeDecodeError):  # the offset of this error counts from the start of a string
+    # this error counts from the start of a string in the body, so its offset is not used
+    if isinstance(error, UnicodeDecodeError):
         return f"the text is not valid UTF-8, {_place(body, _not_utf8(body))}"
     stopped = _AT.search(str(error))
     if "surrogate" in str(error) or (is_short := "truncated" in str(error)):
@@ -43,11 +47,11 @@ def fault_of(body: bytes, error: Exception) -> str:
 
 
 def _explained(body: bytes, at: int, says: str) -> str:
-    """Describe the fault at the position where the decoder stopped."""
+    """Return the message for a fault at the byte `at`, where the decoder stopped with the message `says`."""
     if "trailing characters" in says:
-        at = max(0, at - 1)  # the decoder has read the first of these characters
+        at = max(0, at - 1)  # the decoder has already read one of the trailing characters
     for number in _NO_NUMBERS:
-        for begin in (at, at - 1):  # the decoder stops only after a minus sign
+        for begin in (at, at - 1):  # at -Infinity the decoder stops after the minus sign
             if begin >= 0 and body.startswith(number, begin):
                 return f"{number.decode()} is no number in JSON, {_place(body, begin)}: send a number, or null"
     if body[at : at + 1] == b"'" or (at and body[at - 1 : at] == b"'"):
@@ -74,8 +78,8 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Return the offset of the half of a surrogate pair at which the decoder stopped. If the decoder gave no offset,
-    which happens near the end of the body, return the offset of the last half.
+    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; if the
+    decoder gave none, which happens near the end of the body, return the offset of the last half in the body.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

@@ -1,4 +1,4 @@
-"""Search for names that people type in another case or misspell. A search takes as long among ten thousand ids as among
+"""Search for the ids that are similar to a misspelled name. With ten thousand ids, a search takes about as long as with
 a hundred.
 """
 
@@ -12,20 +12,22 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
-# ids that are compared with a name, if there are more than ALL_COMPARED; a comparison takes up to 0.1 ms
+# The ids compared with a name: the MAX_COMPARED most promising ones if there are more than ALL_COMPARED, otherwise all.
+# A comparison takes up to 0.1 ms.
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# largest number of occurrences of the name's pieces in the ids that are counted, to choose the ids to compare
+# To find the promising ids, occurrences of the name's pieces in the ids are counted, rare pieces first, up to this
+# number.
 _MAX_PLACES = 2000
 _PIECE = 3
 _LONG = 20
 _LONGEST = 256
-_LIKE = 0.7  # smallest similarity of a suggestion (1: equal): one or two letters are wrong, missing or exchanged
+_LIKE = 0.7  # smallest similarity of a suggestion (1: equal); one or two letters may be wrong, missing or exchanged
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return the end of a message about an unknown field: "; did you mean `x`?" with the most similar candidate.
-    Returns an empty string if no candidate is similar.
+    """Return "; did you mean `x`?" with the most similar candidate, for the end of an error message. Return an empty
+    string if no candidate is similar enough.
     """
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(candidates), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
@@ -43,7 +45,9 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
 
 
 def in_words(message: str) -> str:
-    """Translate a message of msgspec about a type into plain words: "expected a string or null, got a whole number"."""
+    """Replace the type names in a message of msgspec by plain words, as in "expected a string or null, got a whole
+    number".
+    """
     return _EXPECTED.sub(
         lambda match: f"expected {_kinds(match[1])}" + (f", got {_kinds(match[2])}" if match[2] else ""), message
     )
@@ -55,14 +59,14 @@ def _kinds(types: str) -> str:
 
 
 class NameIndex:
-    """An index over a fixed set of ids. Its tables are built at the first look-up."""
+    """Index of ids for the search by similar names. Its tables are built at the first search."""
 
     def __init__(self, ids: Iterable[str]) -> None:
         self._ids = ids
 
     @cached_property
     def _folded(self) -> dict[str, list[str]]:
-        """Return the ids by their case-folded form."""
+        """Return a map from each id in its case-folded form to the ids as they are written."""
         ids: dict[str, list[str]] = {}
         for name in self._ids:
             ids.setdefault(name.casefold(), []).append(name)
@@ -70,34 +74,41 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return the case-folded ids as lines of one text, as a list, and the offset of each id in the text."""
+        """Return the case-folded ids in three forms: as one text with an id per line, as a list, and the offset of each
+        id in the text.
+        """
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
     def same(self, name: str) -> str | None:
-        """Return the only id that equals `name` except for case; None if there is not exactly one."""
+        """Return the id that equals `name` when case is ignored. Return None if there is no such id, or more than
+        one.
+        """
         ids = self._folded.get(name.casefold(), ())
         return ids[0] if len(ids) == 1 else None
 
     def near(self, name: str, count: int = 3, keep: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """Return the ids that are most similar to `name`, best first. Only ids for which `keep` returns True are
-        included. `name` may lack the organisation, or be a part of an id.
+        """Return at most `count` ids that are most similar to `name`, best first. Ids for which `keep` returns False
+        are left out. `name` may be an id without its organisation, or a part of an id.
         """
         folded = name.casefold()[:_LONGEST]
         able = [line for line in self._alike(folded) if keep(self._folded[line][-1])]
         tails = {line.rpartition("/")[2]: line for line in able}
         hits = difflib.get_close_matches(folded, able, count, 0.5)
         hits += [tails[tail] for tail in difflib.get_close_matches(folded.rpartition("/")[2], list(tails), count, 0.6)]
-        if len(folded) >= _PIECE:  # the name may be a part of an id
+        if len(folded) >= _PIECE:  # shorter names would be part of too many ids
             hits += sorted((line for line in able if folded in line), key=len)
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids that have the largest number of rare pieces in common with a name."""
+        """Return the ids to compare with a name: those that have the most rare pieces (three letters) in common with
+        it.
+        """
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # for a long name, every second piece or fewer are enough: each piece is searched in the whole text
+        # A long name has enough pieces: only every second one or fewer are used, because each is searched in the whole
+        # text.
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

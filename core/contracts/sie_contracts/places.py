@@ -1,4 +1,4 @@
-"""Paths of the file system in messages to clients: only the last part of a path is shown."""
+"""Removal of paths of this machine from messages to clients: only the last part of a path is shown."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 
-# A path from the root or the home folder. A part of a name (org/model), of a URL (s3://bucket/key) or of a phrase
-# (and/or) does not match.
+# An absolute path, or one that begins with ~. It does not match a part of a name (org/model), of a URL
+# (s3://bucket/key) or of a phrase (and/or).
 _PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
 
 
 def without_paths(text: str) -> str:
-    """Return the text in which `…/NAME` replaces each absolute path."""
+    """Return the text with each absolute path replaced by `…/NAME`."""
     return _PATH.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)
 
 
 def public(error: ErrorInfo) -> ErrorInfo:
-    """Return the error in the form that a client may see."""
+    """Return the error without absolute paths, as a client may see it."""
     extras: dict[str, Any] = {
         key: without_paths(value) if isinstance(value, str) else value for key, value in error.extras.items()
     }

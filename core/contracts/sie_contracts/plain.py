@@ -1,10 +1,10 @@
 """Bodies of clients as plain values: maps with text keys, lists, text, numbers, booleans, null, and bytes in msgpack.
 
-    bytes ──count──► values in them ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
+    bytes ──count──► number of values ──from_json, from_msgpack──► plain value      └ Malformed: what is wrong
 
-Arrays, timestamps and other extension types are not decoded: an array stays a map (see `arrays`) until the code of its
-field unpacks it. So code that reads a field has to expect only these types, and any value can be compared, hashed by
-type and encoded again.
+Arrays, timestamps and other extension types are not decoded: an array stays a map (see `arrays`), and the code that
+reads the field unpacks it. So code has to expect only these types, and every value can be compared, hashed and encoded
+again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from sie_contracts import arrays, body_values
 from sie_contracts.body_values import MAX_NESTING
 from sie_contracts.json_faults import fault_of
 
-SMALL_BYTES = 4096  # bytes of a body below which its values are not counted
+SMALL_BYTES = 4096  # size of a body up to which its values are not counted, because it cannot contain too many
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """Error of bytes that are no plain value, or that have too many values. `reason` is the reason in the client's
-    error. The message repeats no part of the bytes.
+    """Error for bytes that are not a plain value, or that contain too many values. `reason` is the reason in the
+    client's error. The message repeats no part of the bytes.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -35,7 +35,7 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return an upper bound of the number of values in the bytes; 0 for a body that is too small to matter. Raises
+    """Return an upper bound of the number of values in the bytes, or 0 for a body of at most SMALL_BYTES. Raises
     Malformed for too many values.
     """
     if len(data) <= SMALL_BYTES:
@@ -48,7 +48,7 @@ def count(data: bytes, *, msgpack: bool) -> int:
 
 def from_json(data: bytes, *, is_counted: bool = False) -> Any:
     """Decode JSON. Raises Malformed for bytes that are not JSON, invalid UTF-8, a lone surrogate, nesting deeper than
-    MAX_NESTING, and too many values. `is_counted`: `count` was called before.
+    MAX_NESTING, and too many values. `is_counted`: the caller has already called `count`.
     """
     if not is_counted:
         count(data, msgpack=False)
@@ -58,8 +58,8 @@ def from_json(data: bytes, *, is_counted: bool = False) -> Any:
 
 
 def from_msgpack(data: bytes, *, is_counted: bool = False) -> Any:
-    """Decode msgpack. Keys of bytes become text, and an array becomes its map. Raises Malformed in the same cases as
-    `from_json`, and for other types.
+    """Decode msgpack. Keys that are bytes become text, and arrays become maps. Raises Malformed in the same cases as
+    `from_json`, and for values of other types.
     """
     if not is_counted:
         count(data, msgpack=True)
@@ -82,13 +82,15 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
 
 
 def _clean(error: Exception) -> str:
-    """Return the decoder's message with offsets and types. A quoted fragment is removed, because it might be input."""
+    """Return the decoder's message without the fragment of the body that it may quote, because that is a client's
+    input.
+    """
     return str(error).split("'")[0].split('"')[0].strip()[:120]
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Check the nesting; for msgpack also types and keys. The types of a long list are compared in C, which takes a
-    fifth of the time of a test for each value.
+    """Raise Malformed for values that are nested too deep, and in msgpack also for wrong types of values and keys. The
+    types of a list are compared as a set, which takes a fifth of the time of a test for each value.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

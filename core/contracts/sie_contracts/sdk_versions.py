@@ -1,9 +1,10 @@
-"""Dialects of the public SDKs of SIE: their expectations of a server, by the version in their header
+"""Dialects of the public SIE SDKs: what a version of the SDK expects of a server. The version is in the header
 `X-SIE-SDK-Version`.
 
-    version ──► dialect_of ──► the first row of DIALECTS that is not newer ──► holds, item errors, statuses, codes
+    version ──► dialect_of ──► the last row of DIALECTS whose version is not newer ──► Dialect
 
-Our own clients send their version in another header, `X-SIE-Client-Version`, and get NATIVE, like all other clients.
+The clients of this project send their version in another header, `X-SIE-Client-Version`. They and all other clients get
+the dialect NATIVE.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Expectations of a range of client versions.
+    """Expectations that a range of client versions has of a server.
 
-    `holds`: whether a request waits in the gateway for a model that is not loaded. A client that repeats requests
-    itself gives its last attempt only the remaining budget, so a request of this client is answered at once.
-    `on_item_error`: effect of a failed input if the request does not name one. `statuses`: status of an error, by its
-    code. `codes`: code that replaces the code of an error that may be retried; a client does not retry after a code
-    that it does not know.
+    `holds`: whether a request waits in the gateway while its model is loaded. It does not for the public SDKs, which
+    repeat requests themselves: the gateway answers them at once. `on_item_error`: default of this parameter.
+    `statuses`: HTTP status by error code, where it differs from ours. `codes`: error code to send instead of a
+    retryable code that these clients do not know; they would not retry after an unknown code.
     """
 
     holds: bool = True
@@ -42,8 +42,8 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` in the form that these clients read. If its code is replaced and it has no reason, the
-        original code becomes the reason.
+        """Return `error` as these clients expect it. If its code is replaced and it has no reason, the original code
+        becomes the reason.
         """
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
@@ -60,7 +60,7 @@ class Dialect:
 
 NATIVE = Dialect()
 _FAILED = {"MODEL_LOAD_FAILED": 502}
-# clients repeat a request with this code only three times: the failure may be permanent
+# these clients repeat RESOURCE_EXHAUSTED only three times, which is right because the failure may be permanent
 _MIXED = {"ALL_ITEMS_FAILED": "RESOURCE_EXHAUSTED"}
 
 
@@ -69,9 +69,9 @@ def _busy(code: str, *codes: str) -> dict[str, str]:
 
 
 DIALECTS: tuple[tuple[tuple[int, int, int], Dialect], ...] = (
-    # these clients read 202 as "not yet", and repeat a request after any 503
+    # up to 0.6.4, clients read status 202 as "not yet", and repeat a request after any 503
     ((0, 0, 0), Dialect(False, "fail", _FAILED | {"PROVISIONING": 202}, _MIXED)),
-    # these clients repeat a request after a 503 only for certain codes
+    # from 0.6.5 on, clients repeat a request after a 503 only for certain codes
     ((0, 6, 5), Dialect(False, "fail", _FAILED, _busy("PROVISIONING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
     ((0, 7, 3), Dialect(False, "fail", _FAILED, _busy("QUEUE_FULL", "QUEUE_UNAVAILABLE"))),
     ((0, 9, 0), Dialect(False, "fail", _FAILED, _busy("QUEUE_UNAVAILABLE"))),
@@ -85,7 +85,7 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
 
 
 def dialect_of(version: str) -> Dialect:
-    """Return the dialect of a public SDK of this version. If the version is not known, return the newest dialect."""
+    """Return the dialect of a version of the public SDK; the newest dialect if the version cannot be parsed."""
     number = _parsed(version)
     if number is None:
         return DIALECTS[-1][1]
@@ -93,9 +93,9 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """Return the contract version for the reply to a public SDK: the version of the SDK, at most ours.
+    """Return the contract version to send to a public SDK: its own version, but at most the version of this server.
 
-    A public SDK compares it with its own version, and warns if they differ by more than one minor version.
+    The SDK warns if this version differs from its own by more than one minor version.
     """
     number = _parsed(version)
     if number is None:

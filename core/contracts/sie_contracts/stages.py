@@ -1,6 +1,6 @@
-"""Stages of a request, in the order of their times: the key of each in `timing` of a reply, and its word for people.
+"""Stages of a request in the order of time: the key of each stage in `timing` of a reply, and its name for people.
 
-The console, `sie try` and the documentation use these words. The stages are contiguous: they add up to
+The console, `sie try` and the documentation use these names. The stages follow each other without gaps: their sum is
 `total_time`.
 """
 

@@ -1,4 +1,4 @@
-"""Parts of the frames of /ws/cluster-status. Gateways write them, and clients of SIE read them."""
+"""Types in the frames of /ws/cluster-status. Gateways write the frames, and SIE's clients read them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class QueueInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Messages of a lane and priority in the queue, or of one `model` there, with leased messages. `oldest_s` is the
-    age of the oldest message.
+    """Messages in the queue for a lane (pool, machine profile and bundle) and a priority, or only those for one
+    `model`. Leased messages count too. `oldest_s`: age of the oldest message in seconds.
     """
 
     pool: str

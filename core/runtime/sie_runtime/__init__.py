@@ -1,1 +1,1 @@
-"""Common functions of every process of the cluster: start, logging, ports, the catalogue, stop."""
+"""Functions that every process of the cluster uses: start and end, logging, HTTP server, reading of the catalogue."""

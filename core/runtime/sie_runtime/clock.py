@@ -1,10 +1,10 @@
-"""Estimate of the broker's clock, so that ages and deadlines are the same on every machine.
+"""Estimate of the broker's clock, by which all machines judge ages and deadlines.
 
     8 requests for the time ──► the answer with the shortest round trip ──► offset of our monotonic clock; half the
     round trip is its margin of error
 
 Method: Cristian, "Probabilistic clock synchronization" (1989). After the first answer of the broker, `now_s` no longer
-uses our own wall clock.
+uses the wall clock of this machine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sie_runtime.process import Trouble
 
 SAMPLES = 8
 EVERY_S = 30.0
-RETRY_S = 1.0  # seconds between attempts until the first measurement has succeeded
+RETRY_S = 1.0  # seconds between two attempts, until the first measurement succeeds
 _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """Times of one request for the broker's time: our clock at the send and at the answer, and the broker's time in the
-    answer.
+    """Times of one request to the broker for its time, in seconds: our monotonic clock when it was sent and when the
+    answer came, and the broker's time in the answer.
     """
 
     asked_s: float
@@ -37,19 +37,19 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Return the broker's time minus our clock, and the margin of error, both in seconds. They are computed from the
-    sample with the shortest round trip. `samples` is not empty.
+    """Return (broker's time minus our clock, margin of error), both in seconds. They are computed from the sample with
+    the shortest round trip. `samples` must not be empty.
     """
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 
 
 class BrokerClock:
-    """Broker time. One task runs `run`; any task of the process may call `now_s` and `margin_s`.
+    """Clock of the broker. One task runs `run`; every task of the process may call `now_s` and `margin_s`.
 
-    `stream`: the leader of this stream is asked for the time, because the leader stamps the messages. Before the first
-    answer, `now_s` is the wall clock of this machine, and `margin_s` is infinite, so that no message is dropped because
-    of its age.
+    `stream`: the leader of this stream is asked for the time, because it sets the timestamps of messages. Before the
+    first answer, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no message is dropped as
+    too old.
     """
 
     def __init__(self, queue: Queue, stream: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,18 +62,18 @@ class BrokerClock:
         queue.on_reconnect(self._reconnected)
 
     def now_s(self) -> float:
-        """Return the broker's time in seconds since 1970, within `margin_s`."""
+        """Return the broker's time in seconds since 1970. The error is at most `margin_s`."""
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """Return this machine's wall clock minus the broker's clock, within `margin_s`; None before the first
-        answer.
+        """Return this machine's wall clock minus the broker's clock, in seconds; None before the first answer. The
+        error is at most `margin_s`.
         """
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
-        """Send up to SAMPLES requests. Raises BrokerError if the broker answers none; then the last measurement stays
-        in use.
+        """Measure the broker's time with up to SAMPLES requests. Raises BrokerError if none is answered; then the last
+        measurement is still used.
         """
         samples: list[ClockSample] = []
         for _ in range(SAMPLES):
@@ -88,12 +88,12 @@ class BrokerClock:
         self._offset_s, self.margin_s = estimate(samples)
 
     async def begin(self) -> None:
-        """Measure once, so that the broker's time is known from the start. A failure is not raised: `run` logs it."""
+        """Measure the broker's time once. A failure is not raised, because `run` measures again and logs failures."""
         with contextlib.suppress(BrokerError):
             await self.measure()
 
     async def run(self) -> None:
-        """Measure now, every EVERY_S and after each reconnect, until cancelled."""
+        """Measure the broker's time now, every EVERY_S seconds and after each reconnect, until cancelled."""
         trouble = Trouble(_logger, "the broker's time could not be read, its last known offset is kept")
         while True:
             self._again.clear()

@@ -1,4 +1,4 @@
-"""Connection of a process of the cluster to its broker."""
+"""Connection of a process to the broker, and reasons why it is not ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """Return `text`, a reason why a process is not ready, with the problems at the broker that cause it."""
+    """Return `text`, the reason why a process is not ready, followed by the problems at the broker that explain it."""
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 
@@ -23,8 +23,8 @@ def because(text: str, broker: Connection) -> str:
 async def connected(
     url: str | None, name: str, stop: Stop, *, password: Secret | None, user: str = ""
 ) -> AsyncIterator[Broker | None]:
-    """Connect to the broker at `url`, and close the connection at the end. Yields None if `stop` is requested before
-    the connection exists. Raises SettingError if `url` is None.
+    """Connect to the broker at `url`, and close the connection at the end of the context. Yields None if `stop` is
+    requested before the connection succeeds. Raises SettingError if `url` is None.
     """
     from sie_broker.nats import connect
 

@@ -1,5 +1,6 @@
-"""Control groups of this process: the memory and the cores that a container, a pod or a systemd unit may use. Supports
-both versions of the kernel's interface, and machines with version 1 for some controllers and version 2 for others.
+"""Control groups (cgroups) of this process: how much memory and how many cores a container, pod or systemd unit may
+use. Both versions of the kernel's interface are supported, also on machines that use one for memory and the other for
+CPU.
 """
 
 from __future__ import annotations
@@ -11,21 +12,19 @@ from pathlib import Path
 
 _MOUNTS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 of cgroups reports this number or a larger one if there is no limit
+_NO_LIMIT_BYTES = 1 << 60  # version 1 of cgroups reports at least this number of bytes if there is no limit
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one group: its limit, and the bytes that its processes use without the file pages that the kernel frees
-    first.
-    """
+    """Memory of one group, in bytes: its limit, and the used memory without file pages that the kernel can free."""
 
     used_bytes: int
     limit_bytes: int
 
 
 def memories() -> list[Memory]:
-    """Read the memory of the group of this process and of its parent groups. Groups without a limit are left out."""
+    """Return the memory of this process's group and of its parent groups. Groups without a limit are left out."""
     groups = []
     for folder, version in _groups("memory"):
         limit, used, dropped = (
@@ -33,19 +32,19 @@ def memories() -> list[Memory]:
             if version == 2
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         )
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or has "max", which means no limit
+        with contextlib.suppress(OSError, ValueError):  # no limit: the file does not exist, or contains "max"
             limit_bytes = int((folder / limit).read_text())
             if limit_bytes >= _NO_LIMIT_BYTES:
                 continue
             counters = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            # inactive file pages are counted as used, but the kernel frees them before an allocation fails
+            # inactive file pages count as used, but the kernel frees them before an allocation fails
             used_bytes = int((folder / used).read_text()) - int(counters.get(dropped, 0))
             groups.append(Memory(used_bytes, limit_bytes))
     return groups
 
 
 def memory_limit() -> int | None:
-    """Return the smallest memory limit of these groups in bytes; None if no group has a limit."""
+    """Return the smallest memory limit of this process's group and its parents, in bytes; None if there is no limit."""
     return min((memory.limit_bytes for memory in memories()), default=None)
 
 
@@ -55,7 +54,7 @@ def oom_kills() -> int:
     """
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError, ValueError):  # this error means that the file does not exist
+        with contextlib.suppress(OSError, ValueError):  # no counter: the file does not exist
             counters = dict(line.split() for line in (folder / name).read_text().splitlines())
             return int(counters.get("oom_kill", 0))
     return 0
@@ -65,7 +64,7 @@ def cores() -> float | None:
     """Return the smallest CPU quota of this group and its parent groups, in cores; None if no group has a quota."""
     quotas = []
     for folder, version in _groups("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # the files do not exist, or have "max", which means no limit
+        with contextlib.suppress(OSError, ValueError):  # no quota: the files do not exist, or contain "max"
             if version == 2:
                 quota, period = map(int, (folder / "cpu.max").read_text().split())
             else:
@@ -76,9 +75,7 @@ def cores() -> float | None:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folders from the group of this process up to the root, each with the version of its cgroup
-    interface.
-    """
+    """Yield (folder, version of the cgroup interface) for the group of this process and all its parents."""
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:
@@ -91,7 +88,7 @@ def _groups(controller: str) -> Iterator[tuple[Path, int]]:
             root, version = _MOUNTS / controller, 1
         else:
             continue
-        # in a container the root is the container's own group, and `path` may exist only on the host
+        # in a container, `root` is the container's own group, and the folder for `path` may exist only on the host
         folder = root / path.strip("/")
         while True:
             yield folder, version

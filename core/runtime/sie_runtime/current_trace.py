@@ -1,4 +1,4 @@
-"""Trace of the work in the current task, and its context in the headers of W3C."""
+"""Trace of the work that the current task does, and W3C headers that carry its context."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from contextvars import ContextVar
 
 from sie_contracts.wire.trace_context import NONE, Context
 
-MAX_STATE_CHARS = 512  # largest length of tracestate; the specification requires at least this length
-# attribute of a span: its stage in the timing of the reply (queue, preprocess, batch_wait, inference, postprocess)
+# largest number of characters of tracestate; the specification requires support for at least this number
+MAX_STATE_CHARS = 512
+# attribute of a span: the stage of the request that it measures (queue, preprocess, batch_wait, inference, postprocess)
 STAGE = "sie.stage"
 _CONTEXT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
-_VERSION = "00"  # version of the W3C specification
-_SAMPLED = 1  # bit in the flags of a trace context
-# id of the sampled trace of this task's work, 32 hex digits, else None
+_VERSION = "00"  # version of the W3C format that SIE writes
+_SAMPLED = 1  # bit in the flags of a trace context: the trace is sampled
+# Trace id of the current task's work, as 32 hex digits. None if there is no trace, or if it is not sampled.
 TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def context_from_headers(traceparent: str, tracestate: str) -> Context:
-    """Return the context that a client sent; empty if it is invalid, as the specification requires. A later version is
-    read as version 00.
+    """Return the context in a client's headers. It is empty if they are invalid, as the specification requires. A later
+    version of the format is read like version 00.
     """
     match = _CONTEXT.fullmatch(traceparent)
     if match is None:
@@ -35,8 +36,8 @@ def context_from_headers(traceparent: str, tracestate: str) -> Context:
 
 
 def trace_id_of(traceparent: str) -> str | None:
-    """Return the trace id of a context, 32 hex digits. Return None if the context is not sampled, because then no
-    collector has the trace.
+    """Return the trace id in a context, as 32 hex digits. Return None for a trace that is not sampled, because no
+    collector stores it.
     """
     match = _CONTEXT.fullmatch(traceparent)
     return match["trace"] if match is not None and _flags(match) & _SAMPLED else None

@@ -1,4 +1,4 @@
-"""Limit on open files of a process, and the number of connections that clients may use."""
+"""Limit on the open files of a process, and the number of client connections that follows from it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 import resource
 
 MAX_FILES = 1 << 16
-SPARE_FILES = 256  # number of descriptors that are reserved for uses other than connections of clients
+SPARE_FILES = 256  # number of open files that are reserved for everything except client connections
 
 
 def raise_limit() -> float:
-    """Raise this process's soft limit on open files, to MAX_FILES at most. Returns the new limit; infinity if the
-    system has no limit.
+    """Raise this process's soft limit on open files to at most MAX_FILES. Returns the resulting limit; infinity if
+    there is no limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
@@ -23,7 +23,7 @@ def raise_limit() -> float:
 
 @functools.cache
 def max_connections() -> int:
-    """Return the maximum number of client connections: the limit on open files, at most MAX_FILES, minus
+    """Return the largest number of client connections: the limit on open files (at most MAX_FILES) minus
     SPARE_FILES.
     """
     return max(1, int(min(raise_limit(), MAX_FILES)) - SPARE_FILES)

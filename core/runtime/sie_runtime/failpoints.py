@@ -26,22 +26,18 @@ class FailpointError(Exception):
 
 
 def parse(spec: str) -> dict[str, tuple[str, int]]:
-    """Parse the action of each failpoint, and the number of times that it acts. Raises ValueError for a spec that
-    cannot be read.
-    """
+    """Return (action, number of times) by failpoint. Raises ValueError if `spec` cannot be parsed."""
     actions = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
         match = _ONE.fullmatch(part)
         if match is None:
-            raise ValueError(
-                f"{part!r}: expected component.place=crash, =stop or =error, and then :count for more than one time"
-            )
+            raise ValueError(f"{part!r}: expected COMPONENT.PLACE=ACTION[:COUNT], where ACTION is crash, stop or error")
         actions[match[1]] = (match[2], int(match[3] or 1))
     return actions
 
 
 def arm(spec: str) -> None:
-    """Activate the failpoints that `spec` names, and no others."""
+    """Activate the failpoints in `spec`, and deactivate all others."""
     _ARMED.clear()
     _ARMED.update(parse(spec))
     if _ARMED:
@@ -49,7 +45,7 @@ def arm(spec: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Act if the failpoint `name` is active. The call costs one look-up while no failpoint is active."""
+    """Do the action of the failpoint `name`, if it is active. Without active failpoints, a call costs one test."""
     if _ARMED and name in _ARMED:
         _hit(name)
 

@@ -1,12 +1,13 @@
-"""Feed of the catalogue for gateway and sidecar: one full export, then deltas; polls of the epoch find missed deltas.
+"""Copy of the catalogue in gateways and sidecars. It starts with a full export, then each write arrives as a delta. A
+poll of the catalogue's epoch (its version) finds deltas that were missed.
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
                               ▲                      │ any other delta, a reconnect
                               └── epoch differs ◄────┴── poll
 
 A snapshot is replaced as a whole and never edited, so a request uses one revision from start to end. A snapshot is not
-replaced by an older one, an empty one, or one that cannot be read to the end. In these cases, and while the config
-service cannot be reached, the last good snapshot stays in use.
+replaced by an older one, an empty one, or one that cannot be decoded completely. In these cases, and while the config
+service cannot be reached, the last good snapshot is used.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel, has_seen
 from sie_runtime.process import Stop, Trouble, retry
 
-READ_S = 30.0  # time limit for one answer of the config service, in seconds
+READ_S = 30.0  # seconds within which the config service must answer a request
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
-# upper bound in seconds of the random pause before a request: all readers see the same event at the same time
+# A change reaches all readers at the same time, so each waits a random time of up to so many seconds before its
+# request.
 SPREAD_S = 0.2
-_SLICE = 50  # entries that are parsed before other tasks of the event loop may run: about 1 ms
-_RESULTS = ("applied", "untrusted", "gap", "stale")  # results of a delta that could be decoded
+_SLICE = 50  # number of entries that are parsed before other tasks may run; they take about 1 ms
+# what was done with a delta: applied; or ignored, because its sender is not trusted, an earlier delta is missing, or it
+# is already known
+_RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
 
 class RawModel(msgspec.Struct, frozen=True):
-    """The fields of a ConfigModel that a reader needs. The configuration is decoded later."""
+    """Fields of a ConfigModel that this reader needs. The entry itself is decoded later."""
 
     model_id: str
     model_config: msgspec.Raw
@@ -52,7 +56,7 @@ class RawModel(msgspec.Struct, frozen=True):
 
 
 class RawExport(msgspec.Struct, frozen=True):
-    """The fields of a ConfigExport that a reader needs."""
+    """Fields of a ConfigExport that this reader needs."""
 
     epoch: str
     models: tuple[RawModel, ...]
@@ -65,9 +69,7 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """Error for a config service that cannot be reached, or with an answer that may not replace the present
-    catalogue.
-    """
+    """Raised if the config service cannot be reached, or if its answer may not replace the present catalogue."""
 
 
 class ConfigSource(Protocol):
@@ -79,7 +81,7 @@ class ConfigSource(Protocol):
 
 
 class HttpConfigSource:
-    """Reader of the config service over HTTP, with the read token. Its methods raise ConfigUnavailable."""
+    """Client of the config service over HTTP, with the read token. Its methods raise ConfigUnavailable."""
 
     def __init__(self, url: str, token: Secret | None) -> None:
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
@@ -118,13 +120,13 @@ class HttpConfigSource:
 
 
 def config_source(url: str | None, token: Secret | None) -> ConfigSource | None:
-    """Return a source for the config service at `url`; None if there is no URL."""
+    """Return a client for the config service at `url`; None if `url` is None or empty."""
     return HttpConfigSource(url, token) if url else None
 
 
 async def snapshot(export: Export) -> Catalogue:
-    """Parse an export into a catalogue. If one entry is invalid, the whole export is refused. Other tasks of the event
-    loop run in between: ten thousand entries take 0.2 s.
+    """Return the catalogue in an export. One invalid entry makes the whole export invalid. Other tasks may run between
+    entries, because ten thousand entries take 0.2 s.
 
     Raises ValidationFailed, which names the model, for an invalid model, and msgspec.ValidationError for an invalid
     bundle.
@@ -150,7 +152,7 @@ def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
 
 
 class CatalogueFeed:
-    """Keeps the present snapshot of the catalogue. Listeners of `on_change` are called after each new snapshot."""
+    """Keeps the catalogue of this process up to date. Listeners of `on_change` are called after each new snapshot."""
 
     def __init__(
         self,
@@ -164,11 +166,11 @@ class CatalogueFeed:
         bundle: str | None = None,
     ) -> None:
         self.catalogue = initial or Catalogue()
-        self.first = asyncio.Event()  # set with the first snapshot
+        self.first = asyncio.Event()  # set when the first snapshot is there
         if initial is not None:
             self.first.set()
         self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
-        self.deltas["unknown", "invalid"] = 0  # number of deltas by kind and result, since the start
+        self.deltas["unknown", "invalid"] = 0  # number of deltas since the start, by (kind, result)
         self._bus = bus
         self._source = source
         self._trusted = frozenset(trusted)
@@ -177,10 +179,12 @@ class CatalogueFeed:
         self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
         self._bundle = bundle
         self._listeners: list[Callable[[], None]] = []
-        self._is_rewound = False  # true: the store has an older epoch than this reader
+        # true: the catalogue of the config service is older than ours, so its store has lost writes
+        self._is_rewound = False
         self._refresh = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
-        self._replaced = asyncio.Event()  # each new snapshot sets this event and creates the next one
+        # is set when the present snapshot is replaced; each snapshot has its own event
+        self._replaced = asyncio.Event()
         self._subscription: Subscription | None = None
         self._trouble = Trouble(_logger, "the catalogue stays as it was")
 
@@ -193,8 +197,8 @@ class CatalogueFeed:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Read the catalogue again until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is
-        true in the end. If it is true at once, no request is sent.
+        """Read the catalogue until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is true
+        at the end. If it is true at the beginning, nothing is read.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -204,8 +208,8 @@ class CatalogueFeed:
         return is_enough(self.catalogue)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the catalogue until `stop`. The first snapshot is fetched with retries. After a later failure the last
-        good snapshot stays in use.
+        """Follow the catalogue until `stop`. The first snapshot is requested until it arrives. When a later read fails,
+        the last good snapshot stays in use.
         """
         self._subscription = await retry(
             lambda: self._bus.subscribe(self._subject, self._on_delta),
@@ -241,20 +245,20 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Read the epoch again soon. A random pause spreads the readers, which all do this at the same moment."""
+        """Read the epoch after a short random pause, because all readers do so at the same time."""
         if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
             self._soon = asyncio.get_running_loop().call_later(
                 SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
             )
 
     async def _is_late(self, source: ConfigSource) -> bool:
-        """Return whether the catalogue must be read again. If no missed write concerns the bundle of this reader, only
-        the epoch of its catalogue is updated.
+        """Return whether the whole catalogue must be read again, because this reader has missed a write. If none of the
+        missed writes concerns the bundle of this reader, only the epoch of its catalogue is changed.
         """
         before = self.catalogue.epoch
         state = await source.epoch()
         self._refuse_older(state.epoch, before)
-        present = self.catalogue.epoch  # a delta may have been applied in the meantime
+        present = self.catalogue.epoch  # the catalogue may have changed while the request ran
         if has_seen(present, state.epoch):
             return False
         since = state.bundles.get(self._bundle) if self._bundle else None
@@ -268,8 +272,10 @@ class CatalogueFeed:
         new = await snapshot(await source.export())
         self._refuse_older(new.epoch, before)
         if not new.entries:
-            raise ConfigUnavailable("an export without any model")
-        present = self.catalogue.epoch  # a delta may have been applied in the meantime
+            raise ConfigUnavailable(
+                "the catalogue of the config service has no model, so it does not replace the present one"
+            )
+        present = self.catalogue.epoch  # the catalogue may have changed while the request ran
         if new.epoch == present or not has_seen(present, new.epoch):
             self._replace(new)
         self._is_rewound = False
@@ -277,18 +283,18 @@ class CatalogueFeed:
         return True
 
     def _refuse_older(self, epoch: str, before: str) -> None:
-        """Raise ConfigUnavailable if the store has lost writes: `epoch`, the epoch of the config service, is older than
-        `before`, the epoch of this reader at the time of the request.
+        """Raise ConfigUnavailable if the config service has an older catalogue than this reader, so its store has lost
+        writes. `epoch`: epoch of the config service. `before`: epoch of this reader when the request was sent.
 
-        Later writes to the store may get epochs that this reader knows with other contents. So the reader then reads
-        the whole catalogue.
+        The next writes may get epochs that this reader already knows, with other contents. So it then reads the whole
+        catalogue as soon as the epoch of the service is high enough.
         """
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
             raise ConfigUnavailable(
-                f"the config service has the epoch {epoch}, this process {before}: was its store restored from an "
-                "older "
-                "copy? Write the lost changes again, or restart this process to go back to that copy"
+                f"the config service has the epoch {epoch}, this process the newer epoch {before}: was the store of "
+                "the config service restored from an older copy? Write the lost changes again, or restart this process "
+                "to use that copy"
             )
 
     def _replace(self, new: Catalogue) -> None:
@@ -305,13 +311,15 @@ class CatalogueFeed:
             result = self._apply(delta)
             kind = "removal" if delta.entry is None else "put"
         except (msgspec.DecodeError, SIEError) as error:
-            _logger.warning("a config delta could not be read: %s", error)
+            _logger.warning("a change of the catalogue (delta) could not be decoded and is ignored: %s", error)
         self.deltas[kind, result] += 1
 
     def _apply(self, delta: ConfigDelta) -> str:
         """Apply a delta and return its result, one of `_RESULTS`. Raises ValidationFailed for an invalid entry."""
         if delta.producer not in self._trusted:
-            _logger.warning("a config delta of an untrusted producer was ignored")
+            _logger.warning(
+                "a change of the catalogue (delta) is ignored: SIE_NATS_CONFIG_TRUSTED_PRODUCERS lacks its sender"
+            )
             return "untrusted"
         document, present = None if delta.entry is None else parse_document(delta.entry), self.catalogue.epoch
         if has_seen(present, delta.epoch):
@@ -327,12 +335,12 @@ class CatalogueFeed:
 
 
 def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
-    """Read all `*.yaml` entries below `folder`, by id. Raises ValidationFailed, which names the file, for a file that
-    cannot be read or is not a valid entry; OSError if the folder cannot be listed.
+    """Return all entries in the `*.yaml` files below `folder`, by id. Raises ValidationFailed, which names the file, if
+    a file cannot be read or is not a valid entry, and OSError if the folder cannot be listed.
     """
     import yaml
 
-    # the loader of libyaml is ten times as fast; PyYAML has it if it was built with libyaml
+    # CSafeLoader uses libyaml and is ten times as fast, but PyYAML may have been built without it
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     entries: dict[str, ModelEntry] = {}
     for file in sorted(path for path in folder.rglob("*.yaml") if path.is_file()):
@@ -347,7 +355,7 @@ def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
 
 
 def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
-    """Read all bundles of a folder, by id. Raises ValidationFailed for a file that is not a valid bundle."""
+    """Return all bundles in the `*.yaml` files of a folder, by id. Raises ValidationFailed for an invalid bundle."""
     import yaml
 
     bundles = (parse_bundle(yaml.safe_load(file.read_text("utf-8"))) for file in sorted(folder.glob("*.yaml")))
@@ -355,7 +363,7 @@ def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
 
 
 def packaged_catalogue() -> Catalogue:
-    """Read the catalogue of the distribution, for a process without a config service."""
+    """Return the catalogue that ships with SIE, for a process without a config service."""
     folder = packaged_folder()
     entries = read_folder(folder / "models")
     return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")

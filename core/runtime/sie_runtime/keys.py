@@ -4,14 +4,14 @@
     sie keys revoke ──► the same record, revoked ──────────┘                     and config service
                     └─► then the same in a second bucket, the copy ──watch──────┘
 
-If a file of the broker is damaged, keys may be lost, or an older record of a revoked key may be read, from before the
+If a file of the broker is damaged, keys may be lost, or a revoked key may appear with an old record from before its
 revocation. So each record is in two buckets, and the stricter of the two records counts. A write changes the bucket
-before the copy. A removal changes the copy before the bucket. So a record that only the copy has was lost from the
+first and the copy second; a removal changes the copy first. So a record that only the copy has was lost from the
 bucket.
 
-A token is 256 random bits that only its holder has. Nobody can guess it from its digest. The slow salted hashes that
-passwords need would cost milliseconds for each request and add no safety. While the broker cannot be reached, the last
-known keys stay valid. Every process judges the expiry of a key by the clock of the broker.
+A token has 256 random bits, so nobody can guess it from its digest. The slow salted hashes that passwords need would
+cost milliseconds per request and would not make it safer. While the broker cannot be reached, the keys that were read
+last stay valid. Every process uses the broker's clock to check whether a key has expired.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from sie_runtime.clock import BrokerClock
 from sie_runtime.process import Stop, Trouble
 
 TOKEN_BYTES = 32
-CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or created again
+CHECK_S = 5.0  # seconds between two checks whether a bucket was deleted or recreated
 RETRY_S = 0.5
-MAX_NAMED = 10  # largest number of keys in one log line
+MAX_NAMED = 10  # largest number of keys that one log line names
 _logger = logging.getLogger("sie.keys")
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of one credential, in addition to the limits of all credentials. 0: no additional limit."""
+    """Limits of one key, which apply in addition to the limits for all keys. 0 means no such limit."""
 
     body_bytes: int = 0
     items: int = 0
@@ -52,7 +52,9 @@ NO_LIMITS = KeyLimits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """A key in the bucket, under its id. Times are in seconds since 1970; 0 means never. `digest`: see `digest_of`."""
+    """Record of a key; its key in the bucket is `id`. Times are in seconds since 1970; 0 means never. `digest`: see
+    `digest_of`.
+    """
 
     id: str
     name: str
@@ -64,7 +66,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     limits: KeyLimits = NO_LIMITS
 
     def ended(self, now_s: float) -> str:
-        """Return the reason why the key is no longer valid, as the end of a sentence; empty while it is valid."""
+        """Return why the key is not valid any more ("was revoked" or "has expired"); empty while it is valid."""
         if self.revoked_s:
             return "was revoked"
         return "has expired" if self.expires_s and self.expires_s <= now_s else ""
@@ -73,7 +75,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 def create(
     name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: KeyLimits = NO_LIMITS
 ) -> tuple[Key, str]:
-    """Create a key and its token. The token is never stored, and the key contains no part of it."""
+    """Return a new key and its token. The token is not stored anywhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
     key = Key(
         id=secrets.token_hex(6),
@@ -97,21 +99,19 @@ def encode(key: Key) -> bytes:
 
 
 def decode(entry: Entry) -> Key:
-    """Return the key in an entry of the bucket. Raises ValueError for an entry without a value, a value that is not a
-    key, or a key whose id differs from the id of the entry.
+    """Return the key that is stored in an entry of the bucket. Raises ValueError if the entry was removed, is not a
+    key, or has another id.
     """
     if entry.value is None:
         raise ValueError("it was removed")
-    key = msgspec.json.decode(entry.value, type=Key)  # DecodeError is a ValueError
+    key = msgspec.json.decode(entry.value, type=Key)  # raises DecodeError, which is a ValueError
     if key.id != entry.key:
         raise ValueError("it holds another id")
     return key
 
 
 def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
-    """Return the keys in `entries`, each with its revision. Entries that are not keys are logged and left out. Gateways
-    do the same.
-    """
+    """Return (key, revision) for each entry. Entries that cannot be decoded are logged and left out, as in gateways."""
     keys = []
     for entry in entries:
         try:
@@ -122,8 +122,8 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the record that counts: the record of the bucket or the record of its copy. A revoked record counts,
-    because a revocation is never undone.
+    """Return the stricter of two records of the same key, one from the bucket and one from its copy: a revoked record
+    wins, because a revocation is never undone.
     """
     if first is None or second is None:
         return first or second
@@ -131,14 +131,14 @@ def stricter(first: Key | None, second: Key | None) -> Key | None:
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
-    """Return the bucket of keys, or its copy, by name. It is always stored in files, so that all keys stay valid after
-    a restart of the broker.
+    """Return the bucket with the API keys of clients; for the name KEYS_COPY_BUCKET, return its copy. It is stored in
+    files, so that keys survive a restart of the broker.
     """
     return RecordBucket(broker, name, storage="file", replicas=replicas)
 
 
 class KeyBuckets:
-    """The bucket of keys and its copy, for commands that read and write both."""
+    """The bucket of keys and its copy, for commands that change both."""
 
     def __init__(self, bucket: KeyValue, copy: KeyValue) -> None:
         self.bucket = bucket
@@ -146,17 +146,19 @@ class KeyBuckets:
 
     @classmethod
     async def open(cls, broker: Store, replicas: int) -> KeyBuckets:
-        """Open the bucket and its copy; each is created if it does not exist. Raises BrokerError."""
+        """Open the bucket and its copy. They are created if they do not exist. Raises BrokerError."""
         bucket = await bucket_of(broker, replicas).open()
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write a record, if the bucket has it at `revision` (0: lacks it). Raises WrongRevision."""
+        """Write a key to both buckets, but only if its revision in the first one is `revision` (0: it must not exist
+        there). Raises WrongRevision.
+        """
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
 
     async def read(self) -> list[tuple[Key, int]]:
-        """Read the keys as gateways use them, each with its revision in the bucket. The revision is 0 if only the copy
+        """Return (key, revision in the bucket) for all keys, as gateways see them. The revision is 0 if only the copy
         has the key.
         """
         keys = {key.id: (key, 0) for key, _ in readable(await self.copy.entries())}
@@ -166,16 +168,16 @@ class KeyBuckets:
         return list(keys.values())
 
     async def remove(self, key_id: str, revision: int) -> None:
-        """Remove a record from the copy and the bucket. Raises WrongRevision."""
+        """Remove a key from both buckets. Raises WrongRevision."""
         await self.copy.write([Write(key_id, None, None)])
         await self.bucket.write([Write(key_id, None, revision)])
 
 
 class Keys:
-    """Keys that this process has read.
+    """The keys that this process has read from the broker.
 
-    `loaded` is true once the bucket was read; its copy is not needed. Before that, a token without a key may be valid.
-    If both buckets are lost, their keys are lost too.
+    `loaded` is true when the bucket has been read; the copy is not necessary. Until then, an unknown token may still be
+    valid. If both buckets are lost, all keys are lost.
     """
 
     def __init__(self, broker: Store, replicas: int, clock: BrokerClock) -> None:
@@ -183,7 +185,8 @@ class Keys:
         self._clock = clock
         self._by_id: dict[str, Key] = {}
         self._by_digest: dict[str, Key] = {}
-        self._sides: tuple[dict[str, Key], dict[str, Key]] = ({}, {})  # records of the bucket, records of its copy
+        # by id, the keys in the bucket and the keys in its copy
+        self._sides: tuple[dict[str, Key], dict[str, Key]] = ({}, {})
         names = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
         self._records = [
             Record(
@@ -197,34 +200,36 @@ class Keys:
         ]
 
     def find(self, token: str) -> Key | None:
-        """Return the key of a token, also if the key is no longer valid; None for an unknown token.
+        """Return the key that belongs to a token, even if it is not valid any more; None if the token is unknown.
 
-        The duration of the look-up by digest reveals no secret to an attacker, because nobody can choose the bits of a
-        digest. The comparison after it takes constant time.
+        The time of the look-up in the table reveals nothing useful, because an attacker cannot choose the bits of a
+        digest. The comparison that follows takes constant time.
         """
         digest = digest_of(token)
         key = self._by_digest.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def of_id(self, key_id: str) -> Key | None:
-        """Return a key by its id, also if the key is no longer valid."""
+        """Return the key with this id, even if it is not valid any more; None if there is none."""
         return self._by_id.get(key_id)
 
     def ended(self, key: Key) -> str:
-        """Return the reason why a key is no longer valid, by the clock of the broker; empty while it is valid. Raises
-        NotReady for a key with an expiry while the broker's time is unknown.
+        """Return why a key is not valid any more, by the broker's clock; empty while it is valid. Raises NotReady if
+        the key has an expiry and the broker's time is not known yet.
         """
         if key.expires_s and math.isinf(self._clock.margin_s):
             raise NotReady("the time of the broker has not been read yet, by which keys expire")
         return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:
-        """Return the keys of the copy that the bucket lacks, and those that are revoked only in the copy."""
+        """Return the keys that the bucket has lost: those that only the copy has, or that are revoked only in the
+        copy.
+        """
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the buckets until `stop`. Every CHECK_S seconds, it checks whether a bucket was deleted or created
-        again.
+        """Follow both buckets until `stop`. Every CHECK_S seconds, check whether one of them was deleted or
+        recreated.
         """
         troubles = [Trouble(_logger, f"keys of {record.bucket.name} stay as they were") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
@@ -238,10 +243,10 @@ class Keys:
                         trouble.passed()
                     except BrokerError as error:
                         trouble.met(error)
-                # the bucket alone is enough, its copy is not needed
+                # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                # a key counts as lost only after two checks in a row: one watch may be behind the other
+                # a key counts as lost after two checks in a row, because one of the two watches may be late
                 if {key.id for key in lost} & before:
                     damage.met(damage_of(lost))
                 elif not lost:
@@ -270,13 +275,15 @@ class Keys:
 
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
-    """Return the keys of the copy that the bucket lacks, or has without their revocation, oldest first."""
+    """Return the keys that the bucket has lost, oldest first: those that only the copy has, or that are revoked only in
+    the copy.
+    """
     lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
     return sorted(lost, key=lambda key: key.created_s)
 
 
 def damage_of(lost: Sequence[Key]) -> str:
-    """Return a one-line description of the keys that the bucket has lost."""
+    """Return a line for the log about the keys that the bucket has lost, with the command that repairs it."""
     named = ", ".join(f"{key.id} {key.name}" for key in lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
     return (
         f"it lost {len(lost)} keys, which the copy {topology.KEYS_COPY_BUCKET} has ({named}): run `sie repair "

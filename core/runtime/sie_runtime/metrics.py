@@ -1,4 +1,5 @@
-"""Metrics of a process, created from `metrics_table`: bounded label sets, families collected at a scrape, exemplars.
+"""Metrics of a process, as `metrics_table` defines them: a limited number of label sets, values that are read only at a
+scrape, exemplars.
 
     MetricMaker.traffic ◄── met(name) ── each answered request
          └──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the series of names
@@ -26,24 +27,23 @@ TURN_S = 60.0  # seconds between two rankings of the busiest names
 HALF_LIFE_S = 600.0
 KEEPS = 2
 _FORGOTTEN = 0.01
-disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody reads the `_created` series
+disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody uses the `_created` series
 
 
 class Fold:
-    """Limit on the number of label sets of one metric."""
+    """Limits the number of label sets of one metric: values without room are counted under `other`."""
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        # labels with fixed values need no folding
+        # without a label in FOLDED, all label values are fixed and none is replaced
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the label set under which `values` are counted. It is `values` while there is room. Without room,
-        `other` replaces the values of the labels in FOLDED. If there is no room for this set either, `other` replaces
-        all values.
+        """Return the label set under which `values` are counted: `values` itself if there is room; otherwise with
+        `other` in place of the labels in FOLDED; if that has no room either, `other` for all labels.
         """
         if values in self._known or values in self._folded:
             return values
@@ -57,17 +57,17 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Drop all label sets except `present`, to free room."""
+        """Drop all label sets except `present`, to make room for others."""
         self._known.intersection_update(present)
         self._folded.clear()
 
     def remove(self, values: tuple[str, ...]) -> None:
-        """Drop one label set, to free room."""
+        """Drop one label set, to make room for another."""
         self._known.discard(values)
 
 
 class Traffic:
-    """Recent traffic by name. A request of HALF_LIFE_S ago counts half."""
+    """Number of recent requests by name. A request counts half after HALF_LIFE_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -78,7 +78,9 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Reduce the weight of older traffic, at most once every TURN_S. Returns whether it was reduced now."""
+        """Reduce the numbers of requests by their age, at most once every TURN_S seconds. Returns whether they were
+        reduced.
+        """
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
             return False
@@ -92,22 +94,22 @@ class Traffic:
 
 
 class Labelled(Generic[Child]):
-    """The series of a metric with labels."""
+    """Time series of one metric that has labels, one for each set of label values."""
 
     def __init__(self, metric: Metric, parent: Child) -> None:
         self._most = metric.most - metric.rest
         self._each = metric.series_per_name
         self._parent: Child = parent
         self._fold = Fold(metric)
-        self._children: dict[tuple[str, ...], Child] = {}  # existing series: the hot path needs only one look-up
-        # number of label sets with their own series, for each name (the first label); empty without `series_per_name`
+        self._children: dict[tuple[str, ...], Child] = {}  # label values -> series; a known set needs only one look-up
+        # name (value of the first label) -> number of its series; empty without `series_per_name`
         self._named: dict[str, int] = {}
-        self._waiting: set[str] = set()  # names that needed one more series since the last ranking
-        self._room = self._most  # label sets left for names without a series
+        self._waiting: set[str] = set()  # names for which a series was missing since the last ranking
+        self._room = self._most  # number of series that are not reserved for any name
 
     def labels(self, *values: str) -> Child:
-        """Return the series of these label values, or the series in which they are counted. The values have the order
-        of the labels in the table.
+        """Return the series in which these label values are counted: their own, or, if there is no room for it, one
+        with the value `other`. The values are in the order of the labels in the table.
         """
         child = self._children.get(values)
         if child is None:
@@ -131,9 +133,10 @@ class Labelled(Generic[Child]):
         return values
 
     def turn(self, traffic: Traffic) -> None:
-        """Give a series to the busiest of the names that have or need one. The other names lose theirs.
+        """Give series to the busiest names (values of the first label), among those that have series or need some. All
+        other names lose theirs.
 
-        A name that has series keeps them until another name is KEEPS times busier.
+        A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
             return
@@ -147,7 +150,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            # one more series for one more endpoint
+            # the name lacked a series for one more endpoint
             more = self._each if name in before and name in self._waiting else 0
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
@@ -159,16 +162,16 @@ class Labelled(Generic[Child]):
 
 
 class Registry(CollectorRegistry):
-    """The metrics of a process."""
+    """Registry of a process's metrics, with a function to call after each scrape."""
 
     def __init__(self, on_scraped: Callable[[], None]) -> None:
         super().__init__()
-        self.scraped = on_scraped  # call this function after each scrape, when all metrics have been read
+        self.scraped = on_scraped  # to be called after each scrape, when all metrics were read
 
 
 class MetricMaker:
-    """Creator of the metrics of one process in `registry`; each metric is created once. Raises KeyError for a name that
-    is not in the table.
+    """Creates the metrics of one process in `registry`, each of them once. Raises KeyError for a name that the table
+    does not have.
 
     `traffic` decides which names get their own series.
     """
@@ -180,7 +183,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names. This method runs directly after a scrape, so that the last counts of ending series have been
+        """Rank the names. It runs right after a scrape, so that the last values of series that end now have been
         read.
         """
         if self.traffic.fade():
@@ -190,7 +193,10 @@ class MetricMaker:
     def _row(self, name: str, kind: Kind, *, labelled: bool) -> Metric:
         metric = self._table[name]
         if metric.kind != kind or bool(metric.labels) != labelled:
-            raise TypeError(f"{name} is a {metric.kind} with the labels {metric.labels}")
+            raise TypeError(
+                f"{name} is a {metric.kind} with the labels {metric.labels}, expected a {kind} "
+                f"{'with' if labelled else 'without'} labels"
+            )
         return metric
 
     def counter(self, name: str) -> Counter:
@@ -221,8 +227,8 @@ class MetricMaker:
 
 
 class Scrape:
-    """Metric families whose values are attributes of other objects, collected at a scrape. The object lives as long as
-    the process, so that label sets remain.
+    """Builds metric families at a scrape from values that other objects store. It lives as long as the process, so that
+    it remembers label sets.
     """
 
     def __init__(self, process: Process) -> None:
@@ -230,7 +236,9 @@ class Scrape:
         self._folds = {name: Fold(metric) for name, metric in self._table.items()}
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
-        """Return a gauge of present values by label set. Values in the same folded label set are summed."""
+        """Return a gauge with the present values, by label set. Values that are counted under the same label set are
+        added.
+        """
         if not isinstance(values, Mapping):
             return GaugeMetricFamily(name, self._table[name].text, value=float(values))
         metric, fold = self._table[name], self._folds[name]
@@ -241,8 +249,8 @@ class Scrape:
         return family
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """Return a counter whose value another object stores. Label sets that were folded once stay folded, because a
-        counter never falls.
+        """Return a counter for values that other objects count. Label sets that were once counted under `other` stay
+        there, because a counter must never fall.
         """
         if not isinstance(values, Mapping):
             return CounterMetricFamily(name, self._table[name].text, value=float(values))
@@ -262,16 +270,12 @@ def _folded(fold: Fold, values: Mapping[Labels, float]) -> dict[tuple[str, ...],
 
 
 def exemplar() -> dict[str, str] | None:
-    """Return the trace id for a latency that is observed now; None if there is no trace, or if the trace is not
-    sampled.
-    """
+    """Return the exemplar (trace id) for a latency that is observed now; None if there is no sampled trace."""
     trace_id = TRACE_ID.get()
     return {"trace_id": trace_id} if trace_id is not None else None
 
 
 def epoch_number(epoch: str) -> float:
-    """Return the growing part of a catalogue epoch, 0 if the epoch is empty. An epoch is the creation time of the
-    catalogue and the sequence number of its last write.
-    """
+    """Return the number of the last write in a catalogue epoch (`created:number`); 0 if the epoch is empty."""
     number = epoch.rpartition(":")[2]
     return float(number) if number.isdecimal() else 0.0

@@ -1,11 +1,11 @@
 """Table of all metrics of all processes. Each process creates its metrics from this table; dashboards, alerts and
 docs/metrics.md are checked against it.
 
-`most` limits the number of label sets of a metric: clients may name ten thousand models at one process. A label set for
-which there is no room has `other` in the labels that are listed in FOLDED; `rest` label sets are reserved for this. In
-a metric with `series_per_name`, the busiest values of the first label keep their names, and `series_per_name` label
-sets are reserved for each of these values. In any other metric, the first label sets keep their names. A process has at
-most MAX_SERIES series in total.
+`most`: largest number of label sets of a metric. It is limited because clients may name ten thousand models. A label
+set for which there is no room is counted with the value `other` in the labels that are listed in FOLDED; `rest` label
+sets are reserved for this. In a metric with `series_per_name`, the busiest values of the first label keep their names,
+and each of them has so many label sets. In any other metric, the first label sets that occur keep their names. A
+process has at most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ _BELOW = (
 
 @dataclass(frozen=True)
 class Metric:
-    """Row of the table: a metric. `name` is without the `_total` that a counter is exported with. `buckets` are the
-    upper bounds of a histogram without the infinite one.
+    """One row of the table. `name` is without the `_total` that is added to an exported counter. `buckets`: the upper
+    bounds of a histogram, without infinity.
     """
 
     name: str
@@ -91,13 +91,13 @@ class Metric:
 
     @property
     def exported(self) -> tuple[str, ...]:
-        """Return the names of the metric's series."""
+        """Return the names under which Prometheus sees the metric, such as NAME_bucket and NAME_sum."""
         endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}[self.kind]
         return tuple(self.name + ending for ending in endings)
 
     @property
     def series(self) -> int:
-        """Largest number of series of the metric."""
+        """Return the largest number of time series that the metric can have."""
         return self.most * (len(self.buckets) + 3 if self.kind == "histogram" else 1)
 
 
@@ -142,7 +142,7 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
-    # Jobs, with equal values at every gateway
+    # Jobs; every gateway exports the same values
     Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
     Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),
     Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),

@@ -1,4 +1,5 @@
-"""Start and end of a process: logs, signals, a graceful stop, the exit status.
+"""Start and end of a process: logs, signals, a graceful stop, the exit status. The lame-duck time is the time between
+the first signal and the end, in which the process still serves, until load balancers have noticed.
 
 start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
                                       a second signal during the lame-duck time ends that time; later it ends the
@@ -29,18 +30,18 @@ from sie_runtime.current_trace import TRACE_ID
 
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
-# seconds that the event loop waits for the interpreter lock, several times in a request, while a thread counts or
-# decodes a body. With Python's default of 5 ms, this wait was most of the p99 of short requests during large bodies.
+# Seconds after which a thread gives the interpreter lock to the event loop. While a thread decodes a large body, a
+# short request waits this long several times; with Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # seconds that processes that start at the same time may wait for each other
-QUIET_S = 10.0  # seconds of this wait that are not logged, because every start has such a wait
+START_S = 30.0  # seconds in which a failure may be due to another process that starts at the same time
+QUIET_S = 10.0  # seconds of this time in which such a failure is not logged, because it occurs at every start
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")
-# id of the worker that this task is a part of; tasks that it starts inherit the value
+# id of the worker to which the current task belongs; tasks that it starts have the same value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
 
-# exceptions whose messages may contain values of clients
+# exceptions whose messages may quote a client's values
 QUOTING = (
     LookupError,
     ValueError,
@@ -52,15 +53,15 @@ QUOTING = (
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals on which a process drains and ends: signals of supervisors, of Ctrl-C, and of a closed
-    terminal or session. SIGHUP is left out if it is ignored, for example under nohup.
+    """Return the signals on which a process drains and ends: SIGTERM, SIGINT, and SIGHUP, which a closed terminal
+    sends. SIGHUP is left out if it is ignored, for example under nohup.
     """
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Format the source lines where an exception and its causes were raised, the last one first. Messages that may
+    """Return the source lines where an exception and its causes were raised, the exception first. Messages that may
     quote a client are left out.
     """
     parts: list[str] = []
@@ -75,7 +76,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the documented fields of a log line. A record without a trace has the trace of the task that logs."""
+    """Return the fields of a log line. If the record has no trace id, the trace id of the current task is used."""
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
@@ -84,7 +85,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class _Plain(logging.Formatter):
-    """Formatter of log lines for people. The fields of a request follow the message if the record has them."""
+    """Formats log lines for people. The fields of a request follow the message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
@@ -95,8 +96,8 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """Formatter of log lines as JSON objects, one per line, with the documented keys and no others. Values are read
-    from `extra={...}` of the logging call. `worker`: the worker of lines without a worker.
+    """Formats log lines as JSON objects, one per line, with the documented keys only. Their values come from
+    `extra={...}` of the logging call. `worker`: worker id for lines that have none.
     """
 
     def __init__(self, worker: str | None) -> None:
@@ -116,28 +117,28 @@ class _Json(_Plain):
         line["worker"] = line["worker"] or WORKER.get() or self._worker
         if record.exc_info:
             line["message"] += "\n" + self.formatException(record.exc_info)
-        # names of files may contain bytes that are not valid text
+        # file names in a message may contain bytes that are not valid UTF-8
         line["message"] = line["message"].encode(errors="backslashreplace").decode()
         return msgspec.json.encode(line).decode()
 
 
 def configure_logging(*, json: bool, worker: str | None = None) -> None:
-    """Send all loggers to standard error, as plain text or as JSON. `worker`: the worker that this process is a part
-    of.
+    """Write all logs to standard error, as text or as JSON. `worker`: id of the worker to which this process
+    belongs.
     """
     handler = logging.StreamHandler(sys.stderr)
     plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
     plain.converter = time.gmtime
     handler.setFormatter(_Json(worker) if json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # HTTP clients log every URL, also URLs with a signature
+    # HTTP clients log each URL at level info, and a URL may contain a signature
     for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def own_stderr(*, json: bool, worker: str | None = None) -> None:
-    """Call `configure_logging`. Also log the messages that Python itself would print: warnings, and uncaught
-    exceptions, whose messages may quote a client.
+    """Call `configure_logging`. Also log what Python itself would print: warnings and uncaught exceptions, whose
+    messages may quote a client.
     """
     configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
@@ -153,12 +154,12 @@ def _uncaught(origin: str, kind: type[BaseException], error: BaseException | Non
 
 
 class Stop:
-    """Request to end the process. Every long-lived task waits for it, or is cancelled by its owner."""
+    """The request to end the process. Every long-lived task waits for it, or is cancelled by its owner."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._wakers: set[asyncio.Event] = set()
-        self._lame: asyncio.Event | None = None  # set when the lame-duck time is over
+        self._lame: asyncio.Event | None = None  # is set to end the lame-duck time; None outside of this time
 
     def request(self) -> None:
         self._event.set()
@@ -173,8 +174,8 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds`. Returns True if the end was requested in this time. Every periodic task uses it for
-        its pause.
+        """Wait until the end is requested, for at most `seconds`. Returns whether it is requested. Periodic tasks use
+        this as their pause.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -182,8 +183,8 @@ class Stop:
         return self._event.is_set()
 
     async def lame_duck(self, seconds: float) -> None:
-        """Wait between the request to end and the end. In this time the process still serves, while load balancers
-        learn that it leaves.
+        """Wait for the lame-duck time, at most `seconds`: the process still serves, while load balancers notice that it
+        will end.
         """
         self._lame = asyncio.Event()
         try:
@@ -201,8 +202,8 @@ class Stop:
         return True
 
     async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
-        """Wait at most `seconds`, until the end is requested or `waker` is set; then clear `waker`. Returns True if the
-        end was requested. Only one task may wait on a waker.
+        """Wait until the end is requested or `waker` is set, for at most `seconds`, and clear `waker`. Returns whether
+        the end is requested. Only one task may wait for a waker.
         """
         self._wakers.add(waker)
         try:
@@ -216,10 +217,10 @@ class Stop:
 
 
 def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
-    """Run `main` on uvloop until it returns its exit status.
+    """Run `main` on uvloop, and return its exit status.
 
-    Objects of imported modules are exempt from garbage collection: with the default thresholds, repeated scans take a
-    fifth of the processor time of a gateway (bench/results/queue.md).
+    Imported modules are excluded from garbage collection, and its thresholds are raised: with the defaults, a gateway
+    would spend a fifth of its processor time on it (bench/results/queue.md).
     """
     import uvloop
 
@@ -247,10 +248,10 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 
 
 class Trouble:
-    """Logger of a repeated failure: it logs the failure once, until it has disappeared.
+    """Logs a repeated failure once, until it has ended.
 
-    `grace_s`: for this time, the cause may be another process that is still starting. In the first QUIET_S of this
-    time, no line is logged. After that the failure is logged at level info, and after `grace_s` as a warning.
+    `grace_s`: for so many seconds, the cause may be another process that is still starting. In this time, nothing is
+    logged before QUIET_S, then the failure is logged at level info. After `grace_s` it is logged as a warning.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record a failure, which may be a repetition of an earlier one."""
+        """Record that the failure has occurred (again), and log it if this is due."""
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
@@ -277,16 +278,16 @@ class Trouble:
             self._logger.info("%s: %s", self._purpose, error)
 
     def passed(self) -> None:
-        """Record a success."""
+        """Record a success: the failure has ended, so its next occurrence is logged again."""
         self.lasting = False
 
 
 class Tasks:
     """Long-lived tasks of a component. If a task ends with an exception, this is logged, `failed` becomes true, and
-    `on_failure` is called, which ends the component.
+    `on_failure` is called, which must end the component.
 
-    Every background task must be in such a group: if a task died silently, the component would look alive and do no
-    work.
+    Every background task must be in such a group. Otherwise it could end unnoticed, and the component would seem to run
+    but do no work.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:
@@ -313,7 +314,7 @@ class Tasks:
         return len(self._tasks)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait for all tasks to end without cancelling them. Returns False if some still run at the time-out."""
+        """Wait for all tasks to end, without cancelling them. Returns False if some still run after `timeout_s`."""
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
@@ -334,7 +335,7 @@ async def retry(
     logger: logging.Logger,
     task: str,
 ) -> Any:
-    """Repeat `attempt` until it succeeds, and return its result. Return None if the process must stop. Pauses double
+    """Call `attempt` until it succeeds, and return its result. Return None if the process must stop. The pauses grow
     from 0.1 s to 5 s.
 
     A failure that lasts QUIET_S is logged once at level info, because processes that start at the same time wait for

@@ -8,8 +8,8 @@ import numpy as np
 
 
 def spearman(first: Any, second: Any) -> float | None:
-    """Return the correlation of the ranks of two lists, None if all values of a list are equal. Equal values have the
-    mean of their ranks.
+    """Return Spearman's rank correlation of two lists; None if all values in one of them are equal. Equal values get
+    the mean of their ranks.
     """
     a, b = (_ranks(values) for values in (first, second))
     spread = float(a.std() * b.std())

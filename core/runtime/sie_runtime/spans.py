@@ -1,9 +1,9 @@
-"""Spans, with the OpenTelemetry SDK. This module is imported only if tracing is on.
+"""Spans of traces, with the OpenTelemetry SDK. This module is imported only if tracing is on.
 
     Span.end ──► queue of 2,048, the oldest are dropped first ──► a separate thread ──► collector, console or nowhere
 
-Only `Tracer.close` waits for a collector, for at most FLUSH_S. The SDK reads further variables itself: OTEL_BSP_*,
-OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, the limits of spans.
+Only `Tracer.close` waits for a collector, for at most FLUSH_S. The SDK itself reads more variables: OTEL_BSP_*,
+OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, and the limits of spans.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
-GIVE_UP_S = 0.5  # seconds to wait for an exporter that must stop
-FLUSH_S = 1.0  # seconds to export the last spans; `sie serve` waits 3 s for the end of a worker
+GIVE_UP_S = 0.5  # seconds that `close` waits for an exporter that was told to stop
+FLUSH_S = 1.0  # seconds in which the last spans must be exported; `sie serve` waits only 3 s for the end of a worker
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
 
@@ -42,10 +42,10 @@ _logger = logging.getLogger("sie.tracing")
 
 
 class Span:
-    """One span. A span that is not sampled has only a context.
+    """A span of a trace. If it is not sampled, it has only a trace context.
 
-    Its times come from the monotonic clock. The wall clock is read once, at the start, so a later change of the wall
-    clock does not affect them.
+    Times are from the monotonic clock, plus an offset that is measured once, at the start. So they stay correct when
+    the wall clock is changed.
     """
 
     __slots__ = ("_ended", "_offset_ns", "_span", "_tracer", "is_recording", "name")
@@ -60,8 +60,8 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """Trace context for work below this span. It is encoded on first use: encoding takes a quarter of the time of a
-        span, and most spans have no children.
+        """Return the trace context for work below this span. It is computed only when needed, because that takes a
+        quarter of the time of a span and most spans have no children.
         """
         written: dict[str, str] = {}
         _headers.inject(written, trace.set_span_in_context(self._span, context.Context()))
@@ -69,7 +69,9 @@ class Span:
 
     @property
     def trace_id(self) -> str | None:
-        """Trace id in 32 hex digits. None for a span that is not sampled, because no collector has its trace."""
+        """Return the trace id as 32 hex digits; None for a span that is not sampled, because no collector stores its
+        trace.
+        """
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -80,19 +82,19 @@ class Span:
         self._span.update_name(name)
 
     def fail(self, code: str) -> None:
-        """Mark the span as failed, with an error code."""
+        """Mark the span as failed, with the error code `code`."""
         self._span.set_attribute("error.type", code)
         self._span.set_status(trace.StatusCode.ERROR)
 
     def ns_before(self, seconds: float) -> int:
-        """Return the time `seconds` ago, nanoseconds since 1970, by the clock of this span."""
+        """Return the time `seconds` ago by the clock of this span, in nanoseconds since 1970."""
         return time.perf_counter_ns() + self._offset_ns - round(seconds * 1e9)
 
     def part(
         self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
     ) -> int:
-        """Add a finished child of `ms` milliseconds from `start_ns` on, and return its end. `stage`: its stage in the
-        timing of the reply.
+        """Add a child span that has already ended. It began at `start_ns` and took `ms` milliseconds. Returns its end.
+        `stage`: stage of the request that it measures.
         """
         end_ns = start_ns + round(ms * 1e6)
         if self.is_recording:
@@ -102,11 +104,11 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link to another span. This span ran work of the other span."""
+        """Add a link to another span, whose work this span has run."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
-        """End the span, now by default. A second end has no effect."""
+        """End the span at `end_ns`, by default now. Further calls have no effect."""
         if not self._ended:
             self._ended = True
             self._span.end(self.ns_before(0) if end_ns is None else end_ns)
@@ -116,7 +118,9 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one component. Until `close` it owns a thread that exports them. Any thread may use it."""
+    """Creates the spans of one component. A thread exports them until `close`. All methods may be called from any
+    thread.
+    """
 
     def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
         resource = Resource.create(
@@ -127,7 +131,7 @@ class Tracer:
                 "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
             }
         )
-        # `close` ends the provider: at the interpreter's exit, it would wait for a dead collector
+        # without this option, the provider would wait for an unreachable collector when the interpreter exits
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
         self._exporters = [_exporter(name, settings) for name in settings.exporters]
@@ -145,7 +149,9 @@ class Tracer:
         start_ns: int | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """Begin a span below `parent`. If `parent` is empty or invalid, the span begins a trace. The caller ends it."""
+        """Return a new span below `parent`, which the caller must end. If `parent` is empty or invalid, the span begins
+        a new trace.
+        """
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [span.link() for span in links]
         return Span(
@@ -153,13 +159,13 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Export the remaining spans, for at most FLUSH_S. Spans that end later are dropped."""
+        """Export the remaining spans, for at most FLUSH_S. Spans that end after this call are dropped."""
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # end the exporter's wait for its next attempt
+                exporter.shutdown()  # an exporter that waits for its next attempt stops waiting
             _logger.warning("the last spans were not exported within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 
@@ -181,7 +187,7 @@ def _exporter(name: str, settings: Tracing) -> SpanExporter:
 
 
 class _LastLog(logging.Filter):
-    """Log handler that stores the last message instead of writing it."""
+    """Filter that drops the exporter's log messages and stores the last one."""
 
     last = ""
 
@@ -194,8 +200,8 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """A collector over gRPC or HTTP. If the collector cannot be reached, this is logged once until the collector is
-    reached again; the SDK would log each attempt.
+    """Exporter to a collector over gRPC or HTTP. A collector that cannot be reached is logged once; the SDK would log
+    each attempt.
     """
 
     def __init__(self, endpoint: str, protocol: str) -> None:

@@ -1,12 +1,11 @@
-"""Traces of every process. If tracing is off, OpenTelemetry is not imported, and a span costs one comparison with
-None.
+"""Tracing of every process. If it is off, OpenTelemetry is not imported, and a span costs one comparison with None.
 
     client ──traceparent──► gateway: the request ──WorkItem──► sidecar: its work ──RunBatch──► adapter: its stages on
     the device
                                                                      └─► a batch, linked to the work in it ──► its
                                                                      forward pass
 
-The context has the format of W3C, in `Context`. Logs and exemplars read the trace only from `TRACE_ID`.
+The trace context has the W3C format and is stored in a `Context`. Logs and exemplars read the trace id from `TRACE_ID`.
 """
 
 from __future__ import annotations
@@ -27,26 +26,28 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_FAULT = 500  # lowest status of a server span that counts as failed
+_FAULT = 500  # lowest HTTP status at which the span of a request counts as failed
 _logger = logging.getLogger("sie.tracing")
 
 
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
-    """Start the tracer of a component; None if tracing is off. Call it after any fork.
+    """Return the tracer of a component; None if tracing is off. Call it after the process was forked, because it starts
+    a thread.
 
-    `instance` distinguishes components of one kind; by default it is the name of the host. Raises SettingError if
+    `instance`: name that distinguishes components of the same kind; by default the host name. Raises SettingError if
     OpenTelemetry is not installed. If the SDK refuses one of its variables, tracing stays off and a warning is logged.
     """
     if not settings.enabled:
         return None
     _unset_what_means_nothing()
     try:
-        from sie_runtime import spans  # the SDK reads some of its variables when it is imported
+        # imported after the variables are set, because the SDK reads some of them at import
+        from sie_runtime import spans
 
         return spans.Tracer(settings, component, instance)
     except ImportError as error:
         raise SettingError("SIE_TRACING_ENABLED", f"OpenTelemetry is not installed ({error}): {_INSTALL}") from error
-    except Exception as error:  # noqa: BLE001  the SDK's exceptions have no common base, and no variable of it may end a process
+    except Exception as error:  # noqa: BLE001  the SDK's exceptions have no common base; they must not end the process
         _logger.warning(
             "tracing stays off: OpenTelemetry refuses one of its variables: %s: %s", type(error).__name__, error
         )
@@ -54,9 +55,8 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
 
 
 def _unset_what_means_nothing() -> None:
-    """Remove variables from the environment of this process that have only the default value and that the SDK for
-    Python refuses. Source: the specification of the variables. It defines that an empty value counts as unset, and that
-    `none` is a compression.
+    """Remove variables from this process's environment whose value means "not set", but which the SDK refuses: an empty
+    value, and the compression `none`. The specification of OpenTelemetry defines both as valid.
     """
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         value = os.environ[name].strip().lower()
@@ -67,11 +67,11 @@ def _unset_what_means_nothing() -> None:
 def begin_request(
     tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
 ) -> tuple[Context, Span | None]:
-    """Read the trace context of the client, and begin a span below it. `headers`: by lower-case name. `received_s`: by
-    perf_counter.
+    """Begin the span of a request, below the client's span if its headers have a trace context. `headers`: by
+    lower-case name. `received_s`: time of arrival, by perf_counter.
 
-    Return the context for work of this request, and the span, which `end_request` ends. Without a tracer, the context
-    is the client's own.
+    Returns the context for the work of this request, and the span, which `end_request` must end. Without a tracer, the
+    context is the client's and the span is None.
     """
     context, span = NONE, None
     if "traceparent" in headers and (tracer is None or tracer.propagates):
@@ -82,13 +82,14 @@ def begin_request(
         start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
         span = tracer.begin(shown_method, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
-    set_current(context)  # set an empty context too: a pipelined request starts in the task of the request before it
+    # even an empty context is set, because a pipelined request runs in the task of the request before it
+    set_current(context)
     return context, span
 
 
 def end_request(span: Span, operation: str, status: int, code: str = "") -> None:
-    """End the span after the response was sent. `code`: code of the error, if the request failed. `operation` and
-    `code` must not be texts of a client.
+    """End the span of a request after the response was sent. `code`: error code, if it failed. `operation` and `code`
+    must not contain a client's text.
     """
     span.rename(f"{span.name} {operation}")
     span.set({"http.response.status_code": status})

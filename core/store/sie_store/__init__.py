@@ -1,1 +1,3 @@
-"""Object stores, and snapshots of weights: manifests, the cache on the disk of this node, downloads and pushes."""
+"""Object stores, the files of jobs and clients, vector databases, and weights: manifests, the cache on this node's
+disk, downloads and pushes.
+"""

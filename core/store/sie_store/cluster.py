@@ -1,9 +1,11 @@
-"""Cluster cache: one bucket of snapshots for all nodes (SIE_CLUSTER_CACHE). The methods block.
+"""Cluster cache: one bucket (SIE_CLUSTER_CACHE) from which all nodes fetch snapshots, the weights of a model at one
+commit. All methods block.
 
     fetch: manifest ──► its files, in parts, by download.py ──► digests
     push:  files that the bucket lacks ──► manifest ──► all files listed again
 
-A store never writes a part of an object, and all pushers write the same bytes for one commit, so they need no lock.
+Pushes need no lock: a store writes an object completely or not at all, and every push of a commit writes the same
+bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ SETTING = "SIE_CLUSTER_CACHE"
 
 
 async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchProgress) -> list[str]:
-    """Read all files and return a line for each file whose digest differs from the manifest. The files are not stored.
-    Raises FetchFailed, StoreError.
+    """Return a line for each file whose digest differs from the manifest. All files are read, and not stored. Raises
+    FetchFailed, StoreError.
     """
     reader = Reader(source, progress)
 
@@ -52,8 +54,8 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchP
 
 
 class ClusterCache:
-    """Snapshots below `url`, an s3:// or gs:// URL. Raises SettingError. Every method blocks its thread, for a limited
-    time.
+    """Snapshots in the bucket at `url`, an s3:// or gs:// URL. Raises SettingError. Every method blocks its thread for
+    a limited time.
     """
 
     def __init__(self, url: str, limits: DownloadLimits | None = None) -> None:
@@ -61,8 +63,8 @@ class ClusterCache:
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """Return a function that fetches a snapshot into the local cache; None if the bucket has no complete snapshot.
-        Raises FetchFailed, ManifestError.
+        """Return a function that fetches a snapshot into the local cache. Return None if the bucket does not have the
+        complete snapshot. Raises FetchFailed, ManifestError.
         """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
@@ -74,10 +76,10 @@ class ClusterCache:
         return msgspec.structs.replace(manifest, origin="cluster")
 
     def push(self, folder: Path, manifest: Manifest, progress: FetchProgress, *, force: bool = False) -> Pushed:
-        """Write the files of `manifest`, which are in `folder`, then the manifest. Files that are already in the bucket
-        are skipped, unless `force`.
+        """Write the files in `manifest` from `folder` to the bucket, then the manifest itself. Files that are already
+        in the bucket are skipped, except if `force` is true.
 
-        Files of the snapshot that are only in the bucket stay there. Raises PushRefused, FetchFailed, ManifestError,
+        Other files of the snapshot in the bucket are not removed. Raises PushRefused, FetchFailed, ManifestError,
         OSError.
         """
         encode(manifest)
@@ -88,12 +90,12 @@ class ClusterCache:
         return self._run(self._bucket.listed())
 
     def stored(self, repository: str, revision: str) -> CommitState:
-        """Return one snapshot in the form of `listed`. Raises FetchFailed, ManifestError."""
+        """Return the state of one snapshot. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: CommitState, progress: FetchProgress) -> list[str]:
-        """List the faults of the files of a snapshot. Each file is read and digested, but not stored. Raises
+        """Return the faults of a snapshot's files, one line each. Every file is read and its digest is compared. Raises
         FetchFailed.
         """
         if stored.manifest is None:
@@ -104,13 +106,15 @@ class ClusterCache:
         return [*stored.wrong.values(), *self._run(_wrong(source, files, progress))]
 
     def remove(self, repository: str, revision: str) -> int:
-        """Remove a snapshot, its manifest first. Returns the bytes removed. Raises FetchFailed, ManifestError."""
+        """Remove a snapshot, its manifest first. Returns the number of removed bytes. Raises FetchFailed,
+        ManifestError.
+        """
         check_names(repository, revision)
         return self._run(self._bucket.removed(repository, revision))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in a new event loop and return its result. A StoreError becomes a FetchFailed whose message has a
-        remedy.
+        """Run `work` in a new event loop and return its result. A StoreError becomes a FetchFailed, whose message says
+        how to fix it.
         """
         try:
             return asyncio.run(work)

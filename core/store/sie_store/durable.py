@@ -1,15 +1,15 @@
-"""Files that are complete or absent, even after a loss of power."""
+"""Files that are written completely or not at all, even if the power fails."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-PART = ".part"  # suffix of an incomplete file
+PART = ".part"  # suffix of a file that is not complete yet
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write `data` to a file at `path`, which replaces an existing file. Raises OSError."""
+    """Write `data` to the file `path`. An existing file is replaced as a whole. Raises OSError."""
     growing = path.with_name(path.name + PART)
     with growing.open("wb") as file:
         file.write(data)
@@ -20,7 +20,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the present names of the files in a folder are on the disk. Raises OSError."""
+    """Wait until new and changed file names in a folder are on the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

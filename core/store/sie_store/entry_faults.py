@@ -1,9 +1,9 @@
-"""Contradictions between an entry and the files of its model. The check is the same for the write of an entry and for
-its load.
+"""Contradictions between a catalogue entry and the files of its model. The same check runs when an entry is written and
+when its model is loaded.
 
     folder + entry ──fault──► None, or the field with its fault and the fix
 
-Only small JSON files are read, no weights. Other faults are found only by the load.
+Only small JSON files are read, no weights. A load finds further faults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"
-# flags in older files of a Pooling module, and the names of the same poolings in newer files
+# flag of a pooling in older files of a Pooling module -> name of the pooling in newer files
 POOLING_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -28,9 +28,9 @@ POOLING_NAMES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# names of entries for poolings that have another name in sentence-transformers
+# name of a pooling in sentence-transformers -> name in entries, if they differ
 ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
-# model types whose positions are numbered from the pad id on
+# model types whose first position has the number pad id + 1, so that they have fewer usable positions
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
@@ -49,8 +49,8 @@ _ACCEPT = "load.accept_unproven: true has the entry serve it without proof of it
 
 @dataclass(frozen=True)
 class Fault:
-    """A contradiction. `loc`: the path of the field in the entry, such as `$.run.pooling`. `message` names the field
-    too, and the fix if there is one.
+    """A contradiction. `loc`: path of the field in the entry, such as `$.run.pooling`. `message`: names the field, the
+    fault, and the fix if there is one.
     """
 
     loc: str
@@ -58,22 +58,22 @@ class Fault:
 
 
 def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
-    """Return the fault for which a load of `entry` from `folder` with these options would be refused; None if the files
-    have no such fault. Raises ModelLoadFailed for a file that cannot be read.
+    """Return the contradiction for which a load of `entry` from `folder` would be refused; None if there is none.
+    Raises ModelLoadFailed for a file that cannot be read.
 
-    Pooling and prompts change the vectors of a model. With `load.accept_unproven`, the values of the entry are used,
-    and the values of the files are ignored. No option changes the number of positions: a model cannot read a longer
-    text.
+    With `load.accept_unproven`, pooling and prompts are not compared: those of the entry are used, although they may
+    change the vectors. The number of positions is always compared, because a model cannot read a longer text.
     """
     overridden = None if load.accept_unproven else _prompt_fault(folder, entry) or _pooling_fault(folder, entry)
     return overridden or _length_fault(folder, entry)
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, or None. An entry may add prompts to the ones in the files, but may not
-    change them.
+    """Return the fault of the entry's prompts; None if there is none. An entry may have more prompts than the files,
+    but must not change those in the files.
     """
-    # in families that are not encoders, a request selects a prompt
+    # prompts are checked only if the family computes vectors; in other families, a prompt is used only if a request
+    # names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
@@ -100,7 +100,7 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     if entry.family not in FAMILIES or FAMILIES[entry.family].implementation != TEXT_ENCODER:
-        return None  # families of other implementations truncate texts themselves
+        return None  # other families cut texts to the model's length themselves
     limit = positions(read_json(transformer_folder(folder) / "config.json"))
     if not limit or entry.max_tokens <= limit:
         return None
@@ -108,8 +108,8 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return the number of tokens of the longest text, special tokens included, from the config.json of a transformer;
-    0 if the file does not have it.
+    """Return the largest number of tokens of a text, special tokens included, as config.json of a transformer says; 0
+    if it does not say it.
     """
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
@@ -121,14 +121,14 @@ def positions(config: Mapping[str, Any]) -> int:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Return the folder of the first module in modules.json; `folder` itself if this file does not exist."""
+    """Return the folder of the first module in modules.json; `folder` itself if there is no such file."""
     modules = read_value(folder / "modules.json")
     return folder / modules[0]["path"] if modules else folder
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling of the folder's Pooling module; empty if the folder has none. The result is the name that
-    entries use, or the name in the module's file if entries have no such pooling.
+    """Return the pooling in the files of a model; empty if there is no Pooling module. It has the name that entries
+    use, or, if entries have no such pooling, the name in the file.
     """
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
@@ -137,6 +137,6 @@ def stored_pooling(folder: Path) -> str:
 
 
 def pooling_name(config: Mapping[str, Any]) -> str:
-    """Return the pooling in the config.json of a Pooling module; several poolings are joined by `+`."""
+    """Return the pooling in config.json of a Pooling module. Several poolings are joined by `+`."""
     modes = config.get("pooling_mode") or [mode for key, mode in POOLING_NAMES.items() if config.get(key)] or ["mean"]
     return "+".join(ENTRY_NAMES.get(mode, mode) for mode in ([modes] if isinstance(modes, str) else modes))

@@ -1,9 +1,10 @@
-"""Files in the payload store. They are written and read in pieces, so that a file of any size needs little memory.
+"""Uploaded files and files of batches, in the payload store. They are written and read in pieces, so that a file of any
+size needs little memory.
 
     pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► object deleted
 
-An object is complete or absent: it appears in the store when its writer has finished. Other objects of the store are
-never touched. `PayloadStore.sweep` never touches these objects, because their keys are not digests.
+An object appears in the store only when it is complete. Only objects below `files/` are touched here, and
+`PayloadStore.sweep` does not remove them, because their keys are not digests.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 FOLDER = "files"
-PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket: 10,000 parts of this size are 80 GB
+PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket; a bucket allows 10,000 parts, which are then 80 GB
 PARTS_AT_ONCE = 2
-PIECE_BYTES = 1 << 20  # bytes that are read in one step
-CALL_S = 30.0  # time limit for an answer of the store, except for uploads
+PIECE_BYTES = 1 << 20  # bytes that are read at a time
+CALL_S = 30.0  # seconds within which the store must answer a call other than an upload
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class FileObjects:
-    """Objects of files, by the ids of the files. Every method raises StoreError."""
+    """Objects that store files, by file id. Every method raises StoreError."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
-        """Write an object and replace an existing one. Raises the exceptions of `pieces`, and StoreFull. After an
-        exception or a cancellation, no new object exists.
+        """Write an object; an existing one is replaced. Raises StoreFull and the exceptions of `pieces`. If it fails or
+        is cancelled, no object is created.
         """
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # bytes that are not claimed yet: an upload has at most this number in memory
+            # Number of bytes whose disk space is still to be claimed. An upload has at most this number in memory; its
+            # other bytes are on the disk already, and the disk reports them as used.
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
@@ -55,14 +57,14 @@ class FileObjects:
         await object_stores.within(timeout_s, writing)
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
-        """Return the bytes of an object, in pieces. Raises ObjectMissing at once, before the first piece."""
+        """Return the pieces of an object. If it does not exist, ObjectMissing is raised before the first piece."""
         import obstore
 
         answer = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))
         return _pieces(aiter(answer.stream(PIECE_BYTES)))
 
     async def range(self, file: str, start: int, end: int) -> bytes:
-        """Read the bytes from `start` to before `end` of an object. The object must have at least `end` bytes."""
+        """Return the bytes from `start` to before `end` of an object, which must have at least `end` bytes."""
         import obstore
 
         key = _key(file)
@@ -71,9 +73,9 @@ class FileObjects:
         )
 
     async def remove(self, file: str) -> None:
-        """Remove an object if it exists. In a folder this also removes the unfinished file of a killed writer.
+        """Remove an object if it exists. In a folder, also remove incomplete files that a killed process has left.
 
-        In a bucket, unfinished uploads stay until a rule of the bucket removes them.
+        In a bucket, incomplete uploads stay until a lifecycle rule of the bucket removes them.
         """
         import obstore
         from obstore.store import LocalStore
@@ -82,14 +84,14 @@ class FileObjects:
         try:
             await object_stores.within(CALL_S, obstore.delete_async(self._store, key))
         except ObjectMissing:
-            pass  # the object is absent already; a bucket does not report this
+            pass  # already removed; a bucket does not report this error
         if isinstance(self._store, LocalStore):
             await asyncio.to_thread(_remove_unfinished, Path(str(self._store.prefix)) / key)
 
 
 def _key(file: str) -> str:
     if not _ID.fullmatch(file):
-        raise ObjectMissing("the id is not that of a file")
+        raise ObjectMissing("this is not the id of a file")
     return f"{FOLDER}/{file}"
 
 
@@ -103,11 +105,13 @@ async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove the unfinished files of an object: obstore writes `NAME#1` and renames it at the end (0.12)."""
+    """Remove the incomplete files of an object. obstore (0.12) writes to `NAME#1` and renames it at the end."""
     for unfinished in path.parent.glob(f"{path.name}#*"):
         unfinished.unlink(missing_ok=True)
 
 
 def open_files(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> FileObjects | None:
-    """Open the files at a URL in the form of SIE_PAYLOAD_STORE_URL; None if there is no URL. Raises SettingError."""
+    """Return the files in the store at `url`, which has the form of SIE_PAYLOAD_STORE_URL; None if `url` is None.
+    Raises SettingError.
+    """
     return None if url is None else FileObjects(object_stores.opened(url, setting))

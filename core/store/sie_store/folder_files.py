@@ -1,5 +1,5 @@
-"""Files of a model folder, which may be untrusted. An exception of a library becomes one line that names the file.
-Configurations must have the form and the size of real models.
+"""Reading of the files in a model folder, which may be untrusted. All exceptions of libraries become a one-line error
+that names the file. Configurations are refused if they do not have the form or the size of real models.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from msgspec import Meta
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.load_errors import load_failed
 
-MAX_TEXT = 300  # characters of a library's message that are kept in an error
-MAX_COUNT = 1_000  # layers, experts or blocks: a higher number is refused, because each of them would be created
-MAX_SIZE = 1 << 24  # rows or columns of a table: a higher number is refused
+MAX_TEXT = 300  # largest number of characters of a library's message in an error
+# largest number of layers, experts or blocks; each of them would be created, so a higher number is refused
+MAX_COUNT = 1_000
+MAX_SIZE = 1 << 24  # largest number of rows or columns of a table; a higher number is refused
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
 
 TRANSFORMER_FILES = tuple(
@@ -30,7 +31,7 @@ Size = Annotated[int, Meta(ge=1, le=MAX_SIZE)]
 
 
 class Config(msgspec.Struct):
-    """Fields of `config.json` that this code reads itself."""
+    """Fields of `config.json` that SIE reads itself. transformers reads the others."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -49,7 +50,7 @@ class Module(msgspec.Struct):
 
 
 class Sentences(msgspec.Struct):
-    """Fields of `sentence_bert_config.json`, or of the file with the same fields for another model type."""
+    """Fields of `sentence_bert_config.json`, and of the files that replace it for other model types."""
 
     max_seq_length: Annotated[int, Meta(ge=1)] | None = None
 
@@ -64,7 +65,7 @@ class Prompts(msgspec.Struct):
 
 
 class TokenizerConfig(msgspec.Struct):
-    """Fields of `tokenizer_config.json`. If there is no limit, transformers writes 10^30."""
+    """Fields of `tokenizer_config.json`. transformers writes 10^30 if there is no limit."""
 
     model_max_length: Annotated[float, Meta(ge=1)] | None = None
 
@@ -80,8 +81,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every exception during work on `file` into ModelLoadFailed INCOMPATIBLE, which names the file: libraries
-    raise any exception for untrusted files.
+    """Convert every exception in this context to ModelLoadFailed INCOMPATIBLE, which names `file`. No type of exception
+    is left out, because libraries may raise any type for an untrusted file.
     """
     try:
         yield
@@ -97,12 +98,12 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def line_of(error: Exception) -> str:
-    """Return the text of an error as one line."""
+    """Return the message of an error as one line of at most MAX_TEXT characters."""
     return " ".join(str(error).split())[:MAX_TEXT]
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; return an empty map if the file does not exist. Raises ModelLoadFailed
+    """Return the JSON object in a file; an empty map if the file does not exist. Raises ModelLoadFailed
     INCOMPATIBLE.
     """
     value = read_value(file)
@@ -114,7 +115,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_value(file: Path) -> Any:
-    """Read the value of a JSON file and check it against the form for the file's name; return None if the file does not
+    """Return the JSON value in a file, after its form was checked by the name of the file; None if the file does not
     exist. Raises ModelLoadFailed INCOMPATIBLE.
     """
     if not file.is_symlink() and not file.exists():
@@ -139,8 +140,8 @@ def read_value(file: Path) -> Any:
 
 
 def _check_sizes(value: Any, path: str = "$") -> None:
-    """Raise ValueError for a number of layers or a size of a table that no real model has. A model of this size would
-    be created before it is compared with the weights.
+    """Raise ValueError for a number of layers or a size of a table that no real model has. It must be refused here,
+    because the model would be created before it is compared with the weights.
     """
     if not isinstance(value, dict):
         return

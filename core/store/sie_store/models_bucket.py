@@ -1,4 +1,4 @@
-"""SIE_MODELS_DIR in a bucket: the objects below s3://bucket/prefix or gs://bucket/prefix are read like the files of a
+"""SIE_MODELS_DIR as a bucket: objects below s3://bucket/prefix or gs://bucket/prefix are used like the files of a
 models folder.
 
 list ──► name, time, size and tag of every object that is a file of models ──► bodies of the changed files, some at a
@@ -20,12 +20,12 @@ _T = TypeVar("_T")
 
 SETTING = "SIE_MODELS_DIR"
 READS_AT_ONCE = 16
-MAX_OBJECTS = 100_000  # objects below the prefix; also objects that are not files of models count
+MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including those that are not files of models
 
 
 class BucketFolder:
-    """Objects below `url`. Each call blocks its thread for a limited time, and raises SettingError if the store
-    fails.
+    """Files of models in the bucket at `url`. Each call blocks its thread for a limited time, and raises SettingError
+    if the store fails.
     """
 
     def __init__(self, url: str, suffixes: tuple[str, ...], patience: RetryPolicy | None = None) -> None:
@@ -35,8 +35,8 @@ class BucketFolder:
         self._store = object_stores.opened(url, SETTING)
 
     def list_files(self) -> dict[str, tuple[int, int, int]]:
-        """List the files of models by their paths below the prefix, each as (time of the last change in ns, size in
-        bytes, hash of the tag). Raises SettingError if the bucket has no such file.
+        """Return the files of models by path below the prefix, each as (time of the last change in ns, size in bytes,
+        hash of the tag). Raises SettingError if there are none.
         """
         files = self._run(self._patience.call(self._listed))
         if not files:
@@ -45,8 +45,7 @@ class BucketFolder:
         return files
 
     def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
-        """Read the first `max_bytes` of each of these files, by path. A file that was removed in the meantime is left
-        out."""
+        """Return the first `max_bytes` of each file, by path. Files that were removed in the meantime are left out."""
         return self._run(self._bodies(paths, max_bytes))
 
     async def _listed(self) -> dict[str, tuple[int, int, int]]:

@@ -1,4 +1,6 @@
-"""Entries of the operator's own models folder, as a worker reads them. A file that cannot be read is skipped."""
+"""Entries in the operator's models folder, as a worker reads them to decide which entries it trusts. Files that cannot
+be read are skipped.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """Build the trust of a worker from three sources: its settings, the entries of its package, and the entries of
-    SIE_MODELS_DIR. SIE_MODELS_DIR is read at each check.
+    """Return the trust of a worker. It depends on the settings, the packaged entries, and the entries of
+    SIE_MODELS_DIR, which are read again at each check.
     """
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
@@ -36,11 +38,11 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """Return a warning about the models folder. The text is empty if only the operator can write there, or if
-    SIE_MODEL_PATHS names the folder.
+    """Return a warning if another user can write to the models folder; empty if nobody else can, or if SIE_MODEL_PATHS
+    names the folder.
 
-    Raises SettingError for a folder in which every user may write, and for a ./models that no setting names and that
-    belongs to another user.
+    Raises SettingError if every user may write there, or if the folder is the default ./models and belongs to another
+    user.
     """
     folder = Path(allowed.models).expanduser()
     trusted = {os.path.realpath(os.path.expanduser(folder_name)) for folder_name in allowed.paths or ()}
@@ -65,29 +67,29 @@ def place_of(allowed: Allowed) -> str:
 
 
 def in_use(allowed: Allowed) -> str:
-    """Return the models folder or bucket in the form of `place_of`; empty if there is no such folder."""
+    """Return the models folder or bucket like `place_of`; empty if the folder does not exist."""
     place = place_of(allowed)
     return place if is_bucket(place) or Path(place).is_dir() else ""
 
 
 def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
-    """Yield the readable models of the folder; yield none if `examined` refuses the folder."""
+    """Yield the entries in the models folder that can be read. Yield none if `examined` refuses the folder."""
     for path, body in _bodies(allowed).items():
         try:
             document = parse_document(_decoded(body))
         except (SIEError, ValueError) as error:
-            _logger.warning("%s cannot be read, so its entries have no permissions: %s", path, error)
+            _logger.warning("%s cannot be read, so its entries are not trusted: %s", path, error)
             continue
         if isinstance(document, ModelEntry):
             yield document
 
 
 def _decoded(body: bytes) -> object:
-    """Decode YAML. Raises ValueError."""
+    """Decode a YAML file of the models folder. Raises ValueError."""
     import yaml
 
     try:
-        # the loader of libyaml is ten times as fast; PyYAML has it if it was built with libyaml
+        # CSafeLoader uses libyaml and is ten times as fast, but PyYAML may have been built without it
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         return loader(body).get_single_data()
     except yaml.YAMLError as error:
@@ -107,7 +109,7 @@ def _bodies(allowed: Allowed) -> Mapping[str, bytes]:
         examined(allowed)
         return {str(file.relative_to(root)): file.read_bytes() for file in _files(root)}
     except (SettingError, OSError) as error:
-        _logger.warning("the models folder cannot be read, so its entries have no permissions: %s", error)
+        _logger.warning("the models folder cannot be read, so its entries are not trusted: %s", error)
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Object stores by URL. Each call has a time limit, and the errors of all stores have the same classes.
+"""Object stores by URL. Every call has a time limit, and all kinds of stores raise the same error classes.
 
 s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or error
                                                                     └── RetryPolicy.repeated: another attempt
@@ -41,11 +41,12 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
-# share of a disk that is kept free, and the largest number of bytes of this share
+# A reserve is disk space that a write must leave free: this share of the disk, but at most this number of bytes.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
-PAYLOADS, FILES = 1, 2  # number of reserves that a write must leave free: of payloads, and of files
+# number of reserves that a write must leave free: 1 for payloads, 2 for files, so that payloads still have room
+PAYLOADS, FILES = 1, 2
 EXIT_PAUSE_S = 0.1
-_claimed: Counter[int] = Counter()  # bytes by file system that writers of this process have claimed
+_claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process will write or are writing
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
@@ -66,7 +67,7 @@ _REFUSED = frozenset(
         "TokenRefreshRequired",
     }
 )
-# hosts from which credentials are requested if no setting names any
+# addresses of cloud metadata services, which obstore asks for credentials if none are set
 _INSTANCE = (
     "169.254.169.254",
     "169.254.170.2",
@@ -75,8 +76,8 @@ _INSTANCE = (
 
 
 class StoreError(Exception):
-    """Error of a store that refused a call or did not answer in time. Another attempt may help, unless the error is of
-    a subclass. `after_s`: seconds to wait before another attempt, as requested by the store.
+    """Raised if a store refuses a call or does not answer in time. Another attempt may help, except for subclasses.
+    `after_s`: seconds to wait before another attempt, if the store has said so.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -109,12 +110,12 @@ class StoreFull(StoreError):
 
 
 def opened(url: str, setting: str) -> ObjectStore:
-    """Open the store at `url`. Keys of the store are relative to the path of the URL. Raises SettingError, which names
+    """Return the store at `url`. Its keys are relative to the path of the URL. Raises SettingError, which names
     `setting`.
 
-    A folder is created if it does not exist, with permissions only for its owner. Buckets are not checked: they may be
-    created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files in these
-    variables, or from the machine.
+    A folder is created if it does not exist, readable only by its owner. Buckets are not checked, because they may be
+    created later. Credentials and endpoint come from the usual AWS_ and GOOGLE_ variables, from files that these
+    variables name, or from the machine.
     """
     from obstore.exceptions import BaseError
     from obstore.store import GCSStore, LocalStore, S3Store
@@ -124,8 +125,8 @@ def opened(url: str, setting: str) -> ObjectStore:
 
     where = store_url(url)
     limits: dict[str, Any] = {
-        # plain HTTP is used only if the operator's endpoint begins with http://; these options replace those of the
-        # environment (obstore 0.12)
+        # HTTP without TLS is used only if the operator's endpoint begins with http://. These options replace those of
+        # environment variables (obstore 0.12).
         "client_options": {
             "allow_http": True,
             "connect_timeout": timedelta(seconds=5),
@@ -145,12 +146,13 @@ def opened(url: str, setting: str) -> ObjectStore:
 
 @contextmanager
 def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that claims bytes of a folder's file system before they are written there. For a bucket the
-    function does nothing, because a bucket has its own quotas.
+    """Yield a function that claims disk space before bytes are written to a folder. For a bucket it does nothing,
+    because a bucket has its own quota.
 
-    The queue may use the same disk, and accepts no work when the disk is full. So payloads leave one reserve free for
-    the queue. No client waits for files and outputs of jobs, so these leave another reserve free for payloads. The
-    claims of other writers of this process count until these writers end: their bytes may not be on the disk yet.
+    The queue may use the same disk, and accepts no work when the disk is full. So a write must leave some reserves
+    free: payloads leave one, for the queue. Files and outputs of jobs leave two, so that payloads still have room; no
+    client waits for them. Claims of other writers in this process count until they end, because their bytes may not be
+    on the disk yet.
 
     The function raises StoreFull if fewer than `reserves` reserves would stay free.
     """
@@ -168,7 +170,7 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
         disk = shutil.disk_usage(folder)
         reserve = min(MAX_RESERVE_BYTES, int(disk.total * RESERVE_SHARE))
         if disk.free - _claimed[device] < reserves * reserve:
-            raise StoreFull(f"its disk has {disk.free} bytes free, {reserves * reserve} are kept free for the queue")
+            raise StoreFull(f"the disk has {disk.free} bytes free, of which {reserves * reserve} must stay free")
 
     try:
         yield claim
@@ -178,14 +180,14 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
 
 
 def _let_threads_finish() -> None:
-    """Let the threads of obstore finish at exit: they release Python objects a moment after an answer. If the
-    interpreter is being finalized at that time, the process is aborted (SIGABRT).
+    """Wait a moment at exit until obstore's threads are done. They release Python objects shortly after an answer; if
+    the interpreter is already ending then, the process aborts (SIGABRT).
     """
     time.sleep(EXIT_PAUSE_S)
 
 
 async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
-    """Await `work`, a call of a store, for at most `timeout_s`, and return its result. Raises StoreError."""
+    """Await `work`, a call of a store, for at most `timeout_s`, and return its result. Exceptions become StoreError."""
     from obstore.exceptions import BaseError
 
     try:
@@ -198,8 +200,8 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 
 async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
-    """Read the first bytes of an object, at most `most`. Returns the answer of the store, which has the metadata, and
-    the bytes. Later bytes are not read, whatever length the store states.
+    """Return the store's answer, which has the metadata, and the first bytes of an object, at most `most`. No more is
+    read, however long the object is.
     """
     import obstore
 
@@ -213,10 +215,10 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Time limits and attempts for calls of a store. `stall_s`: time limit of one attempt. `tries`: number of attempts.
-    The pause before the second attempt is `pause_s`, and each later pause is twice as long. If the store requests a
-    longer pause, the longer one is used. The maximum is MAX_PAUSE_S. Pauses vary at random, because many nodes may
-    retry at once.
+    """Time limit and number of attempts for calls of a store. `stall_s`: seconds of one attempt. `tries`: number of
+    attempts. `pause_s`: seconds before the second attempt; each later pause is twice as long. If the store requests a
+    longer pause, that is used; no pause is longer than MAX_PAUSE_S. Pauses vary at random, because many nodes may try
+    again at the same time.
     """
 
     stall_s: float = 30.0
@@ -224,14 +226,14 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """Return the result of `call`. The call is repeated if another attempt may help. Each attempt may take
-        `timeout_s`, by default `stall_s`. Raises StoreError.
+        """Call `call`, which contacts a store, and return its result. It is repeated if another attempt may help. Each
+        attempt may take `timeout_s`, by default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `call`, which limits its own time and raises StoreError. The call is repeated if another
-        attempt may help.
+        """Call `call` and return its result. It is repeated if another attempt may help. `call` must limit its own time
+        and raise StoreError.
         """
         tries = 0
         while True:
@@ -242,8 +244,8 @@ class RetryPolicy:
                 await self.pause(error, tries, "a store")
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
-        """Wait before the next attempt, which requests `label` from byte `at` on. Raises `error` after the last
-        attempt, or if another attempt cannot help.
+        """Wait before the next attempt. `tries`: number of failed attempts. `label` and the byte `at` appear in the
+        log. Raises `error` if there may be no further attempt, or if it cannot help.
         """
         if type(error) is not StoreError or tries >= self.tries:
             raise error
@@ -253,7 +255,7 @@ class RetryPolicy:
 
 
 def failure(error: Exception) -> StoreError:
-    """Return the StoreError for an exception of obstore. The message has the status and code of the store's answer, and
+    """Return the StoreError for an exception of obstore. Its message has the status and the code of the answer, and
     never a credential.
     """
     from obstore.exceptions import (

@@ -1,10 +1,11 @@
-"""Payloads: inputs that are too large for a message of the queue, in a store of all gateways and workers.
+"""Payloads: inputs that are too large for a message of the queue. They are in an object store that all gateways and
+workers use.
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
-A key is the digest of the bytes and the number of the period in which they were written. A period is as long as the
-life of an object. So a key that is old enough to be removed is never written again, and clean-up never removes bytes
-that were just stored. Other objects of the store are never touched.
+A key is the digest of the bytes and the number of the period in which they were written. A period is as long as a
+payload is kept. So a payload that is old enough to be removed has an old key, which is never written again, and
+clean-up cannot remove bytes that were just stored. Other objects in the store are never touched.
 """
 
 from __future__ import annotations
@@ -24,24 +25,28 @@ if TYPE_CHECKING:
 
 TRANSFERS_AT_ONCE = 8
 LISTED_AT_ONCE = 1000
-MAX_REMOVALS = 10_000  # number of removed payloads after which a sweep ends
+MAX_REMOVALS = 10_000  # number of removals after which one clean-up stops
 _KEY = re.compile(r"([0-9a-f]{64})\.[0-9]+")
 _T = TypeVar("_T")
 
 
 class PayloadMissing(StoreError):
-    """Error for a payload that does not exist or does not match its key. Another attempt does not help."""
+    """Raised if a payload does not exist or does not match its key. Another attempt does not help."""
 
 
 class PayloadStore:
-    """Store of payloads, by the digest of their bytes. Every call ends within its `timeout_s`, or raises StoreError."""
+    """Store of payloads, by the digest of their bytes. Every call raises StoreError if it takes longer than
+    `timeout_s`.
+    """
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data`, and return its key. If the store already has the object, its age is reset to zero."""
+        """Store `data` and return its key. If the object already exists, it is written again, so that it counts as
+        new.
+        """
         import obstore
 
         async def stored() -> str:
@@ -58,7 +63,7 @@ class PayloadStore:
         return await _within(timeout_s, stored())
 
     async def size(self, key: str, timeout_s: float) -> int:
-        """Return the number of bytes of an object. Raises PayloadMissing, StoreError."""
+        """Return the number of bytes of a payload. Raises PayloadMissing, StoreError."""
         import obstore
 
         _digest_of(key)
@@ -69,7 +74,9 @@ class PayloadStore:
         return await _within(timeout_s, looked_up())
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """Read an object and compare the digest of its bytes with its key. Raises PayloadMissing, StoreError."""
+        """Return the bytes of a payload, after their digest was compared with the key. Raises PayloadMissing,
+        StoreError.
+        """
         import obstore
 
         digest = _digest_of(key)
@@ -79,14 +86,14 @@ class PayloadStore:
                 failpoint("payloads.before_get")
                 data = bytes(await (await obstore.get_async(self._store, key)).bytes_async())
                 if await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()) != digest:
-                    raise PayloadMissing(f"object {key} is damaged")
+                    raise PayloadMissing(f"the payload {key} is damaged: its digest differs from its key")
                 return data
 
         return await _within(timeout_s, read())
 
     async def sweep(self, *, older_than_s: float, now_s: float, timeout_s: float) -> int:
-        """Remove payloads that were last written before `now_s - older_than_s`; stop when MAX_REMOVALS are removed.
-        Returns the number of removed payloads.
+        """Remove payloads that were last written more than `older_than_s` before `now_s`. Stops after about
+        MAX_REMOVALS. Returns the number of removed payloads.
         """
         import obstore
 
@@ -112,7 +119,7 @@ class PayloadStore:
 def _digest_of(key: str) -> str:
     match = _KEY.fullmatch(key)
     if match is None:
-        raise PayloadMissing("the key is not that of a payload")
+        raise PayloadMissing("this is not the key of a payload")
     return match[1]
 
 
@@ -124,9 +131,10 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
-    """Open the store at a URL in the form of SIE_PAYLOAD_STORE_URL; None if there is no URL. Raises SettingError.
+    """Return the payload store at `url`, which has the form of SIE_PAYLOAD_STORE_URL; None if `url` is None. Raises
+    SettingError.
 
-    A folder is created if it does not exist, with permissions for its owner alone: it contains input of clients.
-    Buckets are not checked: they may be created later.
+    A folder is created if it does not exist, readable only by its owner, because it has clients' inputs. Buckets are
+    not checked, because they may be created later.
     """
     return None if url is None else PayloadStore(object_stores.opened(url, setting))

@@ -19,7 +19,7 @@ BatchState = Literal[
 
 
 class FileUpload(Struct, kw_only=True, frozen=True):
-    """Fields of the form of an upload. The file expires `seconds` after it was created. Without `seconds` it does not
+    """Form fields of an upload. `seconds` after its creation, the file expires; without `seconds` it does not
     expire.
     """
 
@@ -30,7 +30,7 @@ class FileUpload(Struct, kw_only=True, frozen=True):
 
 
 class FileObject(Struct, kw_only=True, frozen=True):
-    """A file that was uploaded, or that a batch wrote."""
+    """A file that a client uploaded, or that a batch wrote."""
 
     EXAMPLE: ClassVar[Any] = {
         "id": "file-0192f0c17d3e70008000000000000000",
@@ -101,7 +101,7 @@ class BatchRequest(Struct, kw_only=True, frozen=True):
 
 
 class BatchError(Struct, kw_only=True, frozen=True):
-    """Error that made a whole batch fail."""
+    """An error that made the whole batch fail."""
 
     code: str
     message: str
@@ -110,14 +110,14 @@ class BatchError(Struct, kw_only=True, frozen=True):
 
 
 class BatchErrors(Struct, kw_only=True, frozen=True):
-    """Errors of a batch."""
+    """The errors that made the whole batch fail."""
 
     object: Literal["list"] = "list"
     data: list[BatchError]
 
 
 class BatchCounts(Struct, kw_only=True, frozen=True):
-    """Requests of a batch."""
+    """Number of requests of a batch: in total, answered with success, and answered with an error."""
 
     total: int
     completed: int
@@ -125,19 +125,19 @@ class BatchCounts(Struct, kw_only=True, frozen=True):
 
 
 class CachedTokens(Struct, kw_only=True, frozen=True):
-    """Cached tokens of a prompt of OpenAI's models; always 0 here."""
+    """Number of prompt tokens that OpenAI read from a cache. Always 0 here."""
 
     cached_tokens: int = 0
 
 
 class ReasoningTokens(Struct, kw_only=True, frozen=True):
-    """Reasoning tokens of OpenAI's models; always 0 here."""
+    """Number of reasoning tokens of OpenAI's models. Always 0 here."""
 
     reasoning_tokens: int = 0
 
 
 class BatchUsage(Struct, kw_only=True, frozen=True):
-    """Tokens of the requests that were answered so far."""
+    """Number of tokens of the requests that were answered so far."""
 
     input_tokens: int
     input_tokens_details: CachedTokens = CachedTokens()

@@ -1,4 +1,4 @@
-"""The catalogue over HTTP, in the form of gateways and of the config service."""
+"""Routes of the catalogue over HTTP. Gateways and the config service give the same replies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _EPOCH = "2026-01-01T00:00:00Z:42"
 
 
 class ListedModel(Struct, kw_only=True):
-    """A model of the list. An alias has `alias`, and no `tasks` or `languages`. `note`: why the model is at this
-    revision, if no person decided it. `download_bytes`: about how much a first load downloads, if it is known.
+    """A model or an alias in the list of the catalogue. An alias has `alias`, and no `tasks` or `languages`. `note`:
+    the reason why the model has this revision, if a program wrote it. `download_bytes`: approximate size of the first
+    download; absent if it is not known.
     """
 
     model_id: str
@@ -27,7 +28,7 @@ class ListedModel(Struct, kw_only=True):
 
 
 class ConfigModels(Struct, kw_only=True):
-    """The models of the catalogue."""
+    """List of the models and aliases in the catalogue."""
 
     EXAMPLE: ClassVar[Any] = {
         "models": [
@@ -59,7 +60,7 @@ class ModelDocument(Struct, kw_only=True):
 
 
 class BundleStatus(Struct, kw_only=True):
-    """The workers of a bundle that serve the newest revision, and the workers that do not serve it yet."""
+    """Workers of a bundle: `acked_workers` serve the newest revision, `pending_workers` do not serve it yet."""
 
     bundle_id: str
     expected_bundle_config_hash: Text = UNSET
@@ -70,7 +71,9 @@ class BundleStatus(Struct, kw_only=True):
 
 
 class Follower(Struct, kw_only=True):
-    """A reader of the catalogue, and its epoch and revision. `revision` is null if it is not known."""
+    """A process that reads the catalogue, with its epoch and its revision of the model. `revision` is null if it is not
+    known.
+    """
 
     id: str
     epoch: Text = UNSET
@@ -79,7 +82,7 @@ class Follower(Struct, kw_only=True):
 
 
 class WorkerFollower(Follower, kw_only=True):
-    """A worker, with the revision of the model that it has loaded."""
+    """A worker that reads the catalogue, with the state and the fingerprint of its copy of the model."""
 
     bundle: Text = UNSET
     state: Text = UNSET
@@ -87,7 +90,7 @@ class WorkerFollower(Follower, kw_only=True):
 
 
 class ModelRevisions(Struct, kw_only=True):
-    """Revisions of a model that gateways and workers serve."""
+    """Gateways and workers, each with the revision of a model that it has read."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,
@@ -140,7 +143,7 @@ class _Bundle(Struct, kw_only=True):
 
 
 class ConfigBundle(_Bundle, kw_only=True):
-    """A bundle as a document."""
+    """A bundle: the packages of a worker image and the model families that its workers serve."""
 
     EXAMPLE: ClassVar[Any] = {"id": "default", "priority": 0, "description": "All families"}
 
@@ -148,13 +151,13 @@ class ConfigBundle(_Bundle, kw_only=True):
 
 
 class ListedBundle(_Bundle, kw_only=True):
-    """A bundle in the list."""
+    """A row of the list of bundles."""
 
     bundle_id: str
 
 
 class ConfigBundles(Struct, kw_only=True):
-    """The bundles, the preferred one first."""
+    """List of the bundles in the catalogue, the preferred bundle first."""
 
     EXAMPLE: ClassVar[Any] = {"bundles": [{"bundle_id": "default", "priority": 0, "description": "All families"}]}
 
@@ -162,7 +165,7 @@ class ConfigBundles(Struct, kw_only=True):
 
 
 class Resolve(Struct, kw_only=True):
-    """A model's name, and the bundle that should serve it."""
+    """Request to resolve the name of a model. `bundle`: the bundle that should serve the model."""
 
     EXAMPLE: ClassVar[Any] = {"model": MINI}
 
@@ -193,7 +196,7 @@ class Resolution(Struct, kw_only=True):
 
 
 class Revision(Struct, kw_only=True):
-    """A write of a model. `note`: the reason of the write, if no person decided it; otherwise empty."""
+    """A write of a model. `note`: the reason of the write, if a program wrote it; empty if a person did."""
 
     revision: int
     created_at: str
@@ -225,7 +228,7 @@ class ModelHistory(Struct, kw_only=True):
 
 
 class Rollback(Struct, kw_only=True):
-    """Request to make a former revision the newest."""
+    """Request to write an earlier revision again, as the newest revision."""
 
     EXAMPLE: ClassVar[Any] = {"revision": 1}
 
@@ -233,7 +236,9 @@ class Rollback(Struct, kw_only=True):
 
 
 class Written(Struct, kw_only=True):
-    """Result of a write. `revision` is also its ETag. `unchanged`: the model was the same before."""
+    """Result of a write. `revision` is also the ETag of the model. `unchanged`: true if the document is the same as
+    before the write.
+    """
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,

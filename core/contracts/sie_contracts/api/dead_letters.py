@@ -1,4 +1,4 @@
-"""Dead letters and the caller's own scopes over HTTP."""
+"""Dead letters over HTTP (messages whose work was given up), and the scopes of the caller's credential."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ State = Literal["answered", "failed", "waiting", "unavailable", "unreadable"]
 
 
 class Whoami(Struct, kw_only=True):
-    """Scopes of the caller's credential. `name`: name of the credential in metrics, which contains no part of it.
-    Without a credential it is `anonymous`, with the scopes that need no token. `auth_mode`: none, static or token.
+    """Scopes of the caller's credential. `name`: the name of the credential in metrics, which does not contain any part
+    of the token. Without a credential the name is `anonymous`, and the scopes are those that need no token.
+    `auth_mode`: none, static or token.
     """
 
     EXAMPLE: ClassVar[Any] = {"name": "static-1", "scopes": ["infer", "read", "pools"], "auth_mode": "static"}
@@ -24,12 +25,12 @@ class Whoami(Struct, kw_only=True):
 
 
 class DeadLetterInfo(Struct, kw_only=True):
-    """A dead letter without its inputs.
+    """A dead letter without its inputs: a message whose work was given up.
 
     `at`: time at which the work was given up, in seconds since 1970. `deliveries`: number of deliveries to workers.
-    `deaths`: number of adapters that the work ended. `workers`: the last workers that had it. If the work cannot be
-    decoded, `is_readable` is false, and its request and model are not known. `sequence` grows from one letter of a pool
-    to the next.
+    `deaths`: number of adapter processes that died while they ran this work. `workers`: the last workers that received
+    the message. If the message cannot be decoded, `is_readable` is false, and its request and model are not known.
+    `sequence`: number of the letter in its pool; a later letter has a larger number.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -80,7 +81,7 @@ class DeadLetterInfo(Struct, kw_only=True):
 
 
 class DeadLetterCount(Struct, kw_only=True):
-    """Number of letters with one error."""
+    """Number of dead letters with the same error code and reason."""
 
     code: str
     reason: str
@@ -113,12 +114,12 @@ class DeadLetterPage(Struct, kw_only=True):
 
 
 class Replayed(Struct, kw_only=True):
-    """Result of a letter that was run again. A letter is removed only if all its inputs were answered.
+    """Result of running the work of a dead letter again. The letter is removed only if all its inputs were answered.
 
     `answered`: all inputs have a value. `failed`: some inputs have no value; `errors` counts the reasons. `waiting`: no
-    answer came in time. The work still runs if a worker takes it within its budget, and its result is dropped.
-    `unavailable`: the broker refused the work, for example for the pool of a reservation that ended. `unreadable`: the
-    work cannot be decoded, so nothing was published.
+    answer came in time. A worker may still run the work within its time budget, but the result is dropped.
+    `unavailable`: the broker refused the message, for example because the reservation of its pool has ended.
+    `unreadable`: the message cannot be decoded, so nothing was published.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -137,8 +138,8 @@ class Replayed(Struct, kw_only=True):
 
 
 class ReplayedAll(Struct, kw_only=True):
-    """Results of several letters, oldest first. `next`: value of `after` with which to continue; null if no more
-    letters fit.
+    """Results of running several dead letters again, oldest first. `next`: value of `after` for the next request; null
+    if no more letters match the filter.
     """
 
     EXAMPLE: ClassVar[Any] = {"replayed": [Replayed.EXAMPLE], "next": None}
@@ -148,8 +149,8 @@ class ReplayedAll(Struct, kw_only=True):
 
 
 class Purged(Struct, kw_only=True):
-    """Number of letters that were removed for ever. `complete` is false if the time ended before all letters that fit
-    were removed.
+    """Number of letters that were deleted. `complete` is false if the time limit was reached before all matching
+    letters were deleted.
     """
 
     EXAMPLE: ClassVar[Any] = {"removed": 1, "complete": True}

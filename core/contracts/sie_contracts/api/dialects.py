@@ -1,4 +1,4 @@
-"""Bodies and replies of other servers' routes: OpenAI, Jina, Voyage, Cohere, Infinity."""
+"""Bodies and replies of routes that other servers have: OpenAI, Jina, Voyage, NVIDIA, Cohere, Infinity."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InputAudio(Struct, kw_only=True):
 
 
 class Part(Struct, kw_only=True):
-    """A text, an image or a sound, as one part of an input."""
+    """One part of an input: a text, an image or a sound."""
 
     type: Literal["text", "image_url", "input_audio", "audio_url"]
     text: Text = UNSET
@@ -84,7 +84,7 @@ Input = Annotated[
 
 
 class EmbeddingsRequest(Struct, kw_only=True):
-    """Texts or token ids, with the fields of OpenAI, Jina and Voyage."""
+    """Request for vectors of texts or token ids. It has the fields of OpenAI, Jina and Voyage."""
 
     EXAMPLE: ClassVar[Any] = {"model": MINI, "input": ["Hello"]}
 
@@ -122,7 +122,7 @@ class EmbeddingsRequest(Struct, kw_only=True):
 
 
 class Embedding(Struct, kw_only=True):
-    """A vector: numbers, or base64 of their bytes."""
+    """A vector of one input: a list of numbers, or base64 of their bytes."""
 
     object: Text = UNSET
     index: Whole = UNSET
@@ -132,7 +132,7 @@ class Embedding(Struct, kw_only=True):
 
 
 class EmbeddingsReply(Reply, kw_only=True):
-    """Vectors of the inputs, in the order of the inputs."""
+    """Reply with the vectors of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "object": "list",
@@ -217,11 +217,13 @@ class _RecordingForm(Struct, kw_only=True):
 
 
 class TranslationForm(_RecordingForm, kw_only=True):
-    """A recording whose words are written in English."""
+    """Form with a sound file. The reply has the spoken words, translated into English."""
 
 
 class TranscriptionForm(_RecordingForm, kw_only=True):
-    """A recording whose words are written. `verbose_json` has segments with their times."""
+    """Form with a sound file. The reply has the spoken words. With `verbose_json` it also has segments with their
+    times.
+    """
 
     language: Annotated[Text, Meta(description="Its code or its English name. Without it, it is recognised.")] = UNSET
     granularities: list[Literal["segment"]] | UnsetType = field(name="timestamp_granularities[]", default=UNSET)
@@ -229,7 +231,7 @@ class TranscriptionForm(_RecordingForm, kw_only=True):
 
 
 class SegmentInfo(Struct, kw_only=True):
-    """Words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are null: they are not
+    """Spoken words from `start` to `end`, in seconds. `avg_logprob` and `no_speech_prob` are null: they are not
     computed.
     """
 
@@ -246,7 +248,7 @@ class SegmentInfo(Struct, kw_only=True):
 
 
 class Transcription(Struct, kw_only=True):
-    """Words of a recording. Only `verbose_json` has more than `text`, `usage` and `warnings`."""
+    """Spoken words of a sound file. Only `verbose_json` has more fields than `text`, `usage` and `warnings`."""
 
     EXAMPLE: ClassVar[Any] = {"text": "And what did you do then?", "usage": {"type": "duration", "seconds": 3}}
 
@@ -263,20 +265,20 @@ class Transcription(Struct, kw_only=True):
 
 
 class Passage(Struct, kw_only=True):
-    """A text, or an image (base64 or a data URI)."""
+    """One passage to rank: a text, or an image (base64 or a data URI)."""
 
     text: Text = UNSET
     image: Text = UNSET
 
 
 class RankingQuery(Struct, kw_only=True):
-    """The query, as a map."""
+    """The query, as an object with its text."""
 
     text: str
 
 
 class Ranking(Struct, kw_only=True):
-    """A query, and the passages to rank."""
+    """Request to rank passages by their relevance for a query."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": RERANKER,
@@ -291,14 +293,14 @@ class Ranking(Struct, kw_only=True):
 
 
 class PassageScore(Struct, kw_only=True):
-    """The place of a passage in the request, and its raw score."""
+    """Position of a passage in the request, and its score as a raw logit."""
 
     index: int
     logit: float
 
 
 class Rankings(Reply, kw_only=True):
-    """Passages, the best first."""
+    """Scores of the passages, highest score first."""
 
     EXAMPLE: ClassVar[Any] = {"rankings": [{"index": 0, "logit": 7.2}], **SHARED}
 
@@ -309,8 +311,8 @@ class Rankings(Reply, kw_only=True):
 
 
 class Document(Struct, kw_only=True):
-    """A document that is a map: a text, or an image (base64 or a data URI). With `rank_fields` it has the fields that
-    are named there.
+    """A document as an object: a text, or an image (base64 or a data URI). With `rank_fields`, the document is the
+    values of the fields that are named there, one per line.
     """
 
     text: Text = UNSET
@@ -318,7 +320,7 @@ class Document(Struct, kw_only=True):
 
 
 class Rerank(Struct, kw_only=True):
-    """Documents to rank, with the fields of Cohere, Jina and Voyage."""
+    """Request to rank documents by their relevance for a query. It has the fields of Cohere, Jina and Voyage."""
 
     EXAMPLE: ClassVar[Any] = {"model": RERANKER, "query": "Who?", "documents": ["Ada", "Bob"], "top_n": 1}
 
@@ -353,7 +355,7 @@ class RankedDocument(Relevance, kw_only=True):
 
 
 class Ranked(Reply, kw_only=True):
-    """Documents, best first."""
+    """Scores of the documents, highest score first."""
 
     EXAMPLE: ClassVar[Any] = {
         "id": "2b2c...",
@@ -423,7 +425,9 @@ class ShownImage(Struct, kw_only=True):
 
 
 class Embedded(Struct, kw_only=True):
-    """Vectors by type. In the first version, lists of vectors if the request names no type."""
+    """Vectors by type (`float`, `int8` and so on). In version 1 of Cohere's API, a request that names no type gets a
+    plain list of vectors.
+    """
 
     EXAMPLE: ClassVar[Any] = {
         "id": "2b2c...",
@@ -453,7 +457,7 @@ class Embedded(Struct, kw_only=True):
 
 
 class Classify(Struct, kw_only=True):
-    """Texts to classify."""
+    """Request to classify texts."""
 
     EXAMPLE: ClassVar[Any] = {"model": "org/classes", "input": ["a"]}
 
@@ -465,7 +469,7 @@ class Classify(Struct, kw_only=True):
 
 
 class Label(Struct, kw_only=True):
-    """A class and its score."""
+    """A class, and its score for the text."""
 
     label: Text = UNSET
     score: Number = UNSET
@@ -475,7 +479,7 @@ CLASSES = [{"label": "joy", "score": 0.92}, {"label": "anger", "score": 0.08}]
 
 
 class Classified(Reply, kw_only=True):
-    """Classes of each text, best first."""
+    """Reply with the classes of each text, highest score first."""
 
     EXAMPLE: ClassVar[Any] = {
         "object": "classify",

@@ -1,4 +1,6 @@
-"""Errors over HTTP: one envelope, of which each client family reads a part."""
+"""Errors over HTTP. The body has the same facts in several members, because clients of different families (OpenAI,
+Cohere, ...) read different members.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from sie_contracts.errors import InvalidInput, envelope
 
 
 class ErrorDetail(Struct, kw_only=True):
-    """All facts of an error."""
+    """All facts of an error: code, message, reason, faulty field, and whether the request may be repeated."""
 
     code: str
     message: str
@@ -28,9 +30,9 @@ class _ShortDetail(Struct, kw_only=True):
 
 
 class Error(Struct, kw_only=True):
-    """An error in the form that the client family of the route reads. `error` is a map of all facts; at routes of Text
-    Embeddings Inference it is a message. `detail` is a map; it is a text if the body has `truncation`, which Voyage's
-    client sends. docs/errors.md has a table.
+    """An error in the form that clients of this route expect. `error` is an object with all facts; on routes of Text
+    Embeddings Inference it is the message. `detail` is an object too; it is a string if the request body has
+    `truncation`, which only Voyage's client sends. docs/errors.md has the table of forms.
     """
 
     EXAMPLE: ClassVar[Any] = envelope(
@@ -48,7 +50,7 @@ class Error(Struct, kw_only=True):
 
 
 class Provisioning(Struct, kw_only=True):
-    """Answer for a request that cannot be served yet: a worker is being started."""
+    """Reply to a request that cannot be served yet, because a worker is being started."""
 
     status: Literal["provisioning"]
     gpu: str

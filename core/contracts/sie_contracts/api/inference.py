@@ -19,7 +19,7 @@ Vectors = list[Annotated[list[float], Meta(min_length=1)]]
 
 
 class Media(Struct, kw_only=True):
-    """An image, a document, audio or video."""
+    """A file in an input: an image, a document, audio or video."""
 
     data: str
     format: Text = UNSET
@@ -33,7 +33,9 @@ Spans = Annotated[list[Span], Meta(min_length=1, max_length=4096)]
 
 
 class Item(Struct, kw_only=True):
-    """An input. `id` and `metadata` come back with the result. Media are base64 or data URIs, in msgpack also bytes."""
+    """An input. The reply repeats `id` and `metadata`. Media are base64 or data URIs; in msgpack they may also be
+    bytes.
+    """
 
     id: str | UnsetType | None = UNSET
     text: str | UnsetType | None = UNSET
@@ -78,7 +80,7 @@ class _Params(Struct, kw_only=True):
 
 
 class EncodeParams(_Params, kw_only=True):
-    """Parameters of an encode."""
+    """Parameters of an encode request, all optional."""
 
     prompt_name: Annotated[
         str | UnsetType | None,
@@ -93,7 +95,7 @@ class EncodeParams(_Params, kw_only=True):
 
 
 class ScoreWeights(Struct, kw_only=True):
-    """The weight of each kind of score in a hybrid score."""
+    """Weights of the dense, sparse and multivector scores in a hybrid score."""
 
     dense: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
     sparse: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
@@ -101,21 +103,21 @@ class ScoreWeights(Struct, kw_only=True):
 
 
 class ScoreParams(_Params, kw_only=True):
-    """Parameters of a score."""
+    """Parameters of a score request, all optional."""
 
     score_mode: Literal["dense", "sparse", "colbert", "hybrid"] | UnsetType = UNSET
     score_weights: ScoreWeights | UnsetType = UNSET
 
 
 class ExtractExample(Struct, kw_only=True):
-    """A text and the labels that it has."""
+    """An example for a classifier: a text and its correct labels."""
 
     text: str
     labels: list[str]
 
 
 class ExtractParams(_Params, kw_only=True):
-    """Parameters of an extract."""
+    """Parameters of an extract request. Some models require labels or an instruction."""
 
     labels: Texts = UNSET
     threshold: Annotated[
@@ -151,7 +153,7 @@ class ExtractParams(_Params, kw_only=True):
 
 
 class Encode(Struct, kw_only=True):
-    """Inputs to encode."""
+    """Request for the vectors of inputs."""
 
     EXAMPLE: ClassVar[Any] = {"items": [{"text": "Hello"}]}
 
@@ -160,7 +162,7 @@ class Encode(Struct, kw_only=True):
 
 
 class Score(Struct, kw_only=True):
-    """Inputs to score against a query."""
+    """Request for the scores of inputs against a query."""
 
     EXAMPLE: ClassVar[Any] = {"query": {"text": "Who?"}, "items": [{"text": "Ada"}]}
 
@@ -170,7 +172,7 @@ class Score(Struct, kw_only=True):
 
 
 class Extract(Struct, kw_only=True):
-    """Inputs to extract from."""
+    """Inputs from which to extract entities, relations, classes, objects or data."""
 
     EXAMPLE: ClassVar[Any] = {"items": [{"text": "Ada met Bob"}], "params": {"labels": ["person"]}}
 
@@ -180,11 +182,14 @@ class Extract(Struct, kw_only=True):
 
 # replies
 
-ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}  # usage of an input in the examples
+# value of `usage` of one input, in the examples
+ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}
 
 
 class RequestUsage(Usage, kw_only=True):
-    """Number of tokens that ran, the positions of truncated inputs, and the number of images, if there are any."""
+    """Number of tokens that the model read, positions of the truncated inputs, and number of images (absent if there
+    are none).
+    """
 
     prompt_tokens: int
     total_tokens: int
@@ -192,7 +197,7 @@ class RequestUsage(Usage, kw_only=True):
 
 
 class ItemUsage(Struct, kw_only=True):
-    """Tokens of one input."""
+    """Number of tokens that the model read of one input, and whether the input was truncated."""
 
     prompt_tokens: int
     total_tokens: int
@@ -217,7 +222,7 @@ class _Slot(Struct, kw_only=True):
 
 
 class Dense(Struct, kw_only=True):
-    """A vector. `scale` and `offset` convert the codes of an integer dtype."""
+    """A dense vector. An integer dtype stores codes; `scale` and `offset` convert a code to the real number."""
 
     dims: int
     dtype: str
@@ -228,7 +233,7 @@ class Dense(Struct, kw_only=True):
 
 
 class Sparse(Struct, kw_only=True):
-    """Weights of words of the vocabulary."""
+    """A sparse vector: ids of tokens in the vocabulary (`indices`), and their weights (`values`)."""
 
     dims: int
     dtype: str
@@ -237,7 +242,9 @@ class Sparse(Struct, kw_only=True):
 
 
 class Multivector(Struct, kw_only=True):
-    """A vector for each token. `scale` and `offset` of a vector convert its codes of an integer dtype."""
+    """Vectors of the tokens, one per token. An integer dtype stores codes; `scale` and `offset` have one number per
+    vector and convert its codes to real numbers.
+    """
 
     token_dims: int
     num_tokens: int
@@ -248,7 +255,9 @@ class Multivector(Struct, kw_only=True):
 
 
 class EncodedChunk(Struct, kw_only=True):
-    """The vectors of one chunk. `start` and `end` count code points. `tokens`: those of its text."""
+    """Vectors of one chunk of a text. `start` and `end`: positions in the text, in code points. `tokens`: number of
+    tokens of the chunk.
+    """
 
     start: int
     end: int
@@ -259,7 +268,7 @@ class EncodedChunk(Struct, kw_only=True):
 
 
 class EncodedItem(_Slot, kw_only=True):
-    """The vectors of one input, or of its chunks."""
+    """Result of one input: its vectors, or those of its chunks, or its error."""
 
     dense: Dense | UnsetType = UNSET
     sparse: Sparse | UnsetType = UNSET
@@ -269,7 +278,7 @@ class EncodedItem(_Slot, kw_only=True):
 
 
 class ScoredItem(Struct, kw_only=True):
-    """The score of one input; null if the input failed."""
+    """Score of one input; `score` is null if the input failed."""
 
     item_id: str
     score: float | None
@@ -280,8 +289,8 @@ class ScoredItem(Struct, kw_only=True):
 
 
 class Entity(Struct, kw_only=True):
-    """A part of a text, or text in an image. `start` and `end` count code points, and are null for text in an image.
-    `bbox`: left, top, width and height in pixels of the upright image.
+    """An entity: a range of a text, or a text in an image. `start` and `end`: positions in code points; null for a text
+    in an image. `bbox`: left, top, width and height, in pixels of the upright image.
     """
 
     text: str
@@ -302,14 +311,14 @@ class Relation(Struct, kw_only=True):
 
 
 class Classification(Struct, kw_only=True):
-    """A class of the whole input."""
+    """A class of the whole input, and its score."""
 
     label: str
     score: float
 
 
 class DetectedObject(Struct, kw_only=True):
-    """A part of an image. `bbox`: left, top, width and height in pixels of the upright image."""
+    """An object in an image. `bbox`: left, top, width and height, in pixels of the upright image."""
 
     label: str
     score: float
@@ -334,7 +343,7 @@ class _Native(Reply, kw_only=True):
 
 
 class Encoded(_Native, kw_only=True):
-    """Vectors of the inputs, in the order of the inputs."""
+    """Reply of encode: the vectors of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,
@@ -347,7 +356,7 @@ class Encoded(_Native, kw_only=True):
 
 
 class Scored(_Native, kw_only=True):
-    """The scores, best first."""
+    """Reply of score: the scores of the inputs, highest score first."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": MINI,
@@ -360,7 +369,7 @@ class Scored(_Native, kw_only=True):
 
 
 class Extracted(_Native, kw_only=True):
-    """Results of the inputs, in the order of the inputs."""
+    """Reply of extract: the results of the inputs, in the order of the inputs."""
 
     EXAMPLE: ClassVar[Any] = {
         "model": "urchade/gliner_small-v2.1",

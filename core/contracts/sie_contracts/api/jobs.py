@@ -1,7 +1,8 @@
-"""Jobs over HTTP: work on whole files that runs beside the requests of clients and survives the end of any process.
+"""Jobs over HTTP. A job runs one model on all rows of whole files. It runs in the background, and continues if a
+process ends or restarts.
 
 A job reads rows (JSON Lines, CSV, Parquet, or the images of a folder), runs one model, and writes one answer for each
-row. A manifest names the files of the answers.
+row. A manifest lists the files with the answers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled", "exp
 SHARD_ROWS = 10_000
 MAX_SHARD_ROWS = 100_000
 MAX_METADATA = 16  # largest number of entries of `metadata`; OpenAI has the same limit
-MAX_KEEP = 100  # columns of the input that the output may repeat
+MAX_KEEP = 100  # largest number of input columns that are copied to the output
 MAX_WINDOWS = 16
-MAX_REQUEST_BYTES = 40 << 10  # bytes of a job or batch in its record; every gateway has all records in memory
+# largest number of bytes of a job or batch request; its record is in the memory of every gateway
+MAX_REQUEST_BYTES = 40 << 10
 
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]
 _Window = Annotated[str, Meta(max_length=16)]
@@ -42,15 +44,16 @@ class JobChunkRule(ChunkRule, frozen=True, omit_defaults=True, forbid_unknown_fi
 class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Input of a job: exactly one of `file` and `url`.
 
-    `file`: the id of a file that was uploaded (`/v1/files`). `url`: one object, or all objects below a path that ends
-    in `/`, in a place that SIE_JOBS_URLS allows. `format` is known by the name of an object, if it is not given.
+    `file`: the id of an uploaded file (`/v1/files`). `url`: one object, or all objects below a path that ends in `/`.
+    SIE_JOBS_URLS must allow the URL. `format`: by default it follows from the suffix of the object's name.
 
-    `text`, `query`, `document`: templates over the columns of a row, such as `{title}\\n{body}`; the text to encode or
-    to extract from, the query and the document of a score. `image`: a column of image files. `id`: the column of ids;
-    by default a row is named by its object and its number there. `keep`: columns that the output repeats, at most 100.
+    `text`, `query`, `document`: templates over the columns of a row, such as `{title}\\n{body}`. `text` is the input of
+    encode and extract, `query` and `document` are the inputs of score. `image`: a column of image files. `id`: the
+    column with the id of each row; by default the id is the object's name and the row's number. `keep`: columns that
+    are copied to the output, at most 100.
 
-    `chunks`: the text of a row is encoded in chunks, by a rule, or by the spans or the rule in the column that it
-    names. The output has a line for each chunk. `context`: chunks are pooled from the whole text, not encoded alone.
+    `chunks`: each text is encoded in chunks, by this rule, or by the spans or the rule in the column of this name. The
+    output has a line for each chunk. `context`: chunks are pooled from the whole text, not encoded alone.
     """
 
     file: Annotated[str, Meta(max_length=64)] = ""
@@ -67,11 +70,11 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
 
 
 class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Output of a job. `url`: the place of its files, below one that SIE_JOBS_URLS allows; by default they are kept
-    with the job and read over HTTP.
+    """Output of a job. `url`: the folder of the output files, which SIE_JOBS_URLS must allow. Without it, SIE stores
+    the files, and clients read them over HTTP.
 
-    `sink`: the name of a database of SIE_JOBS_SINKS that gets the vectors as well, into the collection or table
-    `collection`.
+    `sink`: name of a database in SIE_JOBS_SINKS, to which the vectors are also written. `collection`: its collection or
+    table.
     """
 
     url: Annotated[str, Meta(max_length=1024)] = ""
@@ -81,12 +84,12 @@ class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_un
 
 
 class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A job, in at most 40 KiB. `params`: parameters of a request of the operation.
+    """A job, in at most 40 KiB. `params`: parameters of the operation, as in a single request.
 
-    `tokens_per_s` and `windows` limit the speed and the times of its work: `windows` are times of the day, such as
-    `22:00-06:00`, in the time zone `time_zone`. `deadline`: seconds since 1970; the forecast is compared with it. Rows
-    that have not run by then are dropped only if `expires` is true. `cache`: use answers of earlier jobs by the same
-    model and parameters for equal inputs.
+    `tokens_per_s` limits the speed of the job. `windows`: the times of day at which it may run, such as `22:00-06:00`,
+    in the time zone `time_zone`. `deadline`: seconds since 1970. The forecast compares the expected end with it. If
+    `expires` is true, rows that have not run at the deadline are dropped. `cache`: for an input that an earlier job
+    answered with the same model and parameters, use that answer.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -113,9 +116,9 @@ class JobRequest(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_u
 
 
 class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
-    """Numbers of rows: total (None until they are counted), answered, and answered with an error. `reused`: answers
-    from the cache or from an equal row. `tokens`: tokens of all answers, including reused ones. Shards: parts of the
-    input.
+    """Numbers of rows: `rows` in total (null until they are counted), `done` answered, and `failed` answered with an
+    error. `reused`: answers that were copied from the cache or from an equal row. `tokens`: tokens of all answers,
+    including the copied ones. `shards`: number of parts into which the input is split.
     """
 
     rows: int | None = None
@@ -129,9 +132,10 @@ class JobCounts(Struct, kw_only=True, frozen=True, omit_defaults=False):
 
 
 class Forecast(Struct, kw_only=True, frozen=True):
-    """Forecast of the end of a job: at `done_at`, plus or minus `plus_minus_s`. It is computed from `rows_per_s`, the
-    rate of the last minutes. `workers` serve the lane of the job now. With `workers_needed` workers the job would end
-    by its deadline. `workers_needed` is null if there is no deadline, or if more workers would not help.
+    """Forecast of the end of a job: the time `done_at`, plus or minus `plus_minus_s` seconds. It is computed from
+    `rows_per_s`, the rate of the last minutes. `workers`: workers that serve the job's lane (pool, machine profile and
+    bundle) now. `workers_needed`: workers with which the job would end by its deadline; null if it has no deadline, or
+    if more workers would not help.
     """
 
     done_at: float
@@ -152,9 +156,9 @@ class JobError(Struct, kw_only=True, frozen=True, omit_defaults=True):
 class JobInfo(Struct, kw_only=True, frozen=True):
     """A job. Times are seconds since 1970.
 
-    `trouble`: why the job waits and tries again by itself. `errors`: number of rows with an error, by its code.
-    `broken`: parts of the input that could not be read, at most 20. `fingerprint`: fingerprint of the model that
-    computed the vectors; a job never mixes two.
+    `trouble`: the present problem; the job tries again by itself. `errors`: number of failed rows by error code.
+    `broken`: parts of the input that could not be read, at most 20. `fingerprint`: identifies the model that computed
+    the vectors; all vectors of a job have the same one.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -212,7 +216,7 @@ class JobPage(Struct, kw_only=True):
 
 
 class JobPart(Struct, kw_only=True, frozen=True):
-    """A file of a job's output. `source`: the part of the input whose rows it answers, in their order."""
+    """A file of a job's output. `source`: the part of the input whose rows it answers, in the same order."""
 
     name: str
     rows: int
@@ -223,7 +227,7 @@ class JobPart(Struct, kw_only=True, frozen=True):
 
 
 class JobManifest(Struct, kw_only=True, frozen=True):
-    """The output of a job. `manifest.json` beside its files has the same content once the job has ended."""
+    """The output of a job. When the job has ended, `manifest.json` in the output folder has the same content."""
 
     EXAMPLE: ClassVar[Any] = {
         "job": JobInfo.EXAMPLE["id"],
@@ -261,7 +265,7 @@ class JobManifest(Struct, kw_only=True, frozen=True):
 
 
 class JobRow(Struct, kw_only=True, frozen=True):
-    """State of a row, without its values."""
+    """Result of one row: its number of tokens, and its error if it failed. The values are not included."""
 
     id: str
     tokens: int
@@ -269,7 +273,7 @@ class JobRow(Struct, kw_only=True, frozen=True):
 
 
 class JobRows(Struct, kw_only=True, frozen=True):
-    """Rows of a job that are answered, or some of them."""
+    """Results of some rows of a job, as many as the request allows."""
 
     EXAMPLE: ClassVar[Any] = {"rows": [{"id": "a", "tokens": 12, "error": None}]}
 
@@ -287,5 +291,5 @@ class JobDeleted(Struct, kw_only=True):
 
 
 def job_error(info: ErrorInfo) -> JobError:
-    """Convert an error to the form of the API."""
+    """Return an ErrorInfo as the error of a job in the API."""
     return JobError(code=info.code, message=info.message, param=info.param)

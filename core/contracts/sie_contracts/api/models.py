@@ -1,4 +1,4 @@
-"""Models and aliases over HTTP."""
+"""Replies of the routes that list models and aliases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ModelState = Literal["available", "loading", "loaded", "unloading", "failed"]
 
 
 class Download(Struct, kw_only=True):
-    """Weights that a worker downloads. `total_bytes` is 0 until it is known."""
+    """Weights that a worker downloads. `total_bytes` is 0 while the size is not known."""
 
     worker: str
     done_bytes: int
@@ -30,7 +30,7 @@ class Precision(Struct, kw_only=True):
 
 
 class Engine(Struct, kw_only=True):
-    """The engine that the entry asks for, the engine that workers use, and the reason for it."""
+    """The engine that the catalogue entry requests, the engines that workers use, and the reason why they use them."""
 
     requested: str | None
     served: list[str]
@@ -38,8 +38,8 @@ class Engine(Struct, kw_only=True):
 
 
 class LoadError(Struct, kw_only=True):
-    """Reason why a worker could not load a model. `permanent`: the worker does not try again until the entry
-    changes.
+    """Reason why a worker could not load a model. `permanent`: true if the worker will not try again before the
+    catalogue entry changes.
     """
 
     code: LoadErrorClass
@@ -49,7 +49,9 @@ class LoadError(Struct, kw_only=True):
 
 
 class ModelHost(Struct, kw_only=True):
-    """A model on one worker. `memory_bytes` is 0 if it is not loaded, `load_s` is 0 if it never was."""
+    """State of a model on one worker. `memory_bytes`: 0 if the model is not loaded. `load_s`: seconds of its last load;
+    0 if it was never loaded. `queued`: number of its messages that the worker has.
+    """
 
     worker: str
     state: ModelState
@@ -69,11 +71,11 @@ class ProfileInfo(Struct, kw_only=True):
 
 
 class Certificate(Struct, kw_only=True):
-    """The checks that a loaded model passed. A load that fails one of them is refused.
+    """Checks that a loaded model passed. If a check fails, the load is refused.
 
-    `digests`: the files whose SHA-256 equals the digest in the entry. `packed`: for each output, the worst cosine of
-    the packed path with the padded one. `golden`: the worst cosine with vectors of the public oracle; null if the entry
-    has no golden vectors.
+    `digests`: files whose SHA-256 equals the digest in the catalogue entry. `packed`: for each output, the lowest
+    cosine between vectors of a packed batch (no padding) and of a padded batch. `golden`: the lowest cosine with the
+    reference vectors in the entry; null if the entry has none.
     """
 
     digests: list[str]
@@ -83,19 +85,19 @@ class Certificate(Struct, kw_only=True):
 
 
 class AliasTarget(Struct, kw_only=True):
-    """A model that serves an alias. Its share of the keys is its weight divided by the sum of all weights."""
+    """A model that serves an alias. Its share of the request keys is its weight divided by the sum of all weights."""
 
     model: str
     weight: int
 
 
 class ShadowFigures(Struct, kw_only=True):
-    """Measurements of a shadow at a gateway since the gateway started. The metrics `sie_gateway_shadow_*` have the
-    distributions.
+    """Measurements of a shadow model at one gateway, since the gateway started. The metrics `sie_gateway_shadow_*` have
+    the distributions.
 
-    `copies`: number of copies by their end. `cosine`: the mean cosine of a dense vector that was served and the vector
-    of its copy. `rank`: the mean Spearman correlation of the scores that were served and the scores of the copy. Times
-    are means. Null: nothing was compared.
+    `copies`: number of copied requests by result. `cosine`: mean cosine between the served dense vector and the vector
+    of the copy. `rank`: mean Spearman correlation between the served scores and the scores of the copy. Times are
+    means. Null means that nothing was compared yet.
     """
 
     copies: dict[str, int]
@@ -106,7 +108,7 @@ class ShadowFigures(Struct, kw_only=True):
 
 
 class AliasShadow(Struct, kw_only=True):
-    """A model that gets copies of a share of an alias' requests."""
+    """A shadow model: it gets copies of a share of the requests to an alias."""
 
     model: str
     share: float
@@ -114,14 +116,14 @@ class AliasShadow(Struct, kw_only=True):
 
 
 class AliasInfo(Struct, kw_only=True):
-    """The models of an alias."""
+    """The target models of an alias, and its shadow model."""
 
     targets: list[AliasTarget]
     shadow: AliasShadow | UnsetType = UNSET
 
 
 class ModelStats(Struct, kw_only=True):
-    """Work of a model at the workers that know it."""
+    """Work of a model on all workers that report it. `queue_absolute`: number of its messages that workers have."""
 
     queue_absolute: int
 
@@ -129,9 +131,9 @@ class ModelStats(Struct, kw_only=True):
 class ModelInfo(Struct, kw_only=True):
     """A model, a profile of a model, or an alias.
 
-    `prompts` lists the prompts by name, and `prompt_texts` has the text of each. `hosts`: each worker that knows the
-    model, with its state there. `on_disk`: whether a healthy worker has the weights on its disk.
-    `download_bytes`: about what the first load downloads where they are not, without LoRAs; null if it is not known.
+    `prompts`: names of its prompts; `prompt_texts`: their texts. `hosts`: state of the model on each worker that
+    reports it. `on_disk`: whether a healthy worker has the weights on its disk. `download_bytes`: approximate size of
+    the first download, without LoRAs; null if it is not known.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -218,8 +220,8 @@ class ModelInfo(Struct, kw_only=True):
 
 
 class Models(Struct, kw_only=True):
-    """The models in two forms: for clients of OpenAI and for clients of SIE. `total`: number of all models, for a
-    request with a limit.
+    """The models in two forms: `data` for clients of OpenAI, `models` for clients of SIE. `total`: number of all
+    models, if the request limits the number of listed models.
     """
 
     EXAMPLE: ClassVar[Any] = {"object": "list", "data": [ModelInfo.EXAMPLE], "models": [ModelInfo.EXAMPLE]}

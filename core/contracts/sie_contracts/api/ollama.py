@@ -48,7 +48,7 @@ class OllamaEmbedded(Reply, kw_only=True):
 
 
 class OllamaPrompt(Struct, kw_only=True):
-    """One text."""
+    """Request with one text."""
 
     EXAMPLE: ClassVar[Any] = {"model": _NAME, "prompt": "Hello"}
 
@@ -59,7 +59,7 @@ class OllamaPrompt(Struct, kw_only=True):
 
 
 class OllamaEmbedding(Struct, kw_only=True):
-    """The vector of the text, which is not normalised."""
+    """Vector of the text. It is not normalised."""
 
     EXAMPLE: ClassVar[Any] = {"embedding": [0.4, -1.3]}
 
@@ -67,8 +67,8 @@ class OllamaEmbedding(Struct, kw_only=True):
 
 
 class OllamaDetails(Struct, kw_only=True):
-    """Kind of a model. `parameter_size` is empty: it is not known. `quantization_level`: precision of the weights, if a
-    worker has reported it.
+    """Description of a model. `parameter_size` is empty, because it is not known. `quantization_level`: precision of
+    the weights; empty if no worker has reported it.
     """
 
     parent_model: str = ""
@@ -93,7 +93,7 @@ class OllamaModel(Struct, kw_only=True):
 
 
 class OllamaModels(Struct, kw_only=True):
-    """The models that give vectors."""
+    """Models that compute vectors."""
 
     EXAMPLE: ClassVar[Any] = {
         "models": [
@@ -112,7 +112,9 @@ class OllamaModels(Struct, kw_only=True):
 
 
 class OllamaLoadedModel(OllamaModel, kw_only=True):
-    """A loaded model. `expires_at` is far in the future: a model stays until its memory is needed."""
+    """A loaded model. `expires_at` is far in the future, because a model stays loaded until another model needs its
+    memory.
+    """
 
     expires_at: str
     size_vram: int
@@ -120,7 +122,7 @@ class OllamaLoadedModel(OllamaModel, kw_only=True):
 
 
 class OllamaLoadedModels(Struct, kw_only=True):
-    """The models that workers have loaded, of those that give vectors."""
+    """Loaded models that compute vectors."""
 
     EXAMPLE: ClassVar[Any] = {"models": []}
 
@@ -128,7 +130,7 @@ class OllamaLoadedModels(Struct, kw_only=True):
 
 
 class OllamaShow(Struct, kw_only=True):
-    """The name of a model."""
+    """Request for the details of a model."""
 
     EXAMPLE: ClassVar[Any] = {"model": _NAME}
 
@@ -138,7 +140,7 @@ class OllamaShow(Struct, kw_only=True):
 
 
 class OllamaShown(Struct, kw_only=True):
-    """A model. `modelfile`, `parameters` and `template` are empty."""
+    """Details of a model. `modelfile`, `parameters` and `template` are empty."""
 
     EXAMPLE: ClassVar[Any] = {
         "modelfile": "",

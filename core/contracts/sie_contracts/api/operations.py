@@ -1,4 +1,4 @@
-"""Pools, health and scaling over HTTP."""
+"""Bodies and replies of the routes for pools, health and scaling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 
 
 class PoolRequest(Struct, kw_only=True):
-    """Demand of a reservation. `ttl_seconds`: time after which it ends if it is not renewed."""
+    """Request for a reservation: a pool with workers for its owner alone. `ttl_seconds`: seconds until the reservation
+    ends, unless it is renewed.
+    """
 
     EXAMPLE: ClassVar[Any] = {"name": "search", "gpus": {"l4": 1}, "ttl_seconds": TTL_S}
 
@@ -37,7 +39,7 @@ class PoolRequest(Struct, kw_only=True):
 
 
 class PoolSpec(Struct, kw_only=True):
-    """The specification of a pool. A pool that is not a reservation has no lease, and its workers are not counted."""
+    """Specification of a pool. A pool that is not a reservation has no lease and no required number of workers."""
 
     name: str
     bundle: str | None = None
@@ -57,7 +59,7 @@ class PoolWorker(Struct, kw_only=True):
 
 
 class PoolStatus(Struct, kw_only=True):
-    """Times are seconds since 1970; `reason` says why a pool is pending."""
+    """State of a pool. Times are seconds since 1970. `reason`: why the pool is pending."""
 
     state: Literal["pending", "active"]
     assigned_workers: list[PoolWorker]
@@ -68,7 +70,7 @@ class PoolStatus(Struct, kw_only=True):
 
 
 class Pool(Struct, kw_only=True):
-    """A pool."""
+    """A pool: its specification and its state."""
 
     EXAMPLE: ClassVar[Any] = {
         "name": "search",
@@ -113,7 +115,7 @@ class PoolRenewed(Struct, kw_only=True):
 
 
 class Assignment(Struct, kw_only=True):
-    """Pool that a worker should serve."""
+    """Assignment of a worker: the pool that it should serve, in `pools`."""
 
     EXAMPLE: ClassVar[Any] = {"worker": "w0", "pools": ["_default"]}
 
@@ -139,8 +141,8 @@ class DeviceInfo(Struct, frozen=True):
 
 class WorkerInfo(Struct, frozen=True):
     """A worker. `gpu` is its machine profile. `url` is null if the gateway knows the worker by its heartbeats.
-    `reason`: the reason why it is not healthy, if it is known. `devices`: the state of each device, if the worker has
-    several; `device` has all their names then, and the memory is that of all of them.
+    `reason`: why the worker is not healthy, if it is known. `devices`: the state of each device, if the worker has
+    several; then `device` lists their names, and the memory figures are sums.
     """
 
     name: str
@@ -161,8 +163,8 @@ class WorkerInfo(Struct, frozen=True):
 
 
 class ModelSummary(Struct, frozen=True):
-    """A model of the catalogue: sums over all healthy workers and all its loaded copies, and the loads of workers that
-    start. `gpu_types`: GPU types of the workers that know it.
+    """A model of the catalogue, summed over the workers. `gpu_types`: machine profiles of the workers that report
+    it.
     """
 
     name: str
@@ -233,7 +235,7 @@ class Health(Struct, kw_only=True):
 
 
 class LaneFigures(Struct, kw_only=True):
-    """The load of a lane, and the number of workers that it needs."""
+    """Load of a lane (pool, machine profile and bundle), and the number of workers that it needs."""
 
     EXAMPLE: ClassVar[Any] = {
         "lane": "_default.l4.default",

@@ -1,4 +1,4 @@
-"""Loads and unloads of models over HTTP."""
+"""Replies of the routes by which an operator loads or unloads models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ResidencyState = Literal["loaded", "loading", "provisioning", "unloading", "avai
 
 
 class WorkerResidency(Struct, kw_only=True):
-    """A worker that loads or unloads the model. `state`: the state in its last report."""
+    """A worker that should load or unload the model. `state`: state of the model in the worker's last heartbeat."""
 
     worker: str
     state: Literal["available", "loading", "loaded", "unloading", "failed"]
@@ -20,7 +20,9 @@ class WorkerResidency(Struct, kw_only=True):
 
 
 class LaneResidency(Struct, kw_only=True):
-    """A model in a lane. In state `provisioning` the lane has no worker yet."""
+    """State of a model in one lane (pool, machine profile and bundle). In state `provisioning`, the lane has no worker
+    yet.
+    """
 
     model: str
     lane: Annotated[str, Meta(description="pool.machine_profile.bundle")]
@@ -29,8 +31,8 @@ class LaneResidency(Struct, kw_only=True):
 
 
 class ModelResidency(Struct, kw_only=True):
-    """Progress of a load or unload of a model, or of each model of an alias. `GET /v1/models/{model}` shows it later.
-    `state`: state of the lane that is farthest from the requested state.
+    """Progress of a load or unload of a model, or of each model of an alias. Later progress is in `GET
+    /v1/models/{model}`. `state`: state of the lane that is farthest from the goal.
     """
 
     EXAMPLE: ClassVar[Any] = {

@@ -1,4 +1,4 @@
-"""Types that several bodies and replies use."""
+"""Types that several bodies and replies of the API share."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Number of tokens that ran, the positions of truncated inputs, and the number of images, if there are any."""
+    """Number of tokens that the model read, positions of the truncated inputs, and number of images (absent if there
+    are none).
+    """
 
     input_tokens: Whole = msgspec.UNSET
     prompt_tokens: Whole = msgspec.UNSET
@@ -61,7 +63,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """Fields that every reply of inference may have beside its result."""
+    """Fields that each inference reply may have in addition to its result."""
 
     model: Text = msgspec.UNSET
     usage: Usage | msgspec.UnsetType = msgspec.UNSET

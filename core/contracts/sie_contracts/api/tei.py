@@ -22,7 +22,7 @@ TeiInputs = Annotated[Any, one_of(str, TokenIds, Annotated[list[str | TokenIds],
 
 
 class TeiEmbedAll(_Truncated, kw_only=True):
-    """Texts or token ids."""
+    """Request for the vectors of all tokens of some texts, given as texts or token ids."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
@@ -32,20 +32,20 @@ class TeiEmbedAll(_Truncated, kw_only=True):
 
 
 class TeiEmbed(TeiEmbedAll, kw_only=True):
-    """Texts or token ids; `normalize` is true by default."""
+    """Request for one vector per text, given as text or token ids. `normalize` is true by default."""
 
     normalize: Flag = UNSET
 
 
 class TeiWeight(Struct, kw_only=True):
-    """A word of the vocabulary and its weight."""
+    """One entry of a sparse vector: the id of a token in the vocabulary, and its weight."""
 
     index: Whole = UNSET
     value: Number = UNSET
 
 
 class TeiPredict(_Truncated, kw_only=True):
-    """Texts, or pairs of texts."""
+    """Request to classify texts, or pairs of texts."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
@@ -61,7 +61,7 @@ class TeiSentences(Struct, kw_only=True):
 
 
 class TeiSimilarityParameters(_Truncated, kw_only=True):
-    """Parameters for the encoding of the sentences."""
+    """Parameters for encoding the sentences before they are compared."""
 
     prompt_name: PromptName = UNSET
     dimensions: Whole = UNSET
@@ -69,7 +69,7 @@ class TeiSimilarityParameters(_Truncated, kw_only=True):
 
 
 class TeiSimilarity(Struct, kw_only=True):
-    """Sentences to compare."""
+    """Request to compare sentences."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": {"source_sentence": "Hello", "sentences": ["Hi"]}}
 
@@ -79,7 +79,7 @@ class TeiSimilarity(Struct, kw_only=True):
 
 
 class TeiTokenize(Struct, kw_only=True):
-    """Texts to tokenize."""
+    """Request for the tokens of some texts."""
 
     EXAMPLE: ClassVar[Any] = {"inputs": "Hello"}
 
@@ -90,7 +90,7 @@ class TeiTokenize(Struct, kw_only=True):
 
 
 class TeiToken(Struct, kw_only=True):
-    """A token, with its begin and end in the bytes of the text; both are null for a special token."""
+    """A token. `start` and `stop`: its position in the UTF-8 bytes of the text; null for a special token."""
 
     id: int
     text: str
@@ -100,7 +100,7 @@ class TeiToken(Struct, kw_only=True):
 
 
 class TeiDecode(Struct, kw_only=True):
-    """Token ids to decode."""
+    """Request to decode token ids to text."""
 
     EXAMPLE: ClassVar[Any] = {"ids": [101, 102]}
 
@@ -110,7 +110,7 @@ class TeiDecode(Struct, kw_only=True):
 
 
 class TeiRerank(_Truncated, kw_only=True):
-    """Texts to rank."""
+    """Request to rank texts by their relevance for a query."""
 
     EXAMPLE: ClassVar[Any] = {"query": "Who?", "texts": ["Ada", "Bob"]}
 
@@ -129,7 +129,7 @@ class TeiRank(Struct, kw_only=True):
 
 
 class TeiInfo(Struct, kw_only=True):
-    """Facts of a served model and of the server."""
+    """Facts about the served model and the server."""
 
     EXAMPLE: ClassVar[Any] = {
         "model_id": MINI,

@@ -1,4 +1,6 @@
-"""Views of the console over HTTP: the cluster in brief, placement, history, requests, the doctor."""
+"""Pages of the console over HTTP: overview, placement of models, history, slow requests, and the checks of `sie
+doctor`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from sie_contracts.wire.messages import BatchNote, Stages
 
 
 class ClusterCounts(Struct, kw_only=True):
-    """Number of each kind. At most 50 workers and models are listed. `in_flight`: number of messages."""
+    """Numbers of workers, models, messages that workers have (`in_flight`), and dead letters. The counts include
+    workers and models that are not listed.
+    """
 
     workers: int
     models: int
@@ -23,7 +27,9 @@ class ClusterCounts(Struct, kw_only=True):
 
 
 class ClusterFinding(Struct, kw_only=True, frozen=True):
-    """A fault that the gateway sees by itself, and its fix. `check` is the check of `sie doctor` that lists it."""
+    """A fault that the gateway has detected without `sie doctor`, and its fix. `check`: the check of `sie doctor` that
+    reports the same fault.
+    """
 
     check: Literal["gateway", "loads", "refusals", "queue", "clock"]
     wrong: str
@@ -31,9 +37,10 @@ class ClusterFinding(Struct, kw_only=True, frozen=True):
 
 
 class ClusterView(Struct, kw_only=True):
-    """State of the cluster in brief. Workers that are not healthy and models that are in use come first. `queues` is
-    null if the broker was not read. `failures`: why a listed model could not be loaded. `findings`: faults of workers,
-    loads and queues, and refusals of the last 5 minutes, at most 50; those that stop work come first.
+    """Overview of the cluster. At most 50 workers and 50 models are listed: unhealthy workers and models in use come
+    first. `queues`: null if the broker was not read. `failures`: by model, the reason why it could not be loaded.
+    `findings`: at most 50 faults of workers, loads and queues, and requests refused in the last 5 minutes; faults that
+    stop work come first.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -58,9 +65,10 @@ class ClusterView(Struct, kw_only=True):
 
 
 class PlacedModel(Struct, kw_only=True):
-    """A model of a lane and its hosts. `hosts`: state of each host, as the host reports it. `tokens_per_s`: tokens of
-    the model that its hosts take in. `waiting`, `oldest_s`: messages in the queue, leased ones included. `raised_s`:
-    seconds since the model last got one more host.
+    """A model of a lane and its hosts, the workers that should load it. `hosts`: state of the model on each host, as
+    the host reports it. `tokens_per_s`: tokens per second that the hosts receive for the model. `waiting`, `oldest_s`:
+    number of its messages in the queue, leased ones included, and the age of the oldest one in seconds. `raised_s`:
+    seconds since the number of its hosts was last raised.
     """
 
     model: str
@@ -73,8 +81,9 @@ class PlacedModel(Struct, kw_only=True):
 
 
 class PlacedLane(Struct, kw_only=True):
-    """The placement table of a lane. `age_s`: seconds since it was written. `workers`: number of healthy workers.
-    `models`: number of models in the table. `shown` has at most 50 of them, models with work first.
+    """Table of the models of one lane (pool, machine profile and bundle) and their hosts. `age_s`: seconds since the
+    table was written. `workers`: number of healthy workers. `models`: number of models in the table. `shown`: at most
+    50 of these models, those with work first.
     """
 
     lane: str
@@ -85,7 +94,7 @@ class PlacedLane(Struct, kw_only=True):
 
 
 class PlacementView(Struct, kw_only=True):
-    """Hosts of the models of each lane."""
+    """Hosts of the models of each lane (pool, machine profile and bundle): the workers that should load a model."""
 
     EXAMPLE: ClassVar[Any] = {
         "lanes": [
@@ -113,14 +122,16 @@ class PlacementView(Struct, kw_only=True):
 
 
 class DoctorFinding(Struct, kw_only=True):
-    """A fault, and its fix."""
+    """A fault that a check of `sie doctor` has detected, and its fix."""
 
     wrong: str
     fix: str
 
 
 class DoctorCheck(Struct, kw_only=True):
-    """A check. `absent`: there is nothing to check. `blind`: the check could not run, and `says` has the reason."""
+    """Result of one check. `absent`: there is nothing to check. `blind`: the check could not run; `says` has the
+    reason.
+    """
 
     check: str
     state: Literal["fine", "wrong", "absent", "blind"]
@@ -141,8 +152,8 @@ class DoctorReport(Struct, kw_only=True):
 
 
 class HistoryStep(Struct, kw_only=True):
-    """A time step that begins at `at`, in seconds since 1970. Latencies are those of requests that ran, in the order of
-    `stages`. They are at most a fifth too high.
+    """One time step of the history. It begins at `at`, in seconds since 1970. Latencies are in milliseconds, for the
+    stages in `stages`, and include only requests that ran. A latency may be up to 20 % too high.
     """
 
     at: int
@@ -153,7 +164,7 @@ class HistoryStep(Struct, kw_only=True):
 
 
 class History(Struct, kw_only=True):
-    """Answers of a gateway in the last hour. Steps without an answer are left out."""
+    """Answers of one gateway in the last hour, by time step. Steps without an answer are left out."""
 
     EXAMPLE: ClassVar[Any] = {
         "now": 1790000000.0,
@@ -171,7 +182,7 @@ class History(Struct, kw_only=True):
 
 
 class RequestChunk(Struct, kw_only=True):
-    """A message of a request, with its times at the worker."""
+    """A message of a request: the worker and the batch that ran it, and its times at the worker."""
 
     worker: str
     chunk: int
@@ -180,8 +191,9 @@ class RequestChunk(Struct, kw_only=True):
 
 
 class SlowRequest(Struct, kw_only=True):
-    """A request without its inputs. A request that did not run lacks some fields. `message` is set only for an
-    error. `truncated`: number of inputs that were longer than the model reads.
+    """A slow or failed request, without its inputs. Fields that only a worker can fill are absent if the request did
+    not run. `message`: the error message, if it failed. `truncated`: number of inputs that were longer than the model
+    reads.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -221,7 +233,7 @@ class SlowRequest(Struct, kw_only=True):
 
 
 class SlowRequests(Struct, kw_only=True):
-    """Requests of the last hour that a gateway keeps."""
+    """Slow and failed requests of the last hour that the gateway has in memory."""
 
     EXAMPLE: ClassVar[Any] = {"requests": [SlowRequest.EXAMPLE]}
 
@@ -229,7 +241,7 @@ class SlowRequests(Struct, kw_only=True):
 
 
 class LogLine(Struct, kw_only=True):
-    """A line of a log. `at`: seconds since the epoch."""
+    """A line of a log. `at`: seconds since 1970."""
 
     at: float
     level: str
@@ -238,7 +250,7 @@ class LogLine(Struct, kw_only=True):
 
 
 class RequestLog(Struct, kw_only=True):
-    """Lines of a gateway's log that belong to a request, among the last 5,000 lines that belong to requests."""
+    """Log lines of one request. The gateway has the last 5,000 lines of all requests in memory."""
 
     EXAMPLE: ClassVar[Any] = {
         "lines": [

@@ -1,5 +1,5 @@
-"""Keys of inputs whose text must stay private. A key is a digest of all data that the result of an input depends on.
-Poison marks are stored under these keys.
+"""Keys of inputs. A key is a digest of all data on which the result of an input depends, so it does not reveal the
+text. Inputs that killed an adapter are recorded under these keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 def content_keys(item: WorkItem) -> list[str]:
-    """Return a digest for each input of a work item, over model, profile, revision, operation, input, query and
+    """Return one key for each input of a work item: a digest of model, profile, revision, operation, input, query and
     options.
     """
     common = hashlib.sha256(

@@ -1,4 +1,4 @@
-"""Document files for a model that parses them, and their cost. Pure: no function here opens a file.
+"""Document files for a model that parses them, and their cost. No function here opens a file.
 
 item ──gateway──► DocumentFile ──sidecar: size, cost──► batch ──adapter: format by content──► a process that parses it
 """
@@ -11,7 +11,7 @@ from sie_contracts.media.media import fault
 
 MAX_BYTES = 64 << 20  # largest number of bytes of one file: half of the largest frame to an adapter
 MIN_TOKENS = 256
-# bytes of a file per token of cost: a file of one megabyte takes about as long as a full batch of texts
+# bytes of a file that cost as much as one token: a file of one megabyte takes about as long as a full batch of texts
 BYTES_PER_TOKEN = 64
 
 
@@ -25,19 +25,19 @@ class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DocumentLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of a document for a model."""
+    """Limits of the document files that a model accepts."""
 
     max_bytes: int = MAX_BYTES
 
 
 def cost(size: int) -> int:
-    """Return the cost of a file of `size` bytes, in tokens. The number of pages is not known before the file is
-    parsed.
+    """Return the cost of a file of `size` bytes, in tokens. The size is used because the number of pages is unknown
+    before the file is parsed.
     """
     return max(MIN_TOKENS, size // BYTES_PER_TOKEN)
 
 
 def check(limits: DocumentLimits, size: int) -> None:
-    """Raise the fault of a file if its `size` in bytes is over the limit."""
+    """Raise an error for a file that is larger than the limit. `size`: its bytes."""
     if size > limits.max_bytes:
         raise fault("too_large", f"the document has {size} bytes, at most {limits.max_bytes} are read")

@@ -1,10 +1,10 @@
-"""Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar. The
-functions here compute the sizes that result from it. They are pure: no function here opens a file.
+"""Preparation of images for a model, from the file to pixels. The adapter sends a `Recipe` to the sidecar, and the
+functions here compute the sizes that follow from it. No function here opens a file.
 
     header ──► check ──► decode ──► upright RGB ──► each size of `resizes`, in order ──► crop or pad to `pixels_of`
 
-The sizes are equal, to the pixel, to those of the image processors of transformers 5.23 that work on Pillow
-(`...ImageProcessorPil`). The arithmetic on uint8 after that, `Normalisation`, is done on the device.
+The sizes are equal, to the pixel, to those of the image processors of transformers 5.23 that use Pillow
+(`...ImageProcessorPil`). The last step, from uint8 to the model's numbers (`Normalisation`), is done on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sie_contracts.media.media import fault
 
 MAX_ASPECT = 200  # largest allowed ratio of the longer edge to the shorter edge of an image
 MAX_DECODED_PIXELS = 100_000_000
-# pixels of each size in the result of `resizes`: a long, narrow image grows when its shorter edge gets its size
+# Largest number of pixels of an image after each resize. A long, narrow image can grow when its shorter edge is
+# enlarged.
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
 
@@ -36,19 +37,18 @@ class Size(NamedTuple):
 
 
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Preparation of an upright RGB image. Each kind uses the fields in its line below; each of these fields is at
+    """Steps that prepare an upright RGB image. Each kind of recipe uses the fields in its line below, which are at
     least 1.
 
         squash   height width                    resize to that size; the aspect ratio is lost
         crop     height width shorter            resize the shorter edge to `shorter`; then take the middle
-        blocks   multiple min_pixels max_pixels  edges are multiples, their product is between the bounds
-        fit      longest multiple                shrink to `longest` at most; then raise edges to multiples
+        blocks   multiple min_pixels max_pixels  make edges multiples of `multiple`, their product within the bounds
+        fit      longest multiple                shrink to `longest` at most; then enlarge edges to multiples
         bounded  shorter longest                 resize the shorter edge to `shorter`, or the longer one to `longest`
-        page     height width                    resize as large as fits; then add `fill` around it
+        page     height width                    resize as large as fits; then add a border of the colour `fill`
 
-    `raised`, for blocks: whether an image with an edge below `multiple` is enlarged before its size is computed, and
-    the rounding of its other edge. `tokens`: cost of one image, in tokens. `block_tokens`: additional cost of each
-    block.
+    `raised`, for blocks: whether an image with an edge below `multiple` is enlarged first, and how its other edge is
+    then rounded. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to `tokens`.
     """
 
     kind: Kind = "squash"
@@ -68,13 +68,15 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         for name in (*_NEEDS[self.kind], "tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"a recipe of kind {self.kind} needs {name}, at least 1")
+                raise ValueError(f"an image recipe of kind {self.kind} needs {name} of at least 1")
         if self.kind == "crop" and max(self.height, self.width) > self.shorter:
-            raise ValueError(f"{self.height} x {self.width} cannot be cropped from a shorter edge of {self.shorter}")
+            raise ValueError(
+                f"an image with a shorter edge of {self.shorter} cannot be cropped to {self.height} x {self.width}"
+            )
         if self.kind == "bounded" and self.longest < self.shorter:
-            raise ValueError(f"longest {self.longest} is below shorter {self.shorter}")
+            raise ValueError(f"`longest` is {self.longest}, expected at least `shorter`, {self.shorter}")
         if not all(0 <= level <= 255 for level in self.fill):
-            raise ValueError("a colour has levels from 0 to 255")
+            raise ValueError(f"`fill` is {self.fill}, expected levels from 0 to 255")
 
 
 _NEEDS: Mapping[Kind, tuple[str, ...]] = {
@@ -88,11 +90,11 @@ _NEEDS: Mapping[Kind, tuple[str, ...]] = {
 
 
 class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Token ids of an image in a row: `before`, then `token` repeated `count` times, then `after`. With a `count` of 0,
-    `token` is repeated once for each block of the image.
+    """Token ids that stand for an image in a row of token ids: `before`, then `token` repeated `count` times, then
+    `after`. If `count` is 0, `token` is repeated once for each block of the image.
 
-    Without `beside_text`, these ids are the whole row of an input with one image; the text of the input is not read.
-    With `beside_text`, the prompt of an input has the ids of all its images, before its text.
+    If `beside_text` is false, an input has one image, these ids are its whole row, and its text is not read. If it is
+    true, the ids of all images of the input are put before its text.
     """
 
     token: int
@@ -103,7 +105,9 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Conversion of levels to the model's values, per channel, in float32: `(level * rescale - mean) / std`."""
+    """Conversion of uint8 levels to the numbers that the model reads, per channel, in float32: `(level * rescale -
+    mean) / std`.
+    """
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -111,7 +115,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @staticmethod
     def from_processor(config: Mapping[str, Any]) -> Normalisation:
-        """Read a preprocessor_config.json. Raises UnknownProcessor."""
+        """Return the conversion of a preprocessor_config.json. Raises UnknownProcessor."""
         settings = _completed(config)
         rescale = float(settings["rescale_factor"]) if settings["do_rescale"] else 1.0
         if not settings["do_normalize"]:
@@ -120,8 +124,8 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raise the fault of an image whose size is outside the limits. The size is from the header of the file, so the
-    image may not be upright.
+    """Raise an error for an image whose size is outside the limits. `size` comes from the header of the file, so the
+    image may still be rotated.
     """
     height, width = size
     if min(size) < 1:
@@ -153,29 +157,29 @@ def resizes(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 def pixels_of(recipe: Recipe, size: Size) -> Size:
-    """Return the size of an upright image at the input of the model."""
+    """Return the size at which the model reads an upright image of size `size`."""
     if recipe.kind in ("crop", "page"):
         return Size(recipe.height, recipe.width)
     return resizes(recipe, size)[-1]
 
 
 def grid_of(recipe: Recipe, pixels: Size) -> Size:
-    """Return the rows and columns of blocks of an image whose size for the model is `pixels`."""
+    """Return the numbers of rows and columns of blocks in an image that the model reads at the size `pixels`."""
     return Size(pixels.height // recipe.multiple, pixels.width // recipe.multiple)
 
 
 def has_one_size(recipe: Recipe) -> bool:
-    """Return whether all images have the same size for the model."""
+    """Return whether the model reads all images at the same size."""
     return recipe.kind in ("squash", "crop", "page")
 
 
 def max_blocks(recipe: Recipe) -> int:
-    """Return the largest number of blocks of one image; 0 if images have no blocks."""
+    """Return the largest number of blocks that one image can have; 0 if images are not split into blocks."""
     return recipe.max_pixels // recipe.multiple**2 if recipe.kind == "blocks" else 0
 
 
 def cost(recipe: Recipe, pixels: Size) -> int:
-    """Return the cost, in tokens, of an image whose size for the model is `pixels`."""
+    """Return the cost, in tokens, of an image that the model reads at the size `pixels`."""
     if not recipe.block_tokens:
         return recipe.tokens
     rows, columns = grid_of(recipe, pixels)
@@ -258,11 +262,11 @@ _RESIZES: Mapping[Kind, Callable[[Recipe, Size], tuple[Size, ...]]] = {
 
 
 class UnknownProcessor(ValueError):
-    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names this step."""
+    """Error for a preprocessor_config.json that no recipe can express. The message names the unsupported setting."""
 
 
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-# filters in the order of their numbers in Pillow
+# filters, indexed by their numbers in Pillow
 _FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _COMMON = {
     "do_resize": True,
@@ -295,9 +299,7 @@ def from_processor(config: Mapping[str, Any]) -> Recipe:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """Return the class of the processor in the file, without the suffix of its implementation. Raises
-    UnknownProcessor.
-    """
+    """Return the class of the image processor in the file, without a suffix such as Fast. Raises UnknownProcessor."""
     name = config.get("image_processor_type") or config.get("feature_extractor_type") or ""
     plain = str(name).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     if plain not in _PROCESSORS:
@@ -308,7 +310,7 @@ def _name(config: Mapping[str, Any]) -> str:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the values of the file with the defaults of the class."""
+    """Return the settings of the file; missing ones have the defaults of the class."""
     _, defaults = _PROCESSORS[_name(config)]
     return {**_COMMON, **defaults, **{key: value for key, value in config.items() if value is not None}}
 
@@ -322,8 +324,8 @@ def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, floa
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return a size in the file as a map of edges. A single number is a square or the shorter edge. Raises
-    UnknownProcessor.
+    """Return a size setting as a map from edge to pixels. A single number is both edges if `square` is true, otherwise
+    the shorter edge. Raises UnknownProcessor.
     """
     value = settings.get(key)
     if isinstance(value, int):
@@ -339,7 +341,7 @@ def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, 
 
 
 def _fixed(settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of CLIP, SigLIP and models based on them: one size for all images."""
+    """Return the recipe of CLIP, SigLIP and similar models, which read all images at one size."""
     for key in ("do_pad", "use_square_size"):
         if settings.get(key):
             raise UnknownProcessor(f"{key} is true, which no recipe supports")
@@ -358,8 +360,8 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
-    """Return the recipe of towers that accept images of any size, in blocks of merged patches. The bounds count the
-    pixels of all frames.
+    """Return the recipe of image encoders that read images of any size, in blocks of merged patches. `frames`: the
+    bounds in the file count the pixels of so many frames.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}
@@ -416,7 +418,7 @@ def _donut(settings: Mapping[str, Any]) -> Recipe:
         if bool(settings[key]) != expected:
             raise UnknownProcessor(f"{key} is {str(not expected).lower()}, which no recipe supports")
     page_size = settings["size"]
-    if isinstance(page_size, list | tuple):  # only files with a list have the width first
+    if isinstance(page_size, list | tuple):  # in a list, the width comes first; in a map, the edges have names
         page_size = list(reversed(page_size))
     size = _sides({"size": page_size}, "size", square=True)
     if size.keys() != {"height", "width"}:
@@ -428,7 +430,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _BILINEAR = {"resample": _FILTERS.index("bilinear")}
-# class in a file -> function that reads the settings of the class, and the defaults of the class
+# name of a class -> function that builds the recipe from its settings, and the defaults of the class
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),

@@ -1,4 +1,4 @@
-"""Errors of unusable media files, for files of any kind."""
+"""Errors for images, sounds and documents that cannot be used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def fault(cause: Cause, message: str) -> InvalidInput:
 
 
 def cause_of(error: InvalidInput) -> tuple[Cause, str]:
-    """Return the cause and the message of an error that `fault` built."""
+    """Return (cause, rest of the message) of an error that `fault` built."""
     prefix, _, message = error.message.partition(": ")
     return next(cause for cause in get_args(Cause) if cause == prefix), message

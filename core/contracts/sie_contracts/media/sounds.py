@@ -1,10 +1,10 @@
-"""Preparation of sounds for a model, from the file to features. The adapter sends a `SoundRecipe` to the sidecar. The
-functions are pure: no function here opens a file.
+"""Preparation of sounds for a model, from the file to features. The adapter sends a `SoundRecipe` to the sidecar. No
+function here opens a file.
 
     header ──► check ──► decode ──► one channel ──► the model's rate ──► its length ──► mel spectrogram
 
-The numbers are equal to the results of the feature extractors of transformers 5.23. If the library reads a random part
-of a long sound, the recipe reads the middle of the possible range instead, so that one sound has one result.
+The numbers are equal to those of the feature extractors of transformers 5.23, with one exception: where the library
+reads a random part of a long sound, the recipe reads the middle, so that a sound always has the same result.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_SECONDS = 600  # largest number of seconds of a sound, or of a part of a sound, that are read at once
-MAX_RECORDING_S = 14_400  # largest number of seconds of a sound that is read in parts
-MAX_SAMPLES = 64_000_000  # largest number of samples of a file or a part, in all its channels
+MAX_SECONDS = 600  # longest sound, or part of a sound, that one request reads, in seconds
+MAX_RECORDING_S = 14_400  # longest sound of which a request may read a part, in seconds
+MAX_SAMPLES = 64_000_000  # largest number of samples of a file or a part, summed over its channels
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
 MAX_FEATURE_BYTES = 64 << 20  # largest number of bytes of the features of one sound
 
@@ -29,7 +29,9 @@ Levels = Literal["decibels", "relative"]
 
 
 class Shape(NamedTuple):
-    """Shape of the features of a sound: views of its spectrum, frames of each view, bins of each frame."""
+    """Shape of the features of a sound: number of views of its spectrum, of frames in each view, and of bins in each
+    frame.
+    """
 
     views: int
     frames: int
@@ -49,18 +51,20 @@ class SoundHeader(NamedTuple):
 
 
 class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Preparation of a sound of one channel. The model reads `window` samples, at `rate` samples per second, as a
-    spectrogram. The spectrogram has a frame for each `hop` samples. Each frame covers `fft` samples, in `bins` bands
-    from `low` to `high` Hz.
+    """Preparation of a sound with one channel. The model reads `window` samples, at `rate` samples per second, as a
+    spectrogram. The spectrogram has one frame per `hop` samples. Each frame covers `fft` samples and has `bins`
+    frequency bands from `low` to `high` Hz.
 
-    `filling` is for a sound that is shorter than the window. With repeatpad, the sound is repeated while it fits
-    completely, then silence is added. With repeat, it is repeated to the full length. With pad, only silence is added.
-    Of a longer sound, the middle is read. With `whole`, all of it is read, window after window. With `fused`, four
-    views are read: the whole sound, shrunk, and a part of each third. With `fused`, a shorter sound is read four times.
-    `scale`: scale of the bands; with slaney they have equal area. `levels`: powers in decibels, or relative to the
-    loudest power of the sound. A relative power is log10 of the power, at least the largest log10 - 8; then 4 is added,
-    and the sum is divided by 4. The frame after the last sample is dropped. `chunk`: number of samples that cost as
-    much as one token.
+    `filling`: how a sound shorter than the window is filled up. repeatpad: repeat it as often as it fits completely,
+    then add silence; repeat: repeat it up to the full length; pad: add silence only.
+
+    A sound longer than the window: only its middle is read. With `whole`, all of it is read, window by window. With
+    `fused`, the model gets four views: the whole sound, shrunk, and one part of each third; a shorter sound is given
+    four times.
+
+    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers, either decibels, or
+    relative to the loudest power: log10 of the power, raised to at least the largest log10 minus 8, plus 4, divided by
+    4; then the frame after the last sample is dropped. `chunk`: number of samples that cost as much as one token.
     """
 
     rate: int
@@ -80,18 +84,18 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         for name in ("rate", "window", "fft", "hop", "bins", "chunk"):
             if getattr(self, name) < 1:
-                raise ValueError(f"a recipe of sounds needs {name}, at least 1")
+                raise ValueError(f"a sound recipe needs {name} of at least 1")
         if not 0 <= self.low < self.high:
-            raise ValueError(f"the bands reach from {self.low:g} to {self.high:g} Hz")
+            raise ValueError(f"the bands reach from {self.low:g} to {self.high:g} Hz, expected 0 <= low < high")
         if self.window < self.fft:
-            raise ValueError(f"the window has {self.window} samples, a frame {self.fft}")
+            raise ValueError(f"the window has {self.window} samples, expected at least the {self.fft} of one frame")
         if (size := 4 * math.prod(self._largest)) > MAX_FEATURE_BYTES:
-            raise ValueError(f"the features would have {size} bytes, at most {MAX_FEATURE_BYTES}")
+            raise ValueError(f"the features would have {size} bytes, expected at most {MAX_FEATURE_BYTES}")
 
     @property
     def tokens(self) -> int:
-        """Return the cost of a sound that is not longer than the window: the number of samples for the model, in
-        chunks.
+        """Return the cost, in tokens, of a sound that is not longer than the window. Every such sound costs as much as
+        a full window.
         """
         return -(-self.window // self.chunk)
 
@@ -108,7 +112,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return Shape(4 if self.fused else 1, samples // self.hop + (self.levels == "decibels"), self.bins)
 
     def can_make(self, shape: Shape) -> bool:
-        """Return whether a sound exists whose features have this shape."""
+        """Return whether this recipe can turn some sound into features of this shape."""
         shortest, longest = self.shape, self._largest
         is_alike = shape._replace(frames=shortest.frames) == shortest
         return is_alike and shortest.frames <= shape.frames <= longest.frames
@@ -119,8 +123,8 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(header: SoundHeader, from_s: float | None = None) -> None:
-    """Raise the fault of a sound whose header has a rate, a length or a number of channels outside the limits. With
-    `from_s`, only the part that begins at this time is read, so the whole sound may be longer.
+    """Raise an error for a sound whose header has a rate, length or number of channels outside the limits. With
+    `from_s`, only a part of the sound is read, from this second on, so the whole sound may be longer.
     """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
@@ -138,7 +142,7 @@ def check(header: SoundHeader, from_s: float | None = None) -> None:
 
 
 class UnknownExtractor(ValueError):
-    """Error of a preprocessor_config.json that needs a step which no recipe has. The message names this step."""
+    """Error for a preprocessor_config.json that no recipe can express. The message names the unsupported setting."""
 
 
 _CLAP: Mapping[str, Any] = {
@@ -152,13 +156,13 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-# number of bands to which the library shrinks a whole long sound, whatever number of bands the model has
+# number of bands to which transformers shrinks a whole long sound, whatever the model's own number of bands is
 FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe of a checkpoint's preprocessor_config.json. `positions`: number of positions of the model for
-    one window. Raises UnknownExtractor.
+    """Return the recipe of a checkpoint's preprocessor_config.json. `positions`: number of positions that the model
+    uses for one window; it determines the cost of a sound. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
     if name not in _EXTRACTORS:
@@ -204,8 +208,8 @@ _WHISPER_HIGH = 8000.0
 
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    """Return the recipe of Whisper. Source: transformers, WhisperFeatureExtractor. Without truncation, it returns all
-    frames of a sound that is longer than the window.
+    """Return the recipe of Whisper, as WhisperFeatureExtractor of transformers computes it without truncation: a sound
+    longer than the window keeps all its frames.
     """
     settings = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in _WHISPER_FIXED.items() if settings[name] != value]:

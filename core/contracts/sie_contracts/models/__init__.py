@@ -1,1 +1,3 @@
-"""The catalogue: entries of models and aliases, their options, families and layouts of folders."""
+"""The catalogue: entries of models, aliases and bundles, their options, families and costs, and the choice of the
+workers that host a model.
+"""

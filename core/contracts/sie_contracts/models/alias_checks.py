@@ -11,8 +11,8 @@ _FIX = "name one target and give the other as `shadow`, or make a new index and 
 
 
 def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
-    """Return all models to which a name may resolve. For an alias, these are its targets, the heaviest first. Raises
-    ModelNotFound, BundleConflict.
+    """Return all models to which a name may resolve: one model, or for an alias all its targets, the target with the
+    largest weight first. Raises ModelNotFound, BundleConflict.
     """
     resolved = catalogue.resolve(spec)
     targets = (
@@ -23,11 +23,10 @@ def resolve_all(catalogue: Catalogue, spec: str) -> tuple[Resolved, ...]:
 
 def check(alias: Alias, catalogue: Catalogue) -> None:
     """Check an alias against a catalogue: no model has its id, its targets exist, and the results of its targets can be
-    mixed.
+    mixed (in one index, for example).
 
-    Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed if their
-    entries show that they compute the same numbers (`Resolved.numbers`); if an entry does not show it, they cannot.
-    `force` skips only this last check.
+    Raises ValidationFailed, which names the field and the fix. The vectors of two encoders can be mixed only if their
+    entries prove that they compute the same numbers (`Resolved.numbers`). `force` skips only this last check.
     """
     folded = alias.id.casefold()
     if model_id := next((model for model in catalogue.entries if model.casefold() == folded), None):
@@ -54,7 +53,9 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 
 
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
-    """Resolve a target. Raises ValidationFailed."""
+    """Return the model to which a target of an alias resolves. Raises ValidationFailed, which names the field and the
+    fix.
+    """
     if model_of(model) == alias.id.casefold():
         raise invalid(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:
@@ -62,7 +63,7 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
     except SIEError as error:
         hints = error.extras.get("suggestions") or error.extras.get("revisions") or ()
         hint = f"; there is {', '.join(map(str, hints))}" if hints else "; `sie models list` shows what is there"
-        if error.extras.get("profiles"):  # the message names the profiles
+        if error.extras.get("profiles"):  # the message already lists the profiles
             hint = ""
         raise invalid(loc, f"{error.message}{hint}") from error
     if resolved.alias:
@@ -96,8 +97,8 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` for each profile that a request through the alias may name. If the target names no
-    profile, the request may name any.
+    """Return `Resolved.numbers` by profile, for all profiles that a request to the alias may name: only the target's
+    profile, or any profile if the target names none.
     """
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
@@ -111,13 +112,13 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether an index that was built through `before` cannot be searched through `after`, or possibly
-    cannot.
+    """Return whether the new alias may give other vectors than the old one, so that an existing index could not be
+    searched any more.
     """
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]
-    except ValidationFailed:  # the vectors of a removed target are not known
+    except ValidationFailed:  # a target of the old alias no longer exists, so its vectors cannot be compared
         return True
     return any(
         "encode" in target.entry.tasks and (not target.numbers or {target.numbers} != former) for target in targets

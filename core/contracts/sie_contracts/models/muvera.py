@@ -1,5 +1,5 @@
-"""Parameters of fixed dimensional encodings, checked once. Encodings can be compared only if their parameters are
-equal.
+"""Parameters of MUVERA, which turns a multivector into one vector (a fixed dimensional encoding). They are checked
+here. Encodings can be compared only if their parameters are equal.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 
-MAX_WIDTH = 1 << 20  # largest number of values of one result: 4 MiB of float32
-MAX_CELLS = 1 << 23  # values of one item before the final projection; the projection matrix has an index for each value
+MAX_WIDTH = 1 << 20  # largest number of values of one encoding: 4 MiB of float32
+# largest number of values of one encoding before the final projection, whose matrix has an index for each value
+MAX_CELLS = 1 << 23
 
 _WHOLE = {
     "num_repetitions": (1, 128),
     "num_simhash_projections": (0, 10),
-    # values of a token in one repetition: with more values, memory would grow too fast with the number of tokens
+    # largest number of values per token and repetition; more would need too much memory for long texts
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
-    "seed": (0, (1 << 53) - 1),  # every JSON reader represents whole numbers up to this value exactly
+    "seed": (0, (1 << 53) - 1),  # largest whole number that every JSON reader represents exactly
 }
 _NULLABLE = {"projection_dim", "final_projection_dim"}
 
@@ -29,9 +30,9 @@ class Muvera(msgspec.Struct, frozen=True):
     """Parameters of a fixed dimensional encoding. Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional
     Encodings", section 2.
 
-    Each of the `num_repetitions` repetitions cuts space into 2 ** `num_simhash_projections` partitions. With
-    `projection_dim` None, the width of the tokens does not change. With `final_projection_dim` None, all cells are in
-    the result.
+    Each of the `num_repetitions` repetitions divides the space of token vectors into 2 ** `num_simhash_projections`
+    partitions. If `projection_dim` is None, token vectors keep their width. If `final_projection_dim` is None, the
+    encoding has all values, without a final projection.
     """
 
     num_repetitions: int = 40
@@ -44,16 +45,16 @@ class Muvera(msgspec.Struct, frozen=True):
 
     @property
     def partitions(self) -> int:
-        """Return the number of partitions of one repetition."""
+        """Return the number of partitions in one repetition."""
         return 1 << self.num_simhash_projections
 
     def cells(self, dim: int) -> int:
-        """Return the number of values of one item before the final projection, for tokens of width `dim`."""
+        """Return the number of values of an encoding before the final projection, for token vectors of width `dim`."""
         return self.num_repetitions * self.partitions * (self.projection_dim or dim)
 
     def width(self, dim: int, path: str = "muvera") -> int:
-        """Return the number of values of one result, for tokens of width `dim`. Raises InvalidInput if the width is
-        above MAX_WIDTH, or if the values before the projection are more than MAX_CELLS.
+        """Return the number of values of an encoding, for token vectors of width `dim`. Raises InvalidInput if it is
+        above MAX_WIDTH, or if the encoding has more than MAX_CELLS values before the final projection.
         """
         cells = self.cells(dim)
         if cells > MAX_CELLS:
@@ -65,11 +66,11 @@ class Muvera(msgspec.Struct, frozen=True):
 
 
 def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path: str) -> Muvera:
-    """Return `defaults` (`Muvera()` if None), overlaid with the keys of `raw`.
+    """Return the parameters `defaults` (`Muvera()` if None), overridden by the keys in `raw`.
 
-    Null unsets a key. For the two projections, null means "none". Raises InvalidInput with the path of an unknown key,
-    or of a value of the wrong type or out of range. If the result would be too wide for any token width, the error has
-    the path of `raw` itself.
+    A null value leaves the default; for the two projection sizes, null means no projection. Raises InvalidInput with
+    the path of a key that is unknown or has a wrong value. If the encoding would be too wide for any token width, the
+    error has the path of `raw` itself.
     """
     if raw is not True and not isinstance(raw, Mapping):
         raise _bad(path, "true, false, null or a map", _got(raw))
@@ -108,8 +109,8 @@ def _boolean(path: str, value: object) -> bool:
 
 
 def _got(value: object) -> str:
-    """Describe a value for an error message. Numbers are shown. Of a value that may contain a client's text, only the
-    type is shown.
+    """Describe a value for an error message. Numbers are shown. For other values only the type is shown, because they
+    may contain a client's text.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)

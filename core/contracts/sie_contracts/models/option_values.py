@@ -14,18 +14,18 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.wire.messages import Truncate
 
-# score mode -> outputs that a model with several outputs computes the score from
+# score mode -> outputs from which a model with vector outputs computes the score
 SCORE_MODES = {
     "dense": ("dense",),
     "sparse": ("sparse",),
     "colbert": ("multivector",),
     "hybrid": ("dense", "sparse", "multivector"),
 }
-MAX_HYPOTHESIS = 1000  # largest number of characters of a hypothesis
+MAX_HYPOTHESIS = 1000  # largest number of characters in `hypothesis_template`
 MAX_EXAMPLES = 100
-MAX_TASK = 100  # largest number of characters of a task
+MAX_TASK = 100  # largest number of characters in `task` and in `language`
 MAX_NEW_TOKENS = 1 << 20
-# largest number of bytes of an option whose form is not checked here, for example of a family outside this project
+# largest number of bytes of an option that only the family itself checks, for example a family of another package
 MAX_OWN_BYTES = 64 << 10
 
 
@@ -34,8 +34,8 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message. Numbers and booleans are shown. Of a value that may contain a client's
-    text, only the type is shown.
+    """Describe a value for an error message. Numbers and booleans are shown. For other values only the type is shown,
+    because they may contain a client's text.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
@@ -117,7 +117,7 @@ def language(path: str, value: Any) -> str:
 
 
 def examples(path: str, value: Any) -> list[dict[str, Any]]:
-    """Return texts with their labels, which a classifier reads before its text."""
+    """Return texts with their labels, which a classifier reads as examples before the text of the input."""
     if not isinstance(value, list) or len(value) > MAX_EXAMPLES:
         raise bad(path, value, f"a list of at most {MAX_EXAMPLES} maps with text and labels")
     for number, example in enumerate(value):
@@ -135,8 +135,8 @@ def examples(path: str, value: Any) -> list[dict[str, Any]]:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """Return an option whose value the family itself checks. Raises InvalidInput if the value cannot be sent to the
-    worker.
+    """Return the value of an option that only the family itself checks. Raises InvalidInput if the value cannot be
+    encoded for the worker, or is too large.
     """
     try:
         size = len(msgspec.msgpack.encode(value))
@@ -161,11 +161,11 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# lowest scores of results; scores are probabilities unless a family returns raw scores
+# options for the lowest score of a result; scores are probabilities, except with raw_scores
 THRESHOLDS = frozenset(
     {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
 )
-# name of an option of a family -> check of its value
+# option of a family -> function that checks its value
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(THRESHOLDS, number),
     "top_k": lambda path, value: integer(path, value, "a whole number from 1 to 1000", 1, 1000),

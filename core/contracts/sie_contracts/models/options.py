@@ -1,9 +1,8 @@
-"""Options of a request for a model: the parameters of the request, merged over the parameters of the profile and of the
-model.
+"""Options of a request: the parameters in the request override those of the profile, which override those of the model.
 
     Resolved + parameters of the request ──► run_options ──► messages.RunOptions, which is part of the work message
 
-No other code merges options, so every route and path executes the same set.
+Options are merged only here, so all routes have the same rules.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Most characters of a parameter that is repeated for each input, or that is a name.
-# The message size limits all other parameters.
+# Largest numbers of characters of a prompt, which is added to each input, and of the name of a LoRA. Other parameters
+# are limited only by the size of a message.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
 Side = Literal["document", ""]
 DTYPES: tuple[str, ...] = get_args(Dtype)
-TOKEN_STATES = "tokens"  # noqa: S105 - output of a dense encoder that no request can name: see `unpooled`
+TOKEN_STATES = "tokens"  # noqa: S105 - internal output of a dense encoder, see `unpooled`; requests cannot name it
 _EVERYWHERE = frozenset(
     {
         "profile",
@@ -68,7 +67,7 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
-# Parameters that do not change the fingerprint of an answer, each with the reason.
+# Parameters that do not change the fingerprint of a result, each with the reason.
 NEUTRAL: Mapping[str, str] = {
     "profile": "the fingerprint is that of the profile which was chosen",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
@@ -92,7 +91,7 @@ _USED: dict[str, frozenset[str]] = {
 }
 _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model", "query"})
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
-# every parameter that at least one model reads
+# all parameters that at least one model reads
 FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
@@ -100,14 +99,15 @@ _QUERY_KINDS = {"query", "search_query"}
 
 
 class _Parameters:
-    """Parameters of a request. A client may write them at four levels of the body. Null and [] mean unset. A null
-    prompt_name means no prompt.
+    """Parameters of a request. A client may write them at four levels of the body. Null and [] mean that the parameter
+    is not set; only `prompt_name: null` has a meaning, no prompt.
     """
 
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
         self._side = side
-        self.levels: list[tuple[str, Mapping[str, Any]]] = [  # an earlier level takes precedence over a later one
+        # if levels have the same parameter, the first of these levels counts
+        self.levels: list[tuple[str, Mapping[str, Any]]] = [
             ("params.", params),
             ("", body),
             ("params.options.", _mapping(params, "options", "params.options")),
@@ -125,31 +125,33 @@ class _Parameters:
         return self._found.get(name) or (name, None)
 
     def is_set(self, *names: str) -> bool:
-        """Return whether any of `names` is set."""
+        """Return whether the request sets any of the parameters `names`."""
         return any(name in self._found for name in names)
 
     def drop(self, *names: str) -> None:
-        """Unset parameters of the request."""
+        """Remove the parameters `names`, as if the request did not have them."""
         for name in names:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the default side of the texts, query or document, if neither the request nor the defaults set a side
-        or a prompt; else None.
+        """Return the side of the texts that the route implies ("document" or ""). Return None if the request or the
+        profile already sets a side or a prompt.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 
     def has_others(self, names: Collection[str]) -> bool:
-        """Return whether a parameter outside `names` is set."""
+        """Return whether the request sets a parameter that is not in `names`."""
         return not self._found.keys() <= _TOP_LEVEL.union(names)
 
     def only(self, names: Collection[str]) -> _Parameters:
-        """Return only the parameters in `names`."""
+        """Return a copy with only the parameters in `names`."""
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """Yield the paths of parameters that have no effect for this model on this route, each with a suggestion."""
+        """Yield (path, suggestion) for each parameter that has no effect for this model on this route. The suggestion
+        is a similar parameter, or empty.
+        """
         for prefix, level in self.levels:
             options = used if prefix.endswith("options.") else used | _TOP_LEVEL
             for name in level:
@@ -158,7 +160,9 @@ class _Parameters:
                     yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, options)
 
     def foreign(self) -> frozenset[str]:
-        """Return all names that are a parameter on no route."""
+        """Return the names in the request that no route knows as a parameter. They may be options of a family from
+        another package.
+        """
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -173,7 +177,7 @@ def _mapping(parent: Mapping[str, Any], name: str, path: str) -> Mapping[str, An
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Result of the merge of options: the options for the run of the model, and the form of the reply."""
+    """Result of merging the options: `run` for the model, the other fields for the form of the reply."""
 
     run: RunOptions
     on_item_error: str = "slot"
@@ -190,11 +194,12 @@ def run_options(
     strict: bool = False,
     side: Side = "document",
 ) -> tuple[Resolved, RequestOptions]:
-    """Merge the request's parameters over the parameters of the profile and of the model, and check each against the
-    entry. `on_item_error` applies if the request has none. `side` applies to texts if no parameter names their side.
+    """Merge the parameters of the request with those of the profile and the model, and check each one. `on_item_error`:
+    value if the request has none. `side`: side of the texts that the route implies. `strict`: refuse unknown
+    parameters.
 
-    Returns the resolution with the profile that the parameter `profile` may have selected. Raises InvalidInput that
-    names the path.
+    Also returns `resolved`, with the profile that the parameter `profile` names. Raises InvalidInput with the path of
+    the parameter.
     """
     request = _Parameters(body, side)
     resolved = _chosen_profile(resolved, *request.get("profile"))
@@ -219,7 +224,7 @@ def run_options(
         run = altered(usual, **{name: getattr(run, name) for name in RunOptions.__struct_fields__})
     on_error = one_of(*request.get("on_item_error"), choices={"slot": "slot", "fail": "fail"}, default=on_item_error)
     timing = one_of(*request.get("timing"), choices={"request": "request", "items": "items"}, default="request")
-    if operation == "extract":  # no family supports a schema
+    if operation == "extract":  # `output_schema` is accepted, but no family uses it
         used -= {"output_schema"}
     unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
     if unused and strict:
@@ -239,7 +244,7 @@ def run_options(
 def _merged(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
 ) -> RunOptions:
-    """Merge all parameters. `names` are the parameters that only this family reads."""
+    """Merge all parameters into the options for the model. `names`: parameters that only this family reads."""
     parameters = _family_parameters(entry, defaults, request, names)
     common: dict[str, Any] = {
         "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
@@ -253,12 +258,14 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters in NEUTRAL. For a model whose query is its instruction, add `instruction`."""
+    """Return the parameters that do not change the fingerprint: NEUTRAL, and `instruction` for a family where the
+    instruction is the query.
+    """
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. If the new value of one differs, the answers have another fingerprint
+    """Return `usual` with some fields changed. If a value really differs, the results get another fingerprint
     (`RunOptions.variant`).
     """
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
@@ -269,8 +276,8 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """Return the template of a prompt that a request names at `path`. Raises InvalidInput for a name that the model
-    lacks.
+    """Return the template of the prompt `name`, which the request has at `path`. Raises InvalidInput if the model has
+    no such prompt.
     """
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
@@ -284,8 +291,8 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the last hidden state of each token as its only output. Raises InvalidInput if the model has no
-    hidden states as output.
+    """Return `run` with one output: the last hidden state of each token. Raises InvalidInput if the model is not a
+    dense text encoder.
     """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
@@ -296,8 +303,8 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a tokenize request that counts the tokens of the inputs of `run`: with the prompt, before
-    truncation.
+    """Return the options of a tokenize request that only counts the tokens of the inputs of `run`, including the prompt
+    and before truncation.
     """
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
@@ -309,7 +316,7 @@ def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool =
 
 
 def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
-    """Return the options of a decode."""
+    """Return the options of a decode request."""
     return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
 
 
@@ -340,8 +347,8 @@ def _encode(
 
 
 def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
-    """Return whether an instruction of a request has an effect. If the profile has an empty instruction, no instruction
-    has an effect.
+    """Return whether an instruction in a request has an effect. It has none if the profile sets an empty
+    instruction.
     """
     if defaults.instruction == "":
         return False
@@ -355,7 +362,7 @@ def _score(
 ) -> dict[str, Any]:
     if entry.pair:
         instruction = _instruction(entry, defaults, request)
-        # without an instruction, a piece that contains only the instruction is left out
+        # a piece of the template that has only the instruction is left out if there is no instruction
         pieces = [piece for piece in entry.pair if instruction or "{instruction}" not in piece or _FIELD.search(piece)]
         return {"outputs": (), "pieces": tuple(_cut(piece, instruction) for piece in pieces)}
     if not families.row(entry.family).gives_vectors:
@@ -402,7 +409,9 @@ def _extract(
 def _family_parameters(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the options `names`, which only this family reads. A family of another package checks its own options."""
+    """Return the options of this family, listed in `names`, with checked values. A family of another package checks
+    them itself.
+    """
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
@@ -417,8 +426,8 @@ def _family_parameters(
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """Split a piece of a pair template into literal text, then alternately a field and literal text. So braces in an
-    instruction have no meaning.
+    """Split a piece of a pair template into a list that alternates literal text and field names. The instruction is
+    inserted after the split, so that braces in it have no meaning.
     """
     parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
@@ -542,7 +551,9 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters)
 
 
 def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
-    """Return the model's template for the prompt that the request names, or else for the side of its texts."""
+    """Return the model's template for the prompt that the request names, otherwise for the side of the texts (query or
+    document).
+    """
     if request.is_set("prompt_name"):
         path, name = request.get("prompt_name")
         return "{text}" if name is None else prompt_template(entry, path, name)
@@ -553,7 +564,9 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether texts get a document prompt that neither the request nor the model's library requires."""
+    """Return whether the texts get a document prompt that the request did not name and that the model's own library
+    would not add.
+    """
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)
@@ -569,10 +582,10 @@ def _prompt(
     is_query: bool,
     instructed: bool = True,
 ) -> tuple[str, str]:
-    """Return the prompt before and after the text. It is the request's own template, or else `template`. If the
-    template is only `{text}` and the text is `instructed`, the instruction is added before the text.
+    """Return the prompt as (text before the input, text after it). It comes from the template in the request, otherwise
+    from `template`. If the template is only `{text}` and `instructed` is true, the instruction goes before the input.
 
-    The template is split at its own `{text}` first, so that braces of a client have no meaning.
+    The template is split at `{text}` before anything is inserted, so that braces in a client's text have no meaning.
     """
     path, own = request.get("query_template" if is_query else "doc_template")
     template = text(path, own) or template

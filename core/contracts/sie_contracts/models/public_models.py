@@ -1,10 +1,10 @@
-"""Conversion of model files of the public SIE to entries of the catalogue.
+"""Conversion of model files of the public SIE server to entries of this catalogue.
 
     a file with sie_id ──► translated ──► Translation: an entry, and the fields that have no counterpart
                                └ ValidationFailed: the field for which no family here has a counterpart
 
-A model file names a class of the public server for each profile. The class determines the family. Missing values are
-copied from the catalogue's entry of the same model.
+A model file names a Python class of the public server for each profile. The class determines the family here. Values
+that the file does not have are copied from this catalogue's entry of the same model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from sie_contracts.names import in_words
 
 @dataclass(frozen=True)
 class _Kind:
-    """Counterpart of a class of the public server. `extracts`: the outputs of its task `extract`. `is_complete`: the
-    file has all values of an entry. Otherwise the prompts come from the entry of the catalogue.
+    """The family that replaces a class of the public server. `extracts`: its outputs for the task `extract`.
+    `is_complete`: true if the file has all values that an entry needs; otherwise the prompts are copied from this
+    catalogue's entry.
     """
 
     family: str
@@ -99,7 +100,7 @@ _KINDS: Mapping[str, _Kind] = {
     "StablebridgePrunerAdapter": _Kind("pruner", ("entities",)),
 }
 
-# option of the public catalogue -> part of an entry, and the field of this part with the same meaning
+# option in a public file -> (part of an entry, field in it with the same meaning)
 _LOADTIME = {
     "append_eos": ("load", "append_eos"),
     "causal": ("load", "causal"),
@@ -201,7 +202,7 @@ class _Model(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Translation:
-    """An entry as a document, and the fields of the file that are ignored, each with the reason."""
+    """Result of a translation: the entry as a document, and the ignored fields of the file, each with the reason."""
 
     entry: dict[str, Any]
     ignored: tuple[str, ...] = ()
@@ -209,7 +210,7 @@ class Translation:
 
 @dataclass
 class _Draft:
-    """Parts of an entry that are built from one profile of the file."""
+    """Parts of an entry, as they follow from one profile of the file."""
 
     load: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
@@ -225,9 +226,9 @@ def is_public(raw: Any) -> bool:
 
 
 def translated(raw: Mapping[str, Any], present: Mapping[str, Any] | None = None) -> Translation:
-    """Translate a model file into an entry. `present` is the catalogue's entry of the same model.
+    """Translate a model file to an entry. `present`: this catalogue's entry of the same model, if there is one.
 
-    Raises ValidationFailed for a model that no family here computes, and for a file that lacks necessary values.
+    Raises ValidationFailed for a model that no family here supports, and for a file that lacks a necessary value.
     """
     try:
         model = msgspec.convert(raw, _Model)
@@ -263,7 +264,7 @@ class _Translator:
             if name != base and (profile := self._profile(name, kind, own, outputs)) is not None:
                 profiles[name] = profile
         self._ignored |= own.ignored
-        if own.run.get("normalize"):  # normalize is true by default
+        if own.run.get("normalize"):  # an entry does not need `normalize: true`, which is the default
             del own.run["normalize"]
         parts = {name: part for name in ("load", "run", "head", "prompts") if (part := getattr(own, name))}
         entry: dict[str, Any] = {
@@ -284,7 +285,7 @@ class _Translator:
         return Translation({**entry, **rest}, tuple(f"{path}: {why}" for path, why in self._ignored.items()))
 
     def _kind(self, profile: str) -> _Kind:
-        """Return the counterpart of the class of a profile. Raises ValidationFailed."""
+        """Return the family that replaces the class in a profile. Raises ValidationFailed."""
         loc = f"$.profiles.{profile}.adapter_path"
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
@@ -303,8 +304,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile with the values that it inherits from another profile. If it has its own options, they
-        replace all inherited options.
+        """Return a profile, completed by the values of the profile that it extends. Options are not merged: if the
+        profile has its own options, all options of the other profile are dropped.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -320,7 +321,7 @@ class _Translator:
         )
 
     def _name_unread(self) -> None:
-        """Add the fields that no entry has to the list of ignored fields."""
+        """Add all fields that the translation does not read to the list of ignored fields."""
         for name, value in self._raw.items():
             if name not in _Model.__struct_fields__ and value:
                 self._ignored[str(name)] = _WHY.get(str(name), _NOTHING)
@@ -362,7 +363,7 @@ class _Translator:
         if widths and not families.row(kind.family).gives_vectors:
             raise _refused("$.tasks.encode", f"a {kind.family} gives no vectors")
         outputs = dict(widths)
-        # a model with multivectors alone is scored by MaxSim in any case
+        # a model that has only multivectors can always score, so it needs no output `score`
         if tasks.score is not None and widths.keys() != {"multivector"}:
             outputs["score"] = 0
         if tasks.extract is not None:
@@ -382,7 +383,9 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the differences of a profile from the default one; None for a profile of another family."""
+        """Return the options in which a profile differs from the default profile. Return None, and add the profile to
+        the ignored fields, if it needs another family.
+        """
         try:
             variant = self._kind(name)
         except ValidationFailed as error:
@@ -443,7 +446,7 @@ class _Translator:
 
     @staticmethod
     def _is_clear(option: str, value: Any, outputs: Mapping[str, int]) -> bool:
-        """Return whether an option agrees with the values of the entry, so that it can be ignored."""
+        """Return whether an option only repeats what the entry says anyway, so that it is not listed as ignored."""
         return (option == "pooling" and "dense" not in outputs) or (
             option == "token_dim" and value == outputs.get("multivector")
         )
@@ -475,14 +478,14 @@ class _Translator:
 
 
 def _overlaid(below: Any, above: Any) -> Any:
-    """Return `above` overlaid on `below`, map by map."""
+    """Return `below`, overridden by `above`; nested maps are merged."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     return {**below, **{key: _overlaid(below.get(key), value) for key, value in above.items()}}
 
 
 def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `changed` whose values differ from the values in `own`."""
+    """Return the items of `changed` that `own` does not have with the same value."""
     return {key: value for key, value in changed.items() if own.get(key) != value}
 
 

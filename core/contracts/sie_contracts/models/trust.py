@@ -1,13 +1,13 @@
-"""Trust in a catalogue entry: the code that it may cause a worker to run, and the paths that it may cause a worker to
-read. The operator decides about trust, never the author of an entry.
+"""Trust in a catalogue entry: which code it may make a worker run, and which paths it may make a worker read. The
+operator decides this, never the author of the entry.
 
-    claims(entry)  code: load.trust_remote_code, weights.package, a family of another distribution
+    claims(entry)  code: load.trust_remote_code, weights.package, a family of another package
                    path: weights.path, golden and run.lora that name a path of the file system
-    allowed        claims of entries of the package and of SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE; paths below
-                   the models folder or a folder of SIE_MODEL_PATHS
+    allowed        claims of the packaged entries and of entries in SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE;
+                   paths below the models folder or a folder of SIE_MODEL_PATHS
 
-The config service checks each write over HTTP. An adapter checks each entry before it loads it, with its own settings
-and its own file system: anybody who has access to the broker may have written an entry that arrives over the broker.
+The config service checks each entry that is written over HTTP. An adapter checks each entry again before it loads it,
+by its own settings and file system, because everybody with access to the broker can send it an entry.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-MAX_FILES = 10_000  # files of a folder of weights that are checked for links, at most
+# largest number of files below a path that are checked for links out of the allowed folders; with more, it is refused
+MAX_FILES = 10_000
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A permission that an entry needs. `value` is a path, or the code that would run. `loc` is the field. Two claims
-    are equal if they differ only in `loc`.
+    """A permission that an entry needs. `value`: the path, or a description of the code that would run. `loc`: the
+    field of the entry; two claims that differ only in `loc` are equal.
     """
 
     kind: Literal["code", "path"]
@@ -38,7 +39,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Reason for the refusal of an entry, in plain words. It contains no path of this machine."""
+    """Reason why an entry was refused, as a sentence for the author of the entry. It contains no path of this
+    machine.
+    """
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -46,7 +49,7 @@ class TrustRefusal:
 
 
 def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
-    """List the claims of an entry that need permission. `families` are the families of this distribution."""
+    """List the permissions that an entry needs. `families`: families of this distribution, whose code is trusted."""
     weights = entry.weights
     source = weights.path or weights.package or f"{weights.hub}@{weights.revision}"
     claimed = []
@@ -69,13 +72,13 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
 
 
 def is_place(lora: str) -> bool:
-    """Return whether the name of a LoRA is a path. Otherwise it is a hub repository."""
+    """Return whether a LoRA is given as a path. Otherwise it is a repository of the hub."""
     return lora.startswith(("/", ".", "~"))
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The settings of the operator: SIE_ALLOW_REMOTE_CODE, SIE_MODEL_PATHS, SIE_MODELS_DIR (None: ./models)."""
+    """The operator's settings for trust: SIE_ALLOW_REMOTE_CODE, SIE_MODEL_PATHS, SIE_MODELS_DIR (None: ./models)."""
 
     code: bool = False
     paths: tuple[str, ...] | None = None
@@ -83,32 +86,32 @@ class Allowed:
 
     @property
     def models(self) -> str:
-        """The models folder, or the URL of its bucket."""
+        """Return the models folder, or the URL of its bucket."""
         return self.models_dir or USUAL
 
     @property
     def folders(self) -> list[str]:
-        """Folders that an entry may name, with all links resolved."""
+        """Return the folders whose files an entry may use, with all symbolic links resolved."""
         named = [*(self.paths or ()), *(() if is_bucket(self.models) else (self.models,))]
         return [os.path.realpath(os.path.expanduser(folder)) for folder in named]
 
 
 class Trust:
-    """Decision on the claims of entries. A claim is allowed by the settings of this process, or because an entry of
-    `own` has it. `own` are the entries of the package and of the operator's folder.
+    """Decides whether an entry may be used. A claim is allowed by the settings of this process, or if one of the
+    operator's own entries (`own`: packaged ones and those of the models folder) has the same claim.
     """
 
     def __init__(
         self, allowed: Allowed, bundles: Iterable[BundleEntry], own: Callable[[], Iterable[ModelEntry]]
     ) -> None:
-        """Store the settings. `bundles` are the bundles of this distribution; their families count as its own."""
+        """Store the settings. `bundles`: bundles of this distribution; the code of their families is trusted."""
         self._allowed = allowed
         self._families = frozenset(family for bundle in bundles for family in bundle.families)
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
-        """Return the reason why the entry is refused; None if it is allowed. `is_here`: its files are on this machine,
-        and are checked for links to files outside of the allowed folders.
+        """Return why the entry is refused; None if it is allowed. `is_here`: true if its files are on this machine;
+        then links to files outside of the allowed folders are refused, too.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:
@@ -130,8 +133,8 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path is in one of the folders after all links are resolved. With `is_here`, each file below the
-    path must be in one of them, too.
+    """Return whether a path is in one of the folders, after all links are resolved. If `is_here` is true, the same must
+    hold for each file below the path.
     """
     roots = [folder.rstrip("/") + "/" for folder in folders]
 

@@ -1,11 +1,11 @@
-"""Settings of all processes: name, type, bounds, default, meaning, readers. Only this package reads settings from the
-environment.
+"""Settings of all processes: name, type, bounds, default, meaning, and the processes that read them. Only this package
+reads settings from the environment.
 
     flag > environment > machine-profile default > documented default
 
-The table has a class for each of its GROUPS; `Settings` inherits from all of them. `load` is called once per process.
-An invalid value raises SettingError, which names the variable and ends the process with status 2. Nothing is written
-back to the environment. One setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is
+The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. `load` is called once per
+process. An invalid value raises SettingError, which names the variable and ends the process with status 2. The
+environment is never changed. Each setting is one field, one variable and one flag (`SIE_MAX_BATCH_COST` is
 `--max-batch-cost`).
 """
 
@@ -53,7 +53,7 @@ __all__ = [
     "store_url",
 ]
 
-# Groups of settings by their headings, in the order in which they are shown.
+# Heading of each group of settings, in the order in which they are shown.
 GROUPS: Mapping[str, type] = {
     "Device and models": ModelSettings,
     "Weights": WeightSettings,
@@ -89,12 +89,12 @@ class Settings(
 
     @property
     def profile(self) -> str:
-        """Return the machine profile that applies."""
+        """Return the machine profile of this process."""
         return self.machine_profile or self.gpu_type or self.pool
 
     @property
     def pool_size(self) -> int:
-        """Return the number of connections to the adapter for batches."""
+        """Return the number of connections to the adapter that carry batches."""
         return self.ipc_pool_size or self.max_concurrent_batches
 
     @property
@@ -103,7 +103,7 @@ class Settings(
 
     @property
     def tracing(self) -> Tracing:
-        """Return the settings for tracing."""
+        """Return the settings of tracing, with the rules of OpenTelemetry applied."""
         protocol = self.otel_exporter_otlp_traces_protocol or self.otel_exporter_otlp_protocol
         endpoint = self.otel_exporter_otlp_traces_endpoint or self.otel_exporter_otlp_endpoint
         if protocol == "http/protobuf":
@@ -125,13 +125,11 @@ class Settings(
         return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
 
 
-# Measured values for one kind of machine that are better than the documented default.
-# The documented default itself does not change. cpu: 4,096 tokens keep a lane busy for about 0.2 s.
-# More tokens would only lengthen the wait for the lane.
-# The documented limit of 12 messages is too low for short texts: the fixed cost of a forward pass would dominate.
-# So the limit is 64. An adapter on a CPU has a lane for each core.
-# The lanes and SIE_RUST_PIPELINE_DEPTH limit the batches there, so the limit of SIE_MAX_CONCURRENT_BATCHES is high: the
-# documented 4 would leave cores idle.
+# Defaults for one machine profile, where measured values are better than the documented defaults. cpu: batches of 4,096
+# tokens take about 0.2 s on one lane (a thread that runs batches, one per core); larger batches would only make other
+# batches wait longer. 64 messages per batch instead of 12, because with 12 short texts the fixed cost of a forward pass
+# dominates. 64 concurrent batches instead of 4, which would leave cores idle; the number of lanes and
+# SIE_RUST_PIPELINE_DEPTH are the real limits.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",
@@ -144,7 +142,7 @@ MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Loaded:
-    """Settings, the source of each value, and warnings for the operator at start."""
+    """Settings of a process, the source of each value (such as flag or environment), and warnings to log at start."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -154,7 +152,7 @@ class Loaded:
 def load(
     *, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, mode: Mode = "queue"
 ) -> Loaded:
-    """Read all settings. `flags` maps variable names to the raw text of their command-line flags. Raises
+    """Read all settings. `flags`: raw text of the command-line flags, by the name of the variable. Raises
     SettingError.
     """
     environ = os.environ if environ is None else environ
@@ -178,7 +176,7 @@ def load(
     _complete_tracing(values, sources, environ)
     profile = values["machine_profile"] or values["gpu_type"] or values["pool"]
     if profile not in MACHINE_PROFILE_DEFAULTS and sources["SIE_GPU_COUNT"] != "default" and values["gpu_count"] == 0:
-        profile = "cpu"  # the operator named a machine without GPUs differently
+        profile = "cpu"  # no GPUs, so the defaults of `cpu` apply whatever name the operator gave the profile
     for name, raw in MACHINE_PROFILE_DEFAULTS.get(profile, {}).items():
         if sources[name] == "default":
             values[BY_NAME[name].field], sources[name] = BY_NAME[name].read(raw), f"machine profile {profile}"
@@ -190,7 +188,7 @@ def load(
 
 
 def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:
-    """Complete the tracing settings from other variables of OpenTelemetry."""
+    """Fill unset tracing settings from other variables of OpenTelemetry."""
     if sources["OTEL_SERVICE_NAME"] == "default":
         attributes = dict(
             part.strip().partition("=")[::2] for part in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")
@@ -234,7 +232,7 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
 
 
 def default_worker_id() -> str:
-    """Return the host name, which is the pod's name in Kubernetes. Return a UUID if the host name is empty or
+    """Return the host name, which in Kubernetes is the name of the pod. Return a UUID if the host name is empty or
     `localhost`.
     """
     name = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")[:63]

@@ -1,4 +1,4 @@
-"""Rows of the table of settings. Values are read and shown here."""
+"""Definition of one setting, and how its value is read and shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPONENTS = ("gateway", "config", "sidecar", "adapter")
 
 
 class SettingError(Exception):
-    """Error of a variable with an invalid value. `name` is the variable. The message never repeats a secret."""
+    """Error for a variable with an invalid value. `name`: the variable. The message never repeats a secret."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name}: {message}")
@@ -23,8 +23,8 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class SettingRow:
-    """Definition of one setting. `expected` completes "expected ..."; `waits_for` names a future capability that will
-    read the setting.
+    """Definition of one setting. `expected` is the end of the error message "expected ...". `waits_for`: a future
+    feature without which the setting has no effect.
     """
 
     name: str
@@ -41,9 +41,8 @@ class SettingRow:
 
     @property
     def is_standard(self) -> bool:
-        """Return whether OpenTelemetry defines the variable. For these variables, a value that SIE does not support is
-        ignored with a warning, according to the specification of OpenTelemetry: the variable may be set for many
-        programs together.
+        """Return whether OpenTelemetry defines the variable. Such a variable may be set for many programs together. So
+        a value that SIE does not support is ignored with a warning, as the specification of OpenTelemetry requires.
         """
         return self.name.startswith("OTEL_")
 
@@ -52,8 +51,8 @@ class SettingRow:
         return "--" + self.name.removeprefix("SIE_").lower().replace("_", "-")
 
     def read(self, raw: str) -> Any:
-        """Return the value of a flag or variable. Empty means unset if unset is the default; otherwise it is an error.
-        Raises SettingError.
+        """Return the value of a flag or variable. An empty text means None if the default is None; otherwise it is
+        parsed like any other text. Raises SettingError.
         """
         text = raw.strip()
         if not text and self.default is None:
@@ -63,7 +62,7 @@ class SettingRow:
         try:
             return self.parse(text)
         except ValueError as error:
-            # a URL may contain a password, and the parser's message may repeat a part of it
+            # A URL may contain a password, which the parser's message may repeat, so the message is hidden too.
             hidden = self.secret or "@" in text
             got = "***" if hidden else repr(text[:100])
             detail = f" ({error})" if str(error) and not hidden else ""
@@ -87,7 +86,7 @@ def row(
 
 
 def shown(row: SettingRow, value: Any) -> str:
-    """Return a value in the form that operators may see: secrets as stars, URLs without credentials."""
+    """Return a value as an operator may see it: `***` for a secret, URLs without user names and passwords."""
     if value is None:
         return "(unset)"
     if row.secret:

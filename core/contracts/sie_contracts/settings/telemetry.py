@@ -10,9 +10,8 @@ from sie_contracts.settings.values import BOOL, COLLECTOR, PROTOCOL, TEXT, choic
 
 @dataclass(frozen=True)
 class Tracing:
-    """Settings of spans: their source and their destination. `exporters` may be otlp and console. `protocol` and
-    `endpoint` are used only by otlp, `rate` only by the sampler traceidratio. `propagates`: whether the trace context
-    of a client is used.
+    """Settings of tracing. `exporters`: where spans are sent, otlp and console. `protocol` and `endpoint` are only for
+    otlp, `rate` only for the sampler traceidratio. `propagates`: whether spans continue the trace of the client.
     """
 
     enabled: bool

@@ -1,4 +1,4 @@
-"""Types of setting values: the text that each type accepts, and the value of that text."""
+"""Types of setting values: each has a function that parses a text, and the words for its error message."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.wire.topology import pool_name
 
 Parse = Callable[[str], Any]
-Kind = tuple[str, Parse]  # (text after "expected", parser that raises ValueError)
+Kind = tuple[str, Parse]  # (the words after "expected" in an error message, function that parses or raises ValueError)
 
 MAX_DEVICES = 16  # largest number of devices of one worker
 
 
 class Secret:
-    """A string that is never printed. `matches` compares it in constant time: every wrong value of one length takes the
-    same time.
-    """
+    """A string that is never printed. `matches` takes the same time for every wrong value of the same length."""
 
     __slots__ = ("_value",)
 
@@ -114,7 +112,7 @@ def _devices(text: str) -> str:
         pattern = r"auto|all|cpu|mps|cuda(:\d+)?"
     elif names[0] == "cpu":
         pattern = "cpu"
-    else:  # two adapters on one GPU would evict each other's models
+    else:  # a GPU may be listed only once: two adapters on one GPU would evict each other's models
         pattern = r"cuda:(0|[1-9]\d*)" if len(set(names)) == len(names) else ""
     if len(names) > MAX_DEVICES or not all(re.fullmatch(pattern, name) for name in names):
         raise ValueError
@@ -128,7 +126,7 @@ def _list_of(text: str) -> tuple[str, ...]:
     return values
 
 
-# the form in which browsers send an origin
+# an origin as browsers send it: scheme, host, port
 _ORIGIN = re.compile(r"https?://([a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:]+\])(:\d{1,5})?")
 _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*(:\d{1,5})?|\[[0-9a-f:.]+\](:\d{1,5})?", re.IGNORECASE)
 
@@ -147,7 +145,7 @@ def _secret(text: str) -> Secret:
 
 
 def password(text: str) -> Secret:
-    """Read a password unchanged. Spaces around it are part of the password."""
+    """Return a password unchanged, with any spaces at its begin or end."""
     return Secret(text)
 
 
@@ -161,7 +159,7 @@ def _url(*schemes: str) -> Kind:
             pieces = urlsplit(part.strip())
             if pieces.scheme not in schemes or not pieces.netloc:
                 raise ValueError
-            _ = pieces.port  # raises ValueError for a port out of range
+            _ = pieces.port  # reading the port raises ValueError if it is out of range
         return text
 
     return "a URL of the form " + " or ".join(f"{scheme}://..." for scheme in schemes), parse
@@ -169,8 +167,8 @@ def _url(*schemes: str) -> Kind:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Address of an object store: `scheme` s3 or gs with bucket and prefix, or file with an absolute path and no
-    bucket.
+    """Parsed address of an object store. `scheme` s3 or gs: `path` is the prefix in `bucket`. `scheme` file: `path` is
+    an absolute path.
     """
 
     scheme: Literal["s3", "gs", "file"]
@@ -184,7 +182,7 @@ def store_url(text: str) -> StoreUrl:
     if not pieces.scheme and text.strip():
         return StoreUrl("file", "", os.path.abspath(text))
     if pieces.query or pieces.fragment:
-        raise ValueError("neither a query nor a fragment")
+        raise ValueError("it must have neither a query nor a fragment")
     if pieces.scheme == "file" and pieces.netloc in ("", "localhost") and pieces.path.strip("/"):
         return StoreUrl("file", "", os.path.abspath(unquote(pieces.path)))
     if pieces.scheme in ("s3", "gs") and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", pieces.netloc):
@@ -209,12 +207,12 @@ def _stores(text: str) -> tuple[str, ...]:
 
 
 def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
-    """Parse names of databases with their URLs, which may contain passwords. Raises ValueError."""
+    """Parse `name=URL,...`, the databases for vectors. The URLs may contain passwords. Raises ValueError."""
     sinks: dict[str, Secret] = {}
     for part in _list_of(text):
         name, equals, url = part.partition("=")
         pieces = urlsplit(url)
-        _ = pieces.port  # raises ValueError for a port out of range
+        _ = pieces.port  # reading the port raises ValueError if it is out of range
         if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
             raise ValueError
         if not pieces.scheme or not pieces.hostname:
@@ -292,4 +290,4 @@ DEFAULT_MODELS = (
     "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict or transcribe",
     _pairs,
 )
-SECRETIVE = frozenset({_secret, _secrets, _sinks, password})  # parsers of values that are never shown
+SECRETIVE = frozenset({_secret, _secrets, _sinks, password})  # parsers of secret values, which are never shown

@@ -1,6 +1,7 @@
 """Frames between a process and a child process that reads untrusted files. They are sent over a pair of sockets: `u32
-big-endian length + msgpack`, one job and one answer at a time. The child sends `Hello` when it is ready. A malicious
-file may have taken control of the child, so its messages are checked as data and never executed.
+big-endian length + msgpack`. The parent sends one job at a time and waits for the answer. The child sends `Hello` when
+it is ready. A malicious file may have taken control of the child, so its messages are checked as data and never
+executed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a job whose file cannot be used. `what` is the text for the client. `raised` is the type of the
-    exception, for the log.
+    """Answer to a job whose file cannot be used. `what`: error message for the client. `raised`: type of the exception,
+    for the log.
     """
 
     number: int
@@ -37,8 +38,8 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFrames(Generic[J, A]):
-    """Codec for one kind of child. `jobs` and `answers` are the allowed message types, each a type or a union of
-    types.
+    """Encoder and decoder for the messages of one kind of child. `jobs` and `answers` are the allowed message types,
+    each a type or a union of types.
     """
 
     def __init__(self, jobs: Any, answers: Any) -> None:
@@ -46,16 +47,16 @@ class ChildFrames(Generic[J, A]):
         self._answers: msgspec.msgpack.Decoder[A] = msgspec.msgpack.Decoder(answers)
 
     def frame(self, message: J | A) -> tuple[bytes, bytes]:
-        """Return header and body of a frame separately: joining them would copy a file one more time."""
+        """Return a frame as (header, body). They are separate because joining them would copy a file once more."""
         body = _encode(message)
         return _HEADER.pack(len(body)), body
 
     def job(self, body: bytes | bytearray) -> J:
-        """Decode a job. Raises msgspec.DecodeError."""
+        """Decode a job that the parent sent. Raises msgspec.DecodeError."""
         return self._jobs.decode(body)
 
     def answer(self, body: bytes | bytearray) -> A:
-        """Decode an answer. Raises msgspec.DecodeError, also for a text that is not UTF-8."""
+        """Decode an answer that the child sent. Raises msgspec.DecodeError, also for a text that is not UTF-8."""
         try:
             return self._answers.decode(body)
         except (UnicodeDecodeError, RecursionError) as error:

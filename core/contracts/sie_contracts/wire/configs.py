@@ -1,12 +1,13 @@
-"""Messages and replies that carry the catalogue from the config service to its readers.
+"""Messages and HTTP replies that carry the catalogue from the config service to its readers.
 
     config service ──ConfigDelta, over NATS──────────────────► gateways, sidecars
                    ──ConfigExport, ConfigEpoch, over HTTP────► gateways, sidecars
                    ──replies of /v1/configs, also by gateways──► clients
 
-The structs follow the rules of evolution in `messages`. The config service and every gateway answer the reads of
-`/v1/configs` with the functions here, so that both replies are equal. A document is JSON, or YAML if `Accept` prefers
-it. `config_shape` builds the error bodies of these routes.
+An epoch is the version of the whole catalogue: `created:number`, the creation time of the catalogue's bucket and the
+number of the last write. The structs follow the rules for changes in `messages`. The config service and every gateway
+answer reads of `/v1/configs` with the functions here, so their replies are equal. A document is sent as JSON, or as
+YAML if `Accept` prefers it. `config_shape` builds the error bodies of these routes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _YAMLS = frozenset({YAML, "application/yaml", "text/yaml", "text/x-yaml"})
 
 
 class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"):
-    """A committed write of the catalogue. `entry` is null for a removal.
+    """One write to the catalogue that has been stored. `entry` is null if the model was removed.
 
-    A reader applies the delta only at the epoch `previous`. A reader that watches one bundle may also be at an earlier
-    epoch, down to `since`, the epoch of the previous write that affected the bundle (empty: `previous`).
+    A reader whose catalogue has the epoch `previous` applies the delta. A reader that follows only one bundle may also
+    apply it at an earlier epoch, down to `since`: the epoch of the previous write that changed this bundle (empty:
+    `previous`).
     """
 
     producer: str
@@ -48,8 +50,8 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
 
 
 class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An entry of an export. `written`: number of the write that made this revision, in the count of epochs (0:
-    unknown).
+    """A model in an export of the catalogue. `written`: the number, as in epochs, of the write that made this revision;
+    0 if unknown.
     """
 
     model_id: str
@@ -61,8 +63,8 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present epoch of the catalogue. `bundles`: epoch of the last write that changed models of each bundle, if it
-    is known.
+    """The present epoch of the catalogue. `bundles`: for each bundle, the epoch of the last write that changed its
+    models, if it is known.
     """
 
     epoch: str
@@ -72,7 +74,7 @@ class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigExport(msgspec.Struct, frozen=True, omit_defaults=False):
-    """The whole catalogue at one epoch. `bundle_config_hashes`: hash of the models of each bundle."""
+    """The whole catalogue at one epoch. `bundle_config_hashes`: for each bundle, a hash of its models."""
 
     epoch: str
     models: tuple[ConfigModel, ...]
@@ -86,8 +88,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def negotiated(accept: str, default: str) -> str:
-    """Return the content type, JSON or YAML, to which `Accept` gives the highest weight. Of equal weights, the first
-    one counts. Return `default` if `Accept` has neither.
+    """Return the content type, JSON or YAML, with the highest weight in `Accept`; the first one if weights are equal.
+    Return `default` if `Accept` has neither.
     """
     best, chosen = 0.0, default
     for part in accept.split(","):
@@ -110,7 +112,7 @@ def _weight(parameters: str) -> float:
 
 
 def rendered(document: Any, content_type: str) -> bytes:
-    """Encode a document of maps, lists, texts and numbers as JSON or YAML."""
+    """Encode a document, which consists of maps, lists, texts and numbers, as JSON or YAML."""
     if content_type == JSON:
         return msgspec.json.encode(document)
     import yaml
@@ -119,8 +121,8 @@ def rendered(document: Any, content_type: str) -> bytes:
 
 
 def listed(model: str, document: Mapping[str, Any], source: str, note: str = "") -> dict[str, Any]:
-    """Return a row of the list of models. The row of an alias has its targets in place of tasks and languages. `note`
-    says why a model is at this revision if no person decided it.
+    """Return one row for the list of models. An alias has its targets in place of tasks and languages. `note`: the
+    reason why the model has this revision, if a program wrote it.
     """
     row: dict[str, Any] = {"model_id": model, "profiles": ["default", *document.get("profiles", ())], "source": source}
     if is_alias(document):
@@ -134,14 +136,14 @@ def listed(model: str, document: Mapping[str, Any], source: str, note: str = "")
 
 
 def bundle_of(bundles: Mapping[str, BundleEntry], name: str) -> dict[str, Any]:
-    """Return a bundle as a document. Raises NotFound."""
+    """Return the bundle `name` as a JSON-like document. Raises NotFound."""
     if name not in bundles:
         raise NotFound(f"no bundle named {name[:100]!r}; there are {', '.join(sorted(bundles))}", param="id")
     return {"id": name, **_bundle(bundles[name])}
 
 
 def bundle_list(bundles: Mapping[str, BundleEntry]) -> dict[str, Any]:
-    """Return all bundles, with the preferred bundle first."""
+    """Return all bundles as a JSON-like document, with the preferred bundle first."""
     return {"bundles": [{"bundle_id": bundle.id, **_bundle(bundle)} for bundle in bundling.ordered(bundles)]}
 
 
@@ -156,7 +158,9 @@ def _bundle(bundle: BundleEntry) -> dict[str, Any]:
 
 
 def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
-    """Resolve a model name. Raises InvalidInput, ModelNotFound, BundleConflict."""
+    """Return the model, the profile and the bundles to which a model name resolves. `raw`: the request's JSON body.
+    Raises InvalidInput, ModelNotFound, BundleConflict.
+    """
     try:
         body = plain.from_json(raw)
     except plain.Malformed as error:
@@ -167,7 +171,7 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
         field = unknown_fields[0][:60]
         if suggestion := did_you_mean(field, ("model", "bundle")):
             raise InvalidInput(f"{field}: no such field{suggestion}", reason="schema", param=field)
-        # the name of the field may be content of the client, which no error repeats
+        # the name of an unknown field may be a client's text, which must not appear in an error
         raise InvalidInput("body: expected only model and bundle, got another field", reason="schema", param="body")
     model, bundle = body.get("model"), body.get("bundle")
     if not isinstance(model, str) or not model:
@@ -194,18 +198,20 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
 
 
 def digest(facts: Any) -> str:
-    """Return a hash of the facts, 16 hex digits. Equal facts have equal hashes."""
+    """Return a hash of JSON-like data as 16 hex digits. Equal data have equal hashes."""
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
 
 
 def bundle_hash(revisions: Mapping[str, int]) -> str:
-    """Return a hash of the models of a bundle, from their revisions."""
+    """Return a hash for the models of a bundle: it changes with each revision of one of them. `revisions`: revision by
+    model.
+    """
     return digest(revisions)
 
 
 def has_seen(epoch: str, required: str) -> bool:
-    """Return whether a reader at `epoch` has every write up to `required`. Return False for epochs of different
-    buckets, which cannot be compared.
+    """Return whether a reader at `epoch` has all writes up to the epoch `required`. Return False if the two epochs are
+    from different buckets, so that they cannot be compared.
     """
     created, _, last = epoch.rpartition(":")
     required_created, _, required_last = required.rpartition(":")
@@ -224,12 +230,12 @@ def model_status(
     revision_at: Callable[[str], int | None],
     source: str,
 ) -> dict[str, Any]:
-    """Report the gateways (epoch by id) and the workers that serve each revision of a model. The write at the epoch
-    `since` made its present revision.
+    """Return which gateways (`gateways`: epoch by id) and which workers have the present revision of a model. `since`:
+    epoch of the write that made this revision.
 
-    `bundles`: the bundles that can serve the model, each with its hash and its workers; None for an alias, which only
-    gateways use. A bundle without workers counts as acknowledged: a worker that starts reads the present catalogue.
-    `revision_at` returns the revision at an epoch; None if this process does not know it.
+    `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, which workers do
+    not know. A bundle without workers counts as up to date, because a worker that starts reads the present catalogue.
+    `revision_at` returns the model's revision at an epoch; None if this process does not know it.
     """
 
     def reader(name: str, reader_epoch: str) -> dict[str, Any]:
@@ -274,7 +280,9 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Describe the copy of a model on a worker. A copy of an earlier revision remains until no request needs it."""
+    """Return bundle, state and fingerprint of the copy of a model on a worker. A copy of an earlier revision stays
+    loaded until no request needs it.
+    """
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,
@@ -284,6 +292,6 @@ def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
 
 
 def config_shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
-    """Return the status and the error envelope, with `detail.error` for older clients of this API."""
+    """Return the status and the body of an error. `detail.error` is for older clients of this API."""
     body = envelope(error, request_id, error.extras.get("errors", errors))
     return error.status, {**body, "detail": {**body["detail"], "error": error.code.lower()}}

@@ -8,7 +8,7 @@ from sie_contracts.wire.messages import Operation
 
 
 class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts of memory shortages of one model since the process started, and of the actions on them."""
+    """Numbers of memory shortages of one model since the process started, and of the actions against them."""
 
     model: str
     recoveries_attempted: int = 0
@@ -20,8 +20,9 @@ class Shortages(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TowerUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Counts of images whose tower output was needed, since the process started. `hits`: the output was in memory, or
-    another thread was computing it. `misses`: the output was computed. `held_bytes`: bytes of the outputs in memory.
+    """Statistics of the cache of image encoder outputs, since the process started. `hits`: images whose output was in
+    memory or was being computed by another thread. `misses`: images whose output was computed. `held_bytes`: bytes of
+    the outputs in memory.
     """
 
     hits: int = 0
@@ -30,13 +31,13 @@ class TowerUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RanBatch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sizes and times of a batch that the adapter ran.
+    """Sizes and times of a batch that the adapter has run.
 
-    `number` counts the batches of this process, from 1. `ended`: wall time, seconds since 1970. `rows`: sequences on
-    the device, from `inputs` inputs of `items` work items. `tokens`: cost of the rows, without the tokens with which
-    the model pads them; `longest`: cost of the longest row; `attention`: sum of squared lengths. `wait_ms`: time in
-    this process before a lane began to run the batch. `padding`, `inference_ms` and `postprocess_ms` as in BatchDone.
-    `failed`: number of inputs whose outcome is an error; all inputs if the whole batch was refused. `memory_bytes`:
+    `number`: number of the batch in this process, from 1. `ended`: end of the batch, in seconds since 1970. `rows`:
+    sequences on the device; they come from `inputs` inputs of `items` work items. `tokens`: cost of the rows, without
+    padding; `longest`: cost of the longest row; `attention`: sum of the squared lengths. `wait_ms`: time between the
+    arrival at this process and the start of the batch. `padding`, `inference_ms` and `postprocess_ms`: see `BatchDone`.
+    `failed`: number of inputs whose result is an error; all inputs if the whole batch was refused. `memory_bytes`:
     device memory in use after the batch.
     """
 

@@ -1,4 +1,6 @@
-"""Announcements of workers and gateways about themselves over NATS. The rules of evolution in `messages` apply."""
+"""Heartbeats that workers and gateways send over NATS to announce their state. The rules for changes in `messages`
+apply.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import Priority
 
-ON_DISK = 500  # largest number of models on the disk in a heartbeat
+ON_DISK = 500  # largest number of models that a heartbeat lists as being on the worker's disk
 
 
 class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Progress of a download of weights. `total_bytes` is 0 while unknown. `bytes_per_s` counts only bytes that were
-    downloaded, not bytes that were on the disk before.
+    """Progress of a download of weights. `total_bytes` is 0 while unknown. `bytes_per_s` does not count bytes that were
+    already on the disk.
     """
 
     done_bytes: int = 0
@@ -23,8 +25,8 @@ class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Precision in which a loaded model computes. `requested`: the precision of its entry or profile, or else the
-    worker's default. `reason`: the reason why `served` differs; empty if both are equal.
+    """Precision in which a loaded model computes (`served`). `requested`: precision of its entry or profile, otherwise
+    the worker's default. `reason`: why the two differ; empty if they are equal.
     """
 
     served: str
@@ -33,19 +35,19 @@ class ServedPrecision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Engine that computes the hidden states of a loaded model. `reason`: the reason why this engine was chosen."""
+    """Engine that computes the hidden states of a loaded model (`served`). `reason`: why this engine was chosen."""
 
     served: str
     reason: str = ""
 
 
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of a model on a worker. `load_s`: duration of its last load. `oldest_s`: age of its oldest work in flight.
-    `cost_rate`: tokens per second of the model that the worker accepted recently. `fetched`: progress while its weights
-    are downloaded. `crossover_tokens`: the text length at which attention takes as long as everything else (see
-    `costs`; 0: unknown). `image_tokens`: largest cost of an image; `image_vectors`: number of token vectors of an image
-    (0: unknown, or none). `revision`: revision of the entry that has this state. `loaded_revision`: revision of the
-    copy that was loaded last (0: no copy was loaded, or its revision is unknown).
+    """State of a model on a worker. `queued`: number of its work items on the worker. `load_s`: seconds of its last
+    load. `oldest_s`: age of its oldest work item in seconds. `cost_rate`: tokens per second that the worker recently
+    accepted for the model. `fetched`: progress of the download of its weights. `crossover_tokens`: length of a text at
+    which attention takes as long as everything else (see `costs`; 0: unknown). `image_tokens`: largest cost of an
+    image; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`: revision of the entry
+    to which `state` belongs. `loaded_revision`: revision of the copy that was loaded last (0: none, or unknown).
     """
 
     model: str
@@ -69,8 +71,8 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of one device of a worker. `ready` is false while its adapter does not answer. `queue_depth`: work items
-    that run on the device or wait for it. `models`: the models that are loaded on the device.
+    """State of one device of a worker. `ready` is false while its adapter does not answer. `queue_depth`: number of
+    work items that run on the device or wait for it. `models`: models that are loaded on the device.
     """
 
     device: str
@@ -83,20 +85,20 @@ class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/1"):
-    """State of a worker, in its own announcement. `ready` is false while none of its adapters answers. `unready`: the
-    reason while `ready` is false. `leaving`: the worker drains.
+    """State of a worker, which the worker sends regularly. `ready` is false while none of its adapters answers;
+    `unready` is then the reason. `leaving`: the worker finishes its work and takes no more.
 
-    Capacity: `slots` is the number of models of usual size that fit (0: unknown). `rate`: tokens per second while the
-    device is busy (0: not measured yet). `held_cost`: tokens in flight. `credit_cost` and `credit_items`: upper bounds
-    of tokens and messages in flight (0: not announced). `batch_cost`: upper bound of tokens in a batch. `pipeline`:
-    upper bound of batches at the adapter.
+    Capacity: `slots`: number of models of usual size that fit (0: unknown). `rate`: tokens per second while the device
+    is busy (0: not measured yet). `held_cost`: tokens of the work that the worker has. `credit_cost` and
+    `credit_items`: largest numbers of tokens and of messages that it takes at a time (0: not announced). `batch_cost`:
+    largest number of tokens in a batch. `pipeline`: largest number of batches at the adapter.
 
-    `pool` is the pool from which the worker pulls now. `own_pool` is its own pool, if it asks which pool to serve. If
-    it is empty, the worker serves `pool` with any assignment. `clock_ahead_s`: its wall clock minus the broker's, as
-    measured (None: unknown). `listens`: the worker subscribes to its subject of assignments. A subject without a
-    subscriber then means that the worker is gone. `on_disk`: ids of models whose weights its machine has, at most
-    ON_DISK. `device`: names of the devices, separated by commas. `devices`: the state of each one, if there are
-    several; the memory and the capacity above are then sums.
+    `pool`: pool from which the worker takes work now. `own_pool`: pool to which the worker belongs, if gateways may
+    assign it to another pool; empty if it always serves `pool`. `clock_ahead_s`: its wall clock minus the broker's
+    clock (None: unknown). `listens`: the worker subscribes to its assignment subject; if this subject has no
+    subscriber, the worker is gone. `on_disk`: ids of models whose weights are on its disk, at most ON_DISK. `device`:
+    names of its devices, separated by commas. `devices`: state of each device, if there are several; memory and
+    capacity above are then sums.
     """
 
     worker: str
@@ -130,8 +132,9 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
-    """Traffic of a gateway at one priority of a lane: recent messages and tokens (halved each minute), tokens per
-    second, and tokens that wait for admission in the gateway.
+    """Traffic of a gateway at one priority of a lane (pool, machine profile and bundle). `messages` and `tokens`:
+    numbers of recent ones; they are halved each minute, so that older traffic counts less. `rate`: tokens per second.
+    `waiting`: tokens that wait in the gateway for admission to the queue.
     """
 
     messages: float
@@ -141,8 +144,8 @@ class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """A promise to a client whose request was refused: in `due_s` seconds the client may send a request of `cost`
-    tokens. `client` is a digest.
+    """A turn: the promise to a client whose request was refused that it may send a request of `cost` tokens in `due_s`
+    seconds. `client` is a digest.
     """
 
     client: bytes
@@ -151,11 +154,11 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """Work of one model (`residency`) at one priority of a lane, at one gateway.
+    """Work of one model (`residency`: the copy that workers load) at one priority of a lane, sent by one gateway.
 
-    `tokens`: tokens of this gateway in the queue. `rate`: tokens of this gateway that leave the queue per second (0:
-    unknown). `turns`: turns that were promised since the last announcement. `claimed`: clients that have claimed their
-    turn.
+    `tokens`: tokens of this gateway's messages in the queue. `rate`: tokens of these messages that workers take per
+    second (0: unknown). `turns`: turns that were promised since the last heartbeat. `claimed`: clients that have used
+    their turn.
     """
 
     pool: str
@@ -170,11 +173,11 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
-    """State of a gateway, which it announces to all gateways each second.
+    """State of a gateway, which it sends to all gateways each second.
 
-    `traffic` is keyed by lane and priority: `pool.machine profile.bundle.priority`. `qps`: inference requests answered
-    per second recently. `config_epoch`: epoch of the catalogue that the gateway serves. `queued`: its work in the
-    queue. It is announced only while other gateways exist, five times per second.
+    `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: inference requests
+    answered per second recently. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
+    the queue; it is sent only if there are other gateways, then five times per second.
     """
 
     gateway: str

@@ -1,14 +1,14 @@
 """Protocol between sidecar and adapter, over a Unix socket: frames of `u32 big-endian length + msgpack`.
 
-A batch connection transports one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted`
-when the device starts the batch and `BatchDone` (or `Refused`) at its end. Other requests on this connection are
-`EnsureReady` and `EnsureLora`, which last as long as the load, and a `Ping` that permits unloading models. The control
-connection transports the short requests, one request and one answer at a time, so that a health check never queues
-behind a large frame or a load.
+A batch connection has one request at a time. The sidecar sends a `RunBatch`. The adapter answers `BatchStarted` when
+the device starts the batch, and `BatchDone` (or `Refused`) at its end. This connection also has the requests
+`EnsureReady` and `EnsureLora`, which last as long as the load, and a `Ping` that allows the adapter to unload models.
+The control connection has the short requests, also one at a time, so that a health check never waits behind a large
+frame or a load.
 
-The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request names them. The adapter
-decides when. It unloads the first model first, and names the unloaded models in `dropped` of its reply. The adapter
-stores neither list: a model that no request names stays loaded.
+The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request lists them. The adapter
+decides when. It unloads the first listed model first, and lists the unloaded models in `dropped` of its reply. The
+adapter keeps neither list: a model that no request lists stays loaded.
 
 Token ids, vectors of inputs, pixels, features and results are one block of bytes each. `lengths` and `ids` are
 little-endian int32, `features` are float32, `types` and `pixels` are uint8.
@@ -32,8 +32,8 @@ from sie_contracts.wire.heartbeats import Fetched
 from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
-MAX_REQUEST_BYTES = 128 << 20  # largest frame that an adapter reads: 32 million token ids
-FRAME_TIMEOUT_S = 30.0  # time limit for the rest of a frame after its first byte, in seconds
+MAX_REQUEST_BYTES = 128 << 20  # largest number of bytes of a frame that an adapter reads: 32 million token ids
+FRAME_TIMEOUT_S = 30.0  # seconds in which a frame must be complete after its first byte
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
 
@@ -41,38 +41,38 @@ _HEADER = struct.Struct(">I")
 
 
 def device_socket(path: str, number: int) -> str:
-    """Return the path of the socket of the adapter of a worker's device; for the first device, number 0, it is
-    `path`.
+    """Return the path of the socket of the adapter for device `number` of a worker. For device 0 it is `path`
+    itself.
     """
     return f"{path}.{number}" if number else path
 
 
 class FrameError(Exception):
-    """Error of a peer that closed the connection inside a frame, stalled inside a frame, or sent a message of another
-    protocol.
+    """Error for a peer that closed the connection or stalled in the middle of a frame, or sent a message that is not of
+    this protocol.
     """
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Health check. Answered by Pong, from the adapter's record of its inference threads.
+    """Health check. The reply is a Pong, which describes what the inference threads are doing.
 
-    `may_drop`: models that may be unloaded now if memory is above the threshold.
+    `may_drop`: models that may be unloaded now if memory use is above the threshold.
     """
 
     may_drop: tuple[str, ...] = ()
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Request for the state of the process, its device and its models. Answered by Description."""
+    """Request for the state of the process, its device and its models. The reply is a Description."""
 
 
 class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this model unless it is loaded, and serve `entry` from then on. If the loaded weights fit a changed entry as
-    well, they stay; otherwise the model is loaded again. Answered by Ready, or by Refused with MODEL_LOAD_FAILED. Loads
-    run in parallel to inference.
+    """Load this model if it is not loaded, and use `entry` for it from now on. Loaded weights stay if they fit a
+    changed entry; otherwise the model is loaded again. The reply is Ready, or Refused with MODEL_LOAD_FAILED. A load
+    runs in parallel to inference.
 
-    `entry` is the catalogue entry that the adapter must serve: the adapter has no catalogue. `may_drop`: models that
-    may be unloaded to free memory.
+    `entry`: the model's entry in the catalogue, because the adapter has no catalogue. `may_drop`: models that may be
+    unloaded to free memory.
     """
 
     model: str
@@ -82,8 +82,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this LoRA of a loaded model unless it is loaded. Answered by Done, or by Refused with LORA_LOAD_FAILED.
-    Loads run in parallel to inference.
+    """Load this LoRA for a loaded model, if it is not loaded. The reply is Done, or Refused with LORA_LOAD_FAILED. A
+    load runs in parallel to inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """
@@ -93,7 +93,7 @@ class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Unload this model. Answered by Done, also if the model was not loaded."""
+    """Unload this model. The reply is Done, also if the model was not loaded."""
 
     model: str
 
@@ -102,11 +102,11 @@ Layout = Literal["text", "pair", "pieces", "sides", "hypotheses", "spans", "pass
 
 
 class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Form of the token ids of a query or of a document. A `limit` of 0 means the model's own limit.
+    """Form of the rows of token ids for a query or for a document.
 
-    `marker` is inserted after the first special token. `limit` counts tokens, including the marker and all special
-    tokens. `expanded` is the number of tokens to which the device pads a row; it is part of the row's cost. If
-    `special` is false, a row has no special tokens.
+    `marker`: token id that is inserted after the first special token (-1: none). `limit`: largest number of tokens of a
+    row, including the marker and all special tokens (0: the model's own limit). `expanded`: number of tokens to which
+    the device pads a row; the padding counts as cost. `special`: whether a row has special tokens.
     """
 
     marker: int = -1
@@ -116,26 +116,26 @@ class Side(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Conversion of the inputs of one operation to rows of token ids, by layout.
+    """Conversion of the inputs of one operation to rows of token ids. The layouts of rows are:
 
         text        prefix + text + suffix, a row for each input
-        pair        (query, text) as the tokenizer's own template joins them; the text is cut
-        pieces      the pieces of the template, tokenised one by one and joined; the piece with the document is cut
+        pair        (query, text) as the tokenizer's own template joins them; a text that is too long is truncated
+        pieces      the pieces of the template, tokenised one by one and joined; the one with the document is truncated
         sides       a row for the query, then a row for each input: the device scores each input against the query
-        hypotheses  a row (text, hypothesis) for each label of each input; the text is cut
+        hypotheses  a row (text, hypothesis) for each label of each input; the text is truncated
         spans       like text, with the texts and the offsets of each token in its text
-        passages    a row (instruction, text) for each input, with offsets like spans; the text is cut
+        passages    a row (instruction, text) for each input, with offsets like spans; the text is truncated
         raw         the texts are sent unchanged; the ids only count their cost
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
-    multivectors that an input may have instead of a text; 0: an input may have none. `images`: recipe for the images of
-    an input; None: an input may have none. `image_tokens`: the ids of an image; None: a row with an image has no ids,
-    and an input may have several images. `writes`: the answer is generated in parallel to the batches of other models,
-    token by token or by processes of the model. A batch may take minutes, occupies no lane of the device, and ends when
-    no client waits for it. `empty`: text for an input without a text and images. `sounds`: recipe for the sound of an
-    input; None: an input may have none. `documents`: limits of the document of an input with layout raw; its file goes
-    to the adapter unchanged; None: an input may have none. `chunks`: a text may have chunks. `pooling`: how dense
-    vectors are pooled; empty if a text has no chunks or the model has no dense vectors.
+    multivectors that an input may have instead of a text; 0: not allowed. `images`: recipe for the images of an input;
+    None: not allowed. `image_tokens`: token ids of an image; None: a row with an image has no ids, and an input may
+    have several images. `writes`: the model generates its answer, token by token or in processes of its own, in
+    parallel to batches of other models; such a batch may take minutes, occupies no lane of the device, and ends when no
+    client waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound
+    of an input; None: not allowed. `documents`: limits for the document of an input with layout raw, whose file is sent
+    unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty if
+    texts have no chunks or the model has no dense vectors.
     """
 
     layout: Layout = "text"
@@ -155,12 +155,12 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one input of a group in which texts have chunks.
+    """Rows of one input, in a group whose texts have chunks.
 
-    `rows`: the number of its rows. `spans`: int32 [chunks, 3], first and end code point and tokens of each chunk; empty
-    for an input without chunks. `segments`: int32 [segments, 4], chunk, row within the input, first and end token of
-    the row; in the order of the chunks. A chunk is pooled from its segments. If `segments` is empty, each chunk is a
-    row.
+    `rows`: number of rows of the input. `spans`: int32 [chunks, 3]: first code point, end code point and number of
+    tokens of each chunk; empty if the input has no chunks. `segments`: int32 [segments, 4]: chunk, row within the
+    input, first and end token in the row; ordered by chunk. The vector of a chunk is pooled from its segments. If
+    `segments` is empty, each chunk is a row.
     """
 
     rows: int = 1
@@ -169,12 +169,12 @@ class ChunkedRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Group(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows `start` to `stop` of a batch. They belong to one work item, and its `options` determine the form of the
+    """Rows `start` to before `stop` of a batch. They belong to one work item, whose `options` determine the form of the
     answers.
 
-    Work items with different outputs may be in one batch. `inputs` is the number of outcomes of the group; -1: one for
-    each row. `traceparent` and `tracestate` are values of the work item, if it is traced. `chunked`: the rows of
-    each input, if a text has chunks; empty: all inputs have the same number of rows.
+    A batch may have work items with different outputs. `inputs`: number of results of the group; -1: one for each row.
+    `traceparent` and `tracestate`: trace context of the work item, if it is traced. `chunked`: the rows of each input,
+    if one of its texts has chunks; empty if all inputs have the same number of rows.
     """
 
     start: int
@@ -191,25 +191,30 @@ class Group(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A forward pass. `lengths`: int32 [rows]. `ids`: int32 [sum of lengths]. `types`: uint8 [sum of lengths] or empty.
-    All are in the order of the rows.
+    """A forward pass. `lengths`: int32 [rows]. `ids`: int32 [sum of lengths]. `types`: uint8 [sum of lengths], or
+    empty. All of these are in the order of the rows.
 
-    `texts` are set for the layouts raw, spans and passages, one for each row. `offsets` are set for spans and passages:
-    int32 [sum of lengths, 2], first and end code point of each token, -1 for special tokens and for tokens of the
-    instruction. `given`: int32 [rows]. A row with vectors of its own has no ids, and `given` is the number of its
-    vectors in `vectors` (float32, all of one width); `given` is -1 for other rows. Both are empty if no row has
-    vectors. `images`: int32 [images, 5], in the order of the rows: row of the image, height and width of its pixels,
-    height and width of the submitted image, upright. `pixels`: RGB, uint8 [height, width, 3] of each image. `mentions`:
-    the mentions of each row, for the layout raw; empty if no row has any. `sounds`: int32 [sounds, 4]: row of the
-    sound, and the shape of its features. `features`: float32 [views, frames, bins] of each sound. `documents`: the
-    document of each row, for the layout raw; empty if no row has any. `image_keys`: IMAGE_KEY_BYTES for each image.
-    Images of one client with equal pixels have equal keys, and an output for one of them is used for the others. The
-    output for an image whose key is zeros is used for no other image. If `image_keys` is empty, all keys are zeros.
+    Texts, one per row: `texts`, only for the layouts raw, spans and passages. `offsets`, only for spans and passages:
+    int32 [sum of lengths, 2], first and end code point of each token; -1 for special tokens and for tokens of the
+    instruction.
 
-    An empty `pooling` means the model's own pooling. Two work items share a batch only if model, revision, operation,
-    pooling and LoRA are equal. `fingerprint` is the fingerprint of the loaded copy for which the batch was built. A
-    copy with another fingerprint refuses the batch as not loaded; empty: any copy. `traceparent` and `tracestate` are
-    values of the batch. `may_drop`: models that may be unloaded if memory runs out, or if it is above the threshold
+    Vectors instead of texts: `given`: int32 [rows], number of vectors of a row in `vectors` (float32, all of one
+    width); -1 for a row that has token ids. Both are empty if no row has vectors.
+
+    Images: `images`: int32 [images, 5], in the order of the rows: row of the image, height and width of its pixels,
+    height and width of the submitted image, upright. `pixels`: RGB, uint8 [height, width, 3] of each image.
+    `image_keys`: IMAGE_KEY_BYTES for each image. Equal images of one client have equal keys, so that an output for one
+    of them is used for the others. A key of zeros means that the output is used for no other image; an empty
+    `image_keys` means that all keys are zeros.
+
+    Sounds: `sounds`: int32 [sounds, 4]: row of the sound, and the shape of its features. `features`: float32 [views,
+    frames, bins] of each sound. Only for the layout raw: `mentions` and `documents` of each row; empty if no row has
+    any.
+
+    An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
+    pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded copy for which the batch was built; a copy with
+    another fingerprint refuses the batch as not loaded; empty: any copy. `traceparent` and `tracestate`: trace context
+    of the batch. `may_drop`: models that may be unloaded if memory runs out, or if memory use is above the threshold
     after the batch.
     """
 
@@ -240,21 +245,21 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Notice that no client waits any more for the batch that was sent on this connection. There is no answer to this
-    notice. The batch itself has its reply as always, a refusal if the notice arrived in time. Only a model that
-    `writes` is interrupted.
+    """Notice that no client waits any more for the batch on this connection. The notice itself has no reply. The batch
+    has its reply as always: Refused, if the notice arrived in time. Only a batch of a model that `writes` is
+    interrupted.
     """
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Finish the running batches and exit with status 0. The adapter answers at once with Done."""
+    """Finish the running batches, then exit with status 0. The reply, Done, is sent at once."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Answer to a Ping. `busy_s`: age of the running batch, 0 when idle; it grows while the device hangs.
+    """Reply to a Ping. `busy_s`: age of the running batch in seconds, 0 if none runs; it keeps growing if the device
+    hangs.
 
-    `dropped`: models that were unloaded. `fetching`: progress of the downloads of weights to this node, by the id of
-    their entry.
+    `dropped`: models that were unloaded. `fetching`: progress of downloads of weights to this node, by model id.
     """
 
     pid: int
@@ -265,13 +270,13 @@ class Pong(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A resident model, with the values resolved on this device. `idle_s`: seconds since its last use. `memory_bytes`:
-    bytes of its weights. `peak_bytes`: the largest measured memory of its activations.
+    """A loaded model, with the values that it has on this device. `idle_s`: seconds since its last use. `memory_bytes`:
+    bytes of its weights. `peak_bytes`: largest measured memory of its activations.
 
-    `requested_precision`: the precision in its entry, or else the default. `precision_reason`: the reason why
-    `precision` differs; empty if both are equal. `crossover_tokens`: the text length at which attention takes as long
-    as everything else (see `costs`); 0: time is proportional to tokens, or the length is unknown. `engine` computes its
-    hidden states; `engine_reason` is the reason for this engine.
+    `requested_precision`: precision in its entry, otherwise the default. `precision_reason`: why `precision` differs
+    from it; empty if they are equal. `crossover_tokens`: length of a text at which attention takes as long as
+    everything else (see `costs`); 0 if the time is proportional to the tokens, or if it is unknown. `engine`: engine
+    that computes its hidden states; `engine_reason`: why this engine was chosen.
     """
 
     model: str
@@ -291,12 +296,12 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Answer to Describe: the process and its device. `utilization_percent`: load of the device by all processes; None
-    if it cannot be measured.
+    """Reply to Describe: state of the process and its device. `utilization_percent`: use of the device by all
+    processes; None if it cannot be measured.
 
-    `threshold_percent`: memory use above which models are evicted. `batches`: the last batches, the newest last; None
-    unless the adapter was started with the option that stores them. `devices`: number of devices of this worker; each
-    has a separate adapter and socket (`device_socket`).
+    `threshold_percent`: memory use above which models are unloaded. `batches`: the last batches, newest last; None
+    unless the adapter was started with the option to record them. `devices`: number of devices of this worker; each has
+    its own adapter and socket (`device_socket`).
     """
 
     protocol: int
@@ -317,10 +322,10 @@ class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Answer to EnsureReady: the model is resident. `tokenizer` is the serialised fast tokenizer (tokenizer.json), so
-    the sidecar needs no weights folder.
+    """Reply to EnsureReady: the model is loaded. `tokenizer`: its fast tokenizer in serialised form (tokenizer.json),
+    so that the sidecar needs no files of the model.
 
-    `max_tokens` includes special tokens. `rows` has an entry for each operation that the model serves. `dropped`:
+    `max_tokens` includes special tokens. `rows`: how inputs become rows, for each operation of the model. `dropped`:
     models that were unloaded to free memory.
     """
 
@@ -333,18 +338,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the device starts this batch now. If the adapter dies, an input of the batch may be the cause."""
+    """Notice that the device starts this batch now. If the adapter dies after it, an input of this batch may be the
+    cause.
+    """
 
     batch: str
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Outcomes of a batch, one for each input, group by group. Slices point into `block`; the slices of consecutive
-    inputs are consecutive.
+    """Results of a batch, one for each input, group by group. Slices refer to `block`; consecutive inputs have
+    consecutive slices.
 
-    `inference_ms`: time of the forward pass. `postprocess_ms`: time of the epilogues and of the copy to the host.
-    `padding`: positions that were computed in addition to the tokens. `preprocess_ms`: time of tokenising, for a family
-    that tokenises in the adapter. `dropped`: models that were unloaded. `engine` computed the hidden states.
+    `inference_ms`: time of the forward pass. `postprocess_ms`: time of the computations after it and of the copy to the
+    host. `padding`: number of padding tokens that were computed. `preprocess_ms`: time of tokenising, if the family
+    tokenises in the adapter. `dropped`: models that were unloaded. `engine`: engine that computed the hidden states.
     """
 
     batch: str
@@ -359,14 +366,14 @@ class BatchDone(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Answer to a request that succeeded. `digest`: SHA-256, in hex, of the files of the requested LoRA."""
+    """Reply to a request that succeeded. `digest`: SHA-256, in hex, of the files of the requested LoRA."""
 
     digest: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Answer to a request that failed as a whole. `batch` is set if the request was a batch. `dropped`: models that
-    were unloaded nevertheless.
+    """Reply to a request that failed as a whole. `batch`: id of the batch, if the request was one. `dropped`: models
+    that were unloaded although the request failed.
     """
 
     error: ErrorInfo
@@ -383,7 +390,7 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def frame(message: Request | Reply, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the bytes of one frame. Raises FrameError if they are more than `cap`."""
+    """Return a message as the bytes of one frame. Raises FrameError if the body has more than `cap` bytes."""
     body = _encode(message)
     if len(body) > cap:
         raise FrameError(f"a frame of {len(body)} bytes exceeds the limit of {cap}")
@@ -414,10 +421,10 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
-    """Return the body of the next frame. The wait for its first byte has no limit; the remaining bytes must arrive
+    """Return the body of the next frame. The wait for its first byte has no time limit; then the frame must be complete
     within FRAME_TIMEOUT_S.
 
-    Raises EOFError if the peer closed the connection between frames, FrameError otherwise.
+    Raises EOFError if the peer closed the connection between two frames, otherwise FrameError.
     """
     try:
         first = await reader.readexactly(1)
@@ -428,14 +435,14 @@ async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -
             length = _length(first + await reader.readexactly(3), cap)
             return await reader.readexactly(length)
     except asyncio.IncompleteReadError as error:
-        raise FrameError("the peer closed inside a frame") from error
+        raise FrameError("the peer closed the connection in the middle of a frame") from error
     except TimeoutError as error:
         raise FrameError(f"a frame was not complete after {FRAME_TIMEOUT_S} s") from error
 
 
 def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> bytearray:
-    """Read a frame from a blocking socket, like `read_frame`. Memory grows with the bytes that arrive, never with the
-    length in a header.
+    """Return the body of the next frame from a blocking socket, like `read_frame`. Memory is allocated only for bytes
+    that have arrived, not for the length that the header states.
     """
     connection.settimeout(None)
     header = bytearray(connection.recv(4))
@@ -447,7 +454,7 @@ def receive_frame(connection: socket.socket, cap: int = MAX_FRAME_BYTES) -> byte
         body = bytearray()
         _receive_into(connection, body, _length(header, cap))
     except TimeoutError as error:
-        raise FrameError(f"a frame stalled for {FRAME_TIMEOUT_S} s") from error
+        raise FrameError(f"no byte of an incomplete frame arrived for {FRAME_TIMEOUT_S} s") from error
     return body
 
 
@@ -455,5 +462,5 @@ def _receive_into(connection: socket.socket, buffer: bytearray, size: int) -> No
     while len(buffer) < size:
         piece = connection.recv(min(size - len(buffer), 1 << 20))
         if not piece:
-            raise FrameError("the peer closed inside a frame")
+            raise FrameError("the peer closed the connection in the middle of a frame")
         buffer += piece

@@ -1,8 +1,8 @@
-"""Messages of a request over NATS: work items, their results, and dead letters.
+"""Messages of a request over NATS: work items, their results, and dead letters (work that was given up).
 
-Announcements of processes are in `heartbeats`, values of key-value buckets are in `records`, the catalogue is in
-`configs`. All of them follow the same rules of evolution: a new field has a default, no field changes its type or
-meaning, no field is renamed, and readers ignore fields that they do not know.
+Heartbeats are in `heartbeats`, values of key-value buckets in `records`, messages of the catalogue in `configs`. All of
+them follow the same rules for changes, so that processes of different versions understand each other: a new field has a
+default, no field changes its type or meaning, no field is renamed, and readers ignore unknown fields.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.muvera import Muvera
 
-if TYPE_CHECKING:  # the import is only for types: most processes that read messages need no numpy
+if TYPE_CHECKING:  # only for type checkers, because most processes that read messages do not need numpy
     from numpy.typing import NDArray
 
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-# the sidecar answers the operations tokenize and decode, with the model's tokenizer
+# tokenize and decode are answered by the sidecar itself, with the model's tokenizer
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 Boundary = Literal["sentence", "paragraph", "token"]
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
-MAX_RULE_TOKENS = 1 << 16  # largest number of tokens of a chunk that a rule may request
-TOKEN_ID_BYTES = 5  # upper bound of the bytes of one token id in a message
-MENTION_BYTES = 16  # upper bound of the bytes of one mention in a message, without its label
+MAX_RULE_TOKENS = 1 << 16  # largest `max_tokens` of a ChunkRule
+TOKEN_ID_BYTES = 5  # upper bound of the number of bytes of one token id in a message
+# upper bound of the number of bytes of one mention (an entity that the client marked) in a message, without its label
+MENTION_BYTES = 16
 
-PIECE_CHARS = 256 << 10  # characters that are encoded before another thread may run; this takes less than 1 ms
+# number of characters that are encoded at a time, so that other threads can run in between; they take less than 1 ms
+PIECE_CHARS = 256 << 10
 
 
 def utf8_pieces(text: str) -> Iterator[bytes]:
-    """Yield a text in UTF-8, in pieces. Raises UnicodeEncodeError."""
+    """Yield the UTF-8 bytes of a text, PIECE_CHARS characters at a time. Raises UnicodeEncodeError."""
     return (text[at : at + PIECE_CHARS].encode() for at in range(0, len(text), PIECE_CHARS))
 
 
 def utf8_bytes(text: str) -> int:
-    """Count the bytes of a text in UTF-8, in pieces. Raises UnicodeEncodeError."""
+    """Return the number of UTF-8 bytes of a text. It encodes the text in pieces. Raises UnicodeEncodeError."""
     return len(text) if text.isascii() else sum(map(len, utf8_pieces(text)))
 
 
@@ -54,7 +56,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> Vectors:
-        """Convert an array [rows, width]."""
+        """Return the multivector in a numpy array of shape [rows, width]."""
         rows, width = array.shape
         return cls(rows, width, array.astype("<f4", copy=False).tobytes())
 
@@ -65,7 +67,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mention(msgspec.Struct, frozen=True, array_like=True):
-    """A range of a text to which a client gave a label: code points `start` to `end`, both within the text."""
+    """A labelled range of a text: code points `start` to before `end`. The label is given by the client."""
 
     label: str
     start: int
@@ -73,9 +75,9 @@ class Mention(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rule by which a text is cut into chunks of `min_tokens` to `max_tokens` tokens of the model. A chunk ends at a
-    `boundary` if one leaves it these numbers of tokens. It repeats at most the last `overlap_tokens` tokens of the
-    chunk before it.
+    """Rule for cutting a text into chunks of `min_tokens` to `max_tokens` tokens of the model. A chunk ends at a
+    `boundary`, if there is one within these limits. A chunk may repeat the last tokens of the previous chunk, at most
+    `overlap_tokens`.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_RULE_TOKENS)]
@@ -85,9 +87,9 @@ class ChunkRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Chunks of a text, each with separate vectors. The chunks follow from `rule`, or are `spans`, int32 [chunks, 2]:
-    first and end code point. With `context` the vectors of a chunk are pooled from the states of its tokens in the
-    whole text; without it each chunk is encoded alone.
+    """Chunks of a text, each of which gets its own vectors. They are either computed by `rule` or listed in `spans`,
+    int32 [chunks, 2]: first and end code point. With `context`, the whole text is encoded, and each vector is pooled
+    from the tokens of its chunk; without it, each chunk is encoded alone.
     """
 
     rule: ChunkRule | None = None
@@ -98,12 +100,13 @@ class TextChunks(msgspec.Struct, frozen=True, omit_defaults=True):
 class Input(msgspec.Struct, frozen=True, omit_defaults=True):
     """An input of a request. Only the fields that the operation needs are set.
 
-    `tokens`: ids of the model's own tokenizer, instead of a text. `pair`: the second text of a pair that is classified.
-    `vectors`: the multivector of the text, from which a score or a MUVERA encoding is computed; if it is set, the text
-    is not read. `images`: image files as the client sent them; base64 is decoded, nothing else is changed. `mentions`:
-    entities between which a relation model finds relations. `audio`: a sound file, and `document`: a document file, as
-    the client sent them. A worker that does not know `vectors`, `images`, `audio` or `document` reads an empty text,
-    and a worker that does not know `chunks` encodes the whole text, so workers are upgraded before gateways.
+    `tokens`: ids of the model's own tokenizer, instead of a text. `pair`: second text of a pair to classify. `vectors`:
+    multivector of the text, for a score or a MUVERA encoding; if it is set, the text is not read. `images`: image files
+    as the client sent them, after base64 is decoded. `mentions`: entities, for a model that finds relations between
+    them. `audio` and `document`: a sound or document file as the client sent it.
+
+    Workers are upgraded before gateways, because an older worker ignores new fields: without `vectors`, `images`,
+    `audio` or `document` it reads an empty text, and without `chunks` it encodes the whole text.
     """
 
     text: str | None = None
@@ -118,7 +121,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the input in a message; the encoding adds a few more."""
+        """Return the number of bytes of the input's texts and files. The encoded message has a few bytes more."""
         size = utf8_bytes(self.text) if self.text else 0
         if self.tokens is not None:
             size += TOKEN_ID_BYTES * len(self.tokens)
@@ -133,24 +136,24 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def least_bytes(self) -> int:
-        """Return a lower bound of the bytes of the input in a message, without reading its text."""
+        """Return a lower bound of the number of bytes of the input in a message. It is fast, because no text is
+        encoded.
+        """
         size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
         size += len(self.chunks.spans) if self.chunks else 0
         return size + len(self.audio) + (len(self.document.data) if self.document else 0)
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Options with which a model runs a request: the result of all precedence rules, which every path executes
-    identically.
+    """All options with which a model runs a request, after defaults and parameters are merged.
 
-    `prefix` and `suffix` are the prompt around a text, `query_prefix` and `query_suffix` the prompt around the query to
-    which the text is compared. `pieces` is the template of a pair, for models that have one: each piece is literal
-    text, then alternately a field (`query` or `document`) and literal text. If `dimensions` or `max_tokens` is 0, the
-    model's own value is used. `document_tokens`: the largest number of tokens that are read of a scored document; 0: as
-    many tokens as fit. `parameters` are options of one family, with their JSON types. `variant`: digest of the options
-    in which a request differs from its profile. The fingerprint of the answer covers it. It is empty if no option
-    differs. `sound_from_s`: of a sound, only the part is read that begins after these seconds and has `MAX_SECONDS` at
-    most; if it is None, the whole sound is read, and a longer one is refused.
+    `prefix` and `suffix`: prompt around a text. `query_prefix` and `query_suffix`: prompt around the query of a score.
+    `pieces`: template of a pair, for models that have one; each piece alternates literal text and a field (`query` or
+    `document`). `dimensions` and `max_tokens`: 0 means the model's own value. `document_tokens`: largest number of
+    tokens that are read of a document to score; 0: as many as fit. `parameters`: options that only this family reads,
+    with their JSON types. `variant`: digest of the options that differ from those of the profile, or empty; it is part
+    of the fingerprint of the result. `sound_from_s`: read only the part of a sound that begins at this second, at most
+    `MAX_SECONDS` long; None: read the whole sound, and refuse a longer one.
     """
 
     outputs: tuple[str, ...] = ("dense",)
@@ -178,17 +181,17 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
-    """A chunk of a request: consecutive inputs that one worker answers together.
+    """A chunk of a request: consecutive inputs that one worker processes together.
 
-    `first` is the position of `inputs[0]` in the request. The inputs of score are compared to `query`. `reply` is the
-    inbox of the gateway: the worker sends the result there as a request, and the result is delivered once the gateway
-    confirms it. `budget_ms` counts from the broker's timestamp of the message. `endpoint` is the route's name in the
-    worker's metrics; if it is empty, the name of the operation is used. `traceparent` and `tracestate` are values of
-    the request.
+    `first`: position of `inputs[0]` in the request. `query`: for score, the query to which the inputs are compared.
+    `reply`: subject on which the gateway receives the result; the worker sends the result as a NATS request, and the
+    gateway confirms it. `budget_ms`: time for the work, counted from the broker's timestamp of the message. `endpoint`:
+    name of the route in the worker's metrics; empty: the operation's name. `traceparent` and `tracestate`: trace
+    context of the request.
 
     If a chunk is too large for a message, its inputs and query are in the payload store, under the key `payload`;
-    `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker reuses cached
-    data of an image only for the same asker. If `asker` is empty, no data is cached.
+    `count` is then the number of inputs. `asker`: name of the client's credential in metrics. A worker caches data of
+    an image only for requests with the same `asker`; if it is empty, nothing is cached.
     """
 
     request: str
@@ -216,14 +219,14 @@ class WorkItem(msgspec.Struct, frozen=True, omit_defaults=True, tag="work/1"):
 
 
 class Payload(msgspec.Struct, frozen=True, omit_defaults=True, tag="payload/1"):
-    """Part of a work item that is stored in the payload store."""
+    """Inputs and query of a work item that are in the payload store, because they are too large for a message."""
 
     inputs: tuple[Input, ...]
     query: Input | None = None
 
 
 class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
-    """Position of an array in the block of bytes that is sent with it. `dtype` has the form of numpy, e.g. `<f4`."""
+    """Position of an array in the block of bytes that is sent with it. `dtype` is a numpy dtype, for example `<f4`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -231,15 +234,17 @@ class ArraySlice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
-    """A value: arrays by name, a score, or the maps of an extraction.
+    """Result of an input: arrays by name, a score, or the maps of an extraction.
 
     Names of arrays: `dense`, `multivector`, `tokens` (the last hidden state of each token), `sparse.indices` and
     `sparse.values`; integer dtypes also have `<name>.scale` and `<name>.offset`. An input with chunks also has
-    `chunks`, int32 [chunks, 5]: first and end code point, tokens, vectors of its multivector, entries of its sparse
-    vector. Its arrays have the values of all chunks, one after the other. `data` of tokenize has the lists
-    `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the prompted text, None for special
-    tokens); `data` of decode has `text`. `tokens` counts the tokens that ran, after truncation, including special
-    tokens. `sound_s`: length of the whole sound, of which a part may have been read; 0 for an input without a sound.
+    `chunks`, int32 [chunks, 5]: first code point, end code point, number of tokens, of vectors in the multivector, and
+    of entries in the sparse vector; its other arrays have the values of all chunks, one after the other.
+
+    `data` of tokenize: lists `ids`, `texts`, `special`, `starts` and `stops` (byte offsets in the UTF-8 of the text
+    with its prompt, None for special tokens). `data` of decode: `text`. `tokens`: number of tokens that the model read,
+    after truncation, including special tokens. `sound_s`: seconds of the whole sound, even if only a part was read; 0
+    if there is no sound.
     """
 
     outputs: dict[str, ArraySlice]
@@ -252,7 +257,7 @@ class Ok(msgspec.Struct, frozen=True, omit_defaults=True, tag="ok"):
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
-    """Error of an input, instead of a value."""
+    """Result of an input that failed: the error."""
 
     error: ErrorInfo
 
@@ -261,8 +266,8 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Milliseconds of one chunk at the worker, from delivery until the result is sent. The stages are contiguous, on
-    the worker's clock.
+    """Times of one chunk at the worker, in milliseconds, from delivery until the result is sent. The stages follow each
+    other without gaps.
     """
 
     load_ms: float = 0.0
@@ -276,11 +281,10 @@ class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The batch that a chunk ran in, for `explain` and for tests of batch independence.
+    """Facts about the batch in which a chunk ran, for the parameter `explain` and for tests.
 
-        `padding`: positions that were computed in addition to the tokens. `swapped`
-    : another model was closed to new work so that
-        this one could be loaded. `engine` computed the hidden states; empty if nothing ran.
+    `padding`: number of padding tokens that were computed. `swapped`: true if another model got no more work, so that
+    this model could be loaded. `engine`: engine that computed the hidden states; empty if nothing ran.
     """
 
     id: str = ""
@@ -295,7 +299,7 @@ class BatchNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"):
-    """Outcomes of a chunk, one for each input, in order. `block` has all arrays; slices point into it."""
+    """Results of a chunk, one for each input, in order. `block`: the bytes of all arrays, to which slices refer."""
 
     request: str
     chunk: int
@@ -310,8 +314,8 @@ class WorkResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="result/1"
 
 
 class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"):
-    """Part `index` of `count` of an encoded WorkResult that is too large for one message. `digest` is the SHA-256 of
-    the whole WorkResult, in hex.
+    """Part `index` of `count` of an encoded WorkResult that is too large for one message. `digest`: SHA-256 of the
+    whole encoded WorkResult, in hex.
     """
 
     request: str
@@ -324,8 +328,8 @@ class Fragment(msgspec.Struct, frozen=True, omit_defaults=True, tag="fragment/1"
 
 
 class CancelRequests(msgspec.Struct, frozen=True, omit_defaults=True, tag="cancel/1"):
-    """Notice that no client waits for these requests any more. The notice is a hint: a worker that misses it runs the
-    work, and its result is dropped.
+    """Notice that no client waits for these requests any more. If a worker misses it, the worker runs the work, and the
+    gateway drops the result.
     """
 
     requests: tuple[str, ...]
@@ -335,8 +339,9 @@ ResidencyAction = Literal["load", "unload"]
 
 
 class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/1"):
-    """Request of an operator to load or unload a model on the worker that reads this. `model`: a model or
-    model:profile, in the form of heartbeats. A lost message changes no state, and heartbeats report the state.
+    """Request of an operator to the worker that receives it: load or unload a model. `model`: `model` or
+    `model:profile`, as in heartbeats. If the message is lost, nothing changes, which the operator sees in the
+    heartbeats.
     """
 
     action: ResidencyAction
@@ -344,18 +349,18 @@ class Residency(msgspec.Struct, frozen=True, omit_defaults=True, tag="residency/
 
 
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm/1"):
-    """The gateway's answer to a result.
+    """Reply of a gateway to a result.
 
-    `taken`: the result was accepted. `duplicate`: a result of the same chunk was accepted before. `unknown`: the
-    gateway no longer has the request. `part`: a fragment was stored, and other fragments are missing.
+    `taken`: the result was accepted. `duplicate`: a result for the same chunk was accepted before. `unknown`: the
+    gateway does not have the request any more. `part`: the fragment was stored, and other fragments are missing.
     """
 
     verdict: Literal["taken", "duplicate", "unknown", "part"]
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """A work item that was given up. `item` is the delivered WorkItem in its encoded form, so that it can be published
-    again.
+    """A work item whose work was given up. `item`: the encoded WorkItem as it was delivered, so that it can be
+    published again.
     """
 
     id: str
@@ -373,8 +378,8 @@ encode = _encoder.encode
 
 
 def encode_in_pieces(payload: Payload) -> bytes:
-    """Encode a payload like `encode`. Long texts are encoded in pieces, so that other threads can run between two
-    pieces.
+    """Encode a payload, with the same result as `encode`. Long texts are encoded in pieces, so that other threads can
+    run in between.
     """
     query = None if payload.query is None else _in_pieces(payload.query)
     return encode(Payload(tuple(map(_in_pieces, payload.inputs)), query))
@@ -387,7 +392,7 @@ def _in_pieces(part: Input) -> Input:
 
 
 def _packed(text: str) -> msgspec.Raw:
-    """Encode a long text."""
+    """Return a long text as an encoded msgpack string."""
     pieces = list(utf8_pieces(text))
     return msgspec.Raw(b"".join((b"\xdb", sum(map(len, pieces)).to_bytes(4, "big"), *pieces)))
 

@@ -1,4 +1,4 @@
-"""Trust in a folder: a user who can write there controls the code and the data that are read from it."""
+"""Ownership of a folder. Code and data are read from it, so it must be known which users can write there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Return the reason why files in `folder` may have been written by another user; empty if only this user or root
-    can write there.
+    """Return the reason why another user may have written files in `folder`; empty if only this user and root can write
+    there.
 
     Raises OSError for a folder that cannot be examined.
     """
@@ -22,7 +22,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Return whether every user can write to the folder: its mode allows it, and its file system is not read-only. A
-    mounted ConfigMap or image has such a mode on a read-only file system. Raises OSError.
+    """Return whether every user can write to the folder. The mode alone does not show it: a mounted ConfigMap or image
+    often has a mode that allows it, on a read-only file system. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

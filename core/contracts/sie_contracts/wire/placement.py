@@ -1,8 +1,9 @@
-"""Number of workers that host a model of a lane: a pure function of demand, rate and the waiting time of work.
+"""Number of hosts (workers that should load a model) that a model of a lane needs. It is a pure function of demand,
+speed and waiting time.
 
     demand, rate, age ──replicas──► number of hosts per model ──► `layout`: choice of the workers
 
-A model here is a residency: the copy that a worker loads. The module uses no clock, no I/O and no randomness.
+A model here is a residency: a copy of weights that a worker loads. The module uses no clock, no I/O and no randomness.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-USED = 0.7  # share of a worker's rate that the plan uses: the remaining share absorbs bursts
-LOWER_AFTER_S = 60.0  # seconds; a shorter drop in demand lowers no count
+USED = 0.7  # share of a worker's speed that the plan uses; the other 30 % are a reserve for bursts of requests
+LOWER_AFTER_S = 60.0  # number of seconds for which fewer hosts must be enough before the count is lowered by one
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Number of hosts that a model needs. `raised_s`: time when the count was last raised. `below_s`: time since which
-    fewer hosts would be enough; None if all hosts are needed.
+    """Number of hosts of a model. `raised_s`: time when it was last raised. `below_s`: time since which fewer hosts
+    would be enough; None if all are needed.
     """
 
     count: int

@@ -1,7 +1,7 @@
 """Values of gateways and workers in key-value buckets of NATS: demand, placement and reservations. The request for a
-new bucket or work stream is here, too.
+new bucket or work stream is also here.
 
-The rules of evolution in `messages` apply. `sie_broker.record` watches these values and changes them.
+The rules for changes in `messages` apply. `sie_broker.record` reads and changes these values.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 
 class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream-request/1"):
-    """A request to the owner of streams: create this stream or bucket, or update it to `version`. The owner derives its
-    subjects from its name alone. So no process can request a stream that stores messages of another process.
+    """Request to the owner of streams (one process that may create them): create this stream or bucket, or update it to
+    `version`. The owner computes the subjects from the name, so that no process can request a stream that stores
+    messages of another process.
 
-    The sizes have the same meaning as in `topology.StreamSpec`. `removed_age_s` is for a bucket.
+    The sizes have the same meaning as in `topology.StreamSpec`. `removed_age_s` is only for a bucket.
     """
 
     name: str
@@ -30,18 +31,18 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Record of a request that needed a lane without a ready worker. It counts until DEMAND_LIFE_S seconds after
-    `at_s`, in the broker's time.
+    """Record that a request needed a lane (pool, machine profile and bundle) that has no ready worker. It counts as
+    demand until DEMAND_LIFE_S seconds after `at_s`, in the broker's time.
     """
 
     at_s: float
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Placement of the models of a lane: worker ids by model id. `at_s`: the broker's time of the last planning step.
-    `raised_s`: time at which each model last got one more host.
+    """Hosts of the models of a lane: worker ids by model id. `at_s`: time of the last planning step. `raised_s`: for
+    each model, the time when its number of hosts was last raised. Times are the broker's.
 
-    A large table is stored in parts: `parts` are their stamps, and `hosts` is empty.
+    A large table is stored in parts: then `parts` has their stamps, and `hosts` is empty.
     """
 
     at_s: float
@@ -51,7 +52,7 @@ class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/
 
 
 class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement-part/1"):
-    """Rows of a placement table. `stamp` is a digest of them."""
+    """Some rows of a placement table. `stamp` is a digest of these rows."""
 
     stamp: int
     hosts: dict[str, tuple[str, ...]] = {}
@@ -59,8 +60,8 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Demand of a reservation: a minimum of GPUs of each machine profile, and a minimum of workers in total
-    (`minimum_worker_count`). If it names a `bundle`, the workers must have this bundle. Its lease lasts `ttl_seconds`.
+    """Demand of a reservation: a minimum number of workers of each machine profile (`gpus`), a minimum number of
+    workers in total, and, if `bundle` is set, workers of this bundle. Its lease lasts `ttl_seconds`.
     """
 
     name: str
@@ -73,8 +74,8 @@ class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A reservation with its lease. Times are times of the broker. `takes_last`: it may use the last worker of a bundle
-    in the default pool. `owner`: key of the credential that created it.
+    """A reservation and its lease. Times are the broker's. `takes_last`: it may take the last worker of a bundle away
+    from the default pool. `owner`: key of the credential that created it.
     """
 
     spec: ReservationSpec
@@ -89,14 +90,14 @@ class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
-    """Reservations by name. `ended`: end times of ended reservations, by name, until their streams are removed."""
+    """All reservations, by name. `ended`: by name, the end times of reservations whose streams are not removed yet."""
 
     pools: dict[str, Reservation] = {}
     ended: dict[str, float] = {}
 
 
 class Assigned(msgspec.Struct, frozen=True, omit_defaults=True, tag="assigned/1"):
-    """Assignment of workers to reservations: pool by worker id."""
+    """Assignment of workers to reservations: worker id -> pool."""
 
     workers: dict[str, str] = {}
 

@@ -1,18 +1,19 @@
-"""Names and settings of every subject, stream, consumer and bucket. The gateway creates consumers,
-and the owner of streams (`sie_broker.owner`) creates and updates streams for it. Other processes verify them.
+"""Names and settings of every subject, stream, consumer and bucket of the broker. The gateway creates consumers, and
+the owner of streams (`sie_broker.owner`) creates and updates streams. Other processes only check them.
 
-Each (machine profile, bundle, priority, model) has one durable consumer, on one work-queue stream per pool. Once a
-stream has its maximum of these consumers, further models share hashed slots:
+A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. Each (machine profile, bundle,
+priority, model) has its own durable consumer on it. When a stream has the maximum number of these consumers, further
+models share the consumer of a slot, which is chosen by a hash:
 
     sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}
         a model's own subject, and its consumer's filter
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  a model's subject in a slot
     sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        the filter of the slot's consumer
 
-Filters are disjoint by construction: tokens are injective, none begins with `_s`, and the two forms differ in length.
-So messages of one model may be under both forms at the same time, each form with its own consumer. Every subject
-determines the consumer that serves it (`consumer_of`). No name is ever decoded into a model: the id is read from the
-payload.
+No two filters match the same subject: different names have different tokens, no token begins with `_s`, and the two
+forms differ in length. So messages of one model may be under both forms at the same time, each form with its own
+consumer. The subject alone determines the consumer (`consumer_of`). A model's id is never decoded from a subject: it is
+read from the message.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-# copy of the documents that were written over the API; no file has these documents
+# second copy of the catalogue documents that were written over the API, because no file has them
 CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
@@ -59,46 +60,48 @@ HEALTH_SUBJECT = "sie.health"
 GATEWAY_SUBJECT = "sie.gateway"
 ASSIGNED_SUBJECT = "sie.assigned"
 RESIDENCY_SUBJECT = "sie.residency"
-STREAMS_SUBJECT = "sie.streams"  # `streams_subject` adds the last token
+STREAMS_SUBJECT = "sie.streams"  # `streams_subject` appends a token to it
 CONFIG_SUBJECT = "sie.config.models"
 DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
-# A shorter window is enough for work: a publisher keeps trying for 10 s. The broker keeps a quarter of a KiB for each
-# message of the window.
+# Seconds in which a message with the same id is dropped. Publishers try for 10 s, so 30 s are enough; a longer window
+# costs the broker memory, about a quarter of a KiB for each message in it.
 WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
-# characters; the name of a durable is a folder name at the broker: at most 255 bytes, including the broker's own
-# prefixes
+# Largest number of characters of a consumer's name. The broker uses the name, with a prefix, as the name of a folder,
+# which may have 255 bytes.
 _MAX_NAME = 180
-_MAX_LABEL = 48  # characters of a machine profile or bundle in a name, so that the prefix of the name is never cut
+# largest number of characters of a machine profile or bundle in a name, so that the first part of a name is never cut
+_MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
-SLOTS = 16  # slots of each lane and priority
+SLOTS = 16  # number of slots of each lane and priority
 OWN_CONSUMERS = 4096
-# a replicated consumer is a Raft group, which costs its brokers heartbeats and files also while it is idle
+# Largest number of consumers of one stream with replicas. It is small because each of them is a Raft group, which sends
+# heartbeats and writes files even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-_USUAL_MESSAGE_BYTES = 16 << 10  # a chunk of SIE_CHUNK_COST tokens at four bytes each
+_USUAL_MESSAGE_BYTES = 16 << 10  # assumed size of a message: a chunk of SIE_CHUNK_COST tokens at four bytes each
 _MIN_RESERVATION_BYTES = 1 << 20
-_MIN_PER_SUBJECT = 4096  # more messages than one request can become
+_MIN_PER_SUBJECT = 4096  # smallest limit on messages per subject; more than the messages of one request
 
 
 @functools.lru_cache(1 << 15)
 def token(name: str) -> str:
-    """Encode a non-empty string as letters, digits, `-` and `_xx` (the UTF-8 bytes in hex). Different strings have
-    different tokens. Raises ValueError for an empty string.
+    """Encode a name for use in a subject: letters, digits, `-`, and `_xx` for other bytes of its UTF-8 in hex.
+    Different names have different tokens. Raises ValueError for an empty name.
     """
     if not name:
-        raise ValueError("an empty name has no token")
+        raise ValueError("a name in a subject must not be empty")
     return "".join(char if char in _PLAIN else "".join(f"_{byte:02x}" for byte in char.encode()) for char in name)
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """Shorten a name to at most `most` characters. A shortened name ends in `_z` and a digest of the whole name, so
-    that no other token equals it.
+    """Shorten a name to at most `most` characters. A shortened name ends in `_z` and a digest of the whole name, so it
+    differs from all other names.
 
-    Idempotent: if a shortened name is shortened again to fewer characters, it keeps the digest.
+    If a shortened name is shortened again, it keeps its digest.
     """
     if len(name) <= most:
         return name
@@ -125,8 +128,8 @@ class StreamSpec:
     """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
-    `max_per_subject` bounds the backlog of each model separately (0: no bound). A broker drops messages above a new
-    lower limit, so the limit is lowered only while there is room.
+    `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker would drop all messages
+    above a new, lower limit, so the limit is lowered only when no more messages than that are waiting.
     """
 
     name: str
@@ -143,7 +146,9 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """A durable pull consumer with explicit acks. It has no delivery or pending limit: pull credit is the bound."""
+    """A durable pull consumer with explicit acks. It has no limit on deliveries or pending messages, because workers
+    limit how much they pull.
+    """
 
     stream: str
     name: str
@@ -158,7 +163,7 @@ def _prefix(machine_profile: str, bundle: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Lane:
-    """Work that one worker can serve: a pool, a machine profile and a bundle."""
+    """A lane: pool, machine profile and bundle. Every worker serves one lane."""
 
     pool: str
     machine_profile: str
@@ -168,7 +173,7 @@ class Lane:
         return f"{self.pool}.{self.machine_profile}.{self.bundle}"
 
     def consumer_prefix(self) -> str:
-        """Return the prefix of the names of all consumers of this lane. No consumer of another lane has it."""
+        """Return the prefix that the names of all consumers of this lane have, and no others."""
         return _prefix(token(self.machine_profile), token(self.bundle))
 
 
@@ -188,27 +193,27 @@ def work_stream(
 
 
 def reservation_bytes(queue_bytes: int) -> int:
-    """Return the size in bytes of the stream of a reservation, if the stream of a pool has `queue_bytes`. A broker
-    reserves the whole size at once, and there may be 64 reservations.
+    """Return the size, in bytes, of the stream of a reservation. `queue_bytes`: size of the stream of a pool. It is a
+    sixteenth, because a broker reserves the whole size at once, and there may be 64 reservations.
     """
     return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
 
 def pool_of(subject: str) -> str:
-    """Return the pool of a work subject. Raises ValueError for another subject."""
+    """Return the pool that a subject of work messages contains. Raises ValueError for any other subject."""
     tokens = subject.split(".", 3)
     if len(tokens) < 4 or tokens[:2] != ["sie", "work"]:
-        raise ValueError(f"{subject!r} is no subject of work")
+        raise ValueError(f"{subject!r} is not a subject of work: it must begin with sie.work.POOL")
     return tokens[2]
 
 
 def dead_letter_stream(
     pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES
 ) -> StreamSpec:
-    """Return the stream of the dead letters of a pool. It keeps the last letters, for DEAD_LETTER_AGE_S seconds.
+    """Return the settings of the stream for the dead letters of a pool. It keeps letters for DEAD_LETTER_AGE_S seconds.
 
-    Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES: a broker reserves the whole size at once,
-    and refuses a size that its disk does not have.
+    Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
+    at once and refuses a size for which it has no disk space.
     """
     most = min(DEAD_LETTER_BYTES, queue_bytes // 4)
     return StreamSpec(
@@ -226,32 +231,30 @@ def cancel_subject(pool: str) -> str:
 
 
 def per_subject_limit(max_bytes: int) -> int:
-    """Return the maximum number of messages of one model and priority. It is a quarter of the stream in messages of
-    usual size, so that one model with a full backlog leaves room for other models.
+    """Return the largest number of waiting messages of one model and priority. It is a quarter of the stream, in
+    messages of usual size, so that one model with a full backlog leaves room for other models.
     """
     return max(_MIN_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
 def own_consumers(replicas: int) -> int:
-    """Return the maximum number of models of a stream that have a consumer of their own; the other models use the
-    slots.
-    """
+    """Return the largest number of models of a stream that may have their own consumers. The other models use slots."""
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
 def work_subject(lane: Lane, priority: str, model: str) -> str:
-    """Return the model's own subject."""
+    """Return the subject for work of a model that has its own consumer."""
     return f"{_lane_subject(lane, priority)}.{model_token(model)}"
 
 
 def model_token(model: str) -> str:
-    """Return the last token of all subjects of a model. No other model has it."""
+    """Return the last token of all subjects of this model, and of no other model."""
     return _bounded(token(model))
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """Return the subject of a model without a consumer of its own, which shares the consumer of a slot. The slot
-    depends only on the model, so every publisher uses the same slot.
+    """Return the subject of a model that shares the consumer of a slot. The slot is a hash of the model's name, so
+    every publisher uses the same one.
     """
     name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
@@ -263,20 +266,20 @@ def _lane_subject(lane: Lane, priority: str) -> str:
 
 
 def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """Return the model's own consumer."""
+    """Return the settings of the consumer that only this model uses."""
     return consumer_of(work_subject(lane, priority, model), ack_wait_s)
 
 
 def slot_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """Return the consumer of the model's slot. All models of the slot use it."""
+    """Return the settings of the consumer that all models of this model's slot share."""
     return consumer_of(slot_subject(lane, priority, model), ack_wait_s)
 
 
 def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
-    """Return the consumer that serves a work subject. Raises ValueError for another subject."""
+    """Return the settings of the consumer that serves a subject of work. Raises ValueError for any other subject."""
     tokens = subject.split(".")
     if len(tokens) not in (7, 8) or tokens[:2] != ["sie", "work"] or (len(tokens) == 8) != tokens[6].startswith("_s"):
-        raise ValueError(f"{subject!r} is no subject of work")
+        raise ValueError(f"{subject!r} is not a subject of work of a model or a slot")
     pool, machine_profile, bundle, priority, last = tokens[2:7]
     head = f"{_prefix(machine_profile, bundle)}{priority}__"
     name = head + _bounded(last, _MAX_NAME - len(head))
@@ -286,8 +289,8 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Return whether a consumer serves a slot. The token after its priority then begins with `_s`, which no model's
-    token does.
+    """Return whether a consumer serves a slot: `_s` follows the priority in its name. No model's token begins with
+    `_s`.
     """
     return "___s" in consumer
 
@@ -301,9 +304,9 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker learns that its pool may have changed. The message is a hint to read the
-    assignment at once. A request on this subject checks whether the worker is connected. If it is not, the broker
-    reports it at once; the worker itself never answers.
+    """Return the subject on which a worker is told that its assignment to a pool may have changed, so that it reads the
+    assignment at once. A gateway also sends requests to this subject to check whether the worker is connected: if it is
+    not, the broker reports this at once; if it is, the request gets no answer.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
@@ -314,7 +317,7 @@ def residency_subject(worker: str) -> str:
 
 
 def streams_subject(stream: str) -> str:
-    """Return the subject of requests to the owner of streams. Workers may send requests only for buckets."""
+    """Return the subject for requests to the owner of streams. Workers are only allowed to request buckets."""
     return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 
 
@@ -324,28 +327,28 @@ def gateway_subject(gateway: str) -> str:
 
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
-    """Return the subject filter of all work of a lane, or of one priority of it."""
+    """Return the filter for all subjects of work of a lane, or of one priority of it."""
     subject = f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
     return f"{subject}.{priority}.>" if priority else f"{subject}.>"
 
 
 @functools.lru_cache(1024)
 def lane_key(lane: Lane) -> str:
-    """Return the key of a lane in a bucket."""
+    """Return the key under which a lane's value is stored in a key-value bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
 
 
 def part_key(lane_key: str, number: int) -> str:
-    """Return the key of a part of the value of a lane's key."""
+    """Return the key under which one part of a lane's value is stored."""
     return f"{lane_key}.p{number}"
 
 
 def lane_key_of(key: str) -> str:
-    """Return the lane's key for a key of its value or of a part of its value."""
+    """Return the lane's key that belongs to `key`, which is that key itself or the key of a part."""
     return ".".join(key.split(".", 3)[:3])
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part in this key; None if it is a key of another lane, or no part."""
+    """Return the number of the part that is stored under a key; None if it is not a part of this lane's value."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None

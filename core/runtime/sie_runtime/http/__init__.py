@@ -1,3 +1,3 @@
-"""HTTP server of every process: limits on slow and large requests, checks of origins, routes and their OpenAPI
-document.
+"""HTTP server of every process: limits on slow and large requests, checks of the origin of browser requests, routes,
+and the OpenAPI document.
 """

@@ -1,6 +1,4 @@
-"""Building blocks of every HTTP reply: the types of ASGI, the headers that all replies have, and the envelope of
-errors.
-"""
+"""Functions that build HTTP replies: types of ASGI, headers that all replies have, and error bodies."""
 
 from __future__ import annotations
 
@@ -26,10 +24,12 @@ Body = bytes | Iterable[bytes | memoryview]
 
 MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-REQUEST_ID = "sie.request_id"  # key of an ASGI scope: id of the request, created at its arrival
-TRACE_ID = "sie.trace_id"  # key of an ASGI scope: trace of the request, if it is traced
-INCOMPRESSIBLE = "sie.incompressible"  # key of an ASGI scope: the reply is numbers, which gzip hardly makes smaller
-FIRST_BYTE = "sie.first_byte_s"  # key of an ASGI scope: arrival time of the first byte, by perf_counter
+REQUEST_ID = "sie.request_id"  # key in an ASGI scope: id of the request, which is created when it arrives
+TRACE_ID = "sie.trace_id"  # key in an ASGI scope: trace id of the request, if it is traced
+# key in an ASGI scope: the reply must not be compressed, because gzip hardly makes its numbers smaller
+INCOMPRESSIBLE = "sie.incompressible"
+# key in an ASGI scope: time when the first byte of the request arrived, by time.perf_counter
+FIRST_BYTE = "sie.first_byte_s"
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -55,11 +55,11 @@ def uuid7() -> str:
 
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a reply, with the headers that every reply has, including probes, preflights and refusals:
-    ids, trace, versions, and rules for browsers. A header of this reply takes precedence over a common one. Names are
-    in lower case.
+    """Return `headers` of a reply plus the headers that every reply has, including probes, preflights and refusals:
+    ids, trace, versions, and security headers for browsers. If both have a header, the one in `headers` is used. Names
+    are in lower case.
 
-    The client's id is returned if it has at most MAX_ID_CHARS, all printable.
+    `x-request-id` repeats the client's id, if that has at most MAX_ID_CHARS, all printable.
     """
     request_id = client_id = scope[REQUEST_ID].encode()
     server_version = sdk_versions.SERVER_VERSION
@@ -88,7 +88,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
 
 
 def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers of a refusal. The request has not reached an application."""
+    """Return the body and the headers for a request that is refused before it reaches an application."""
     headers = {
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
@@ -99,8 +99,9 @@ def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
 
 
 def documented(send: Send, elsewhere: str = "") -> Send:
-    """Return a `send` for the page that shows the OpenAPI document. The page gets a Content-Security-Policy: it may
-    load and run files of this server and of the origins `elsewhere`. Its inline scripts are permitted by their digests.
+    """Return a `send` for the page that shows the OpenAPI document. It adds a Content-Security-Policy: the page may
+    load files and run scripts of this server and of the origins `elsewhere`. Inline scripts are allowed by their
+    digests.
     """
     start: MutableMapping[str, Any] = {}
 
@@ -145,8 +146,8 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. If the body is in pieces, each piece is built when the connection has room for it and other
-    tasks have run.
+    """Send one response. If the body consists of pieces, other tasks may run after each piece, and the next piece is
+    built only when the connection can accept it.
     """
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
@@ -162,13 +163,13 @@ async def reply(
 
 
 async def refuse(scope: Scope, send: Send, error: SIEError) -> None:
-    """Send an error as the whole response."""
+    """Send an error as the response to an HTTP request."""
     body, headers = refusal(error, scope[REQUEST_ID])
     await reply(send, error.status, body, "application/json", headers)
 
 
 async def refuse_upgrade(scope: Scope, send: Send, error: SIEError) -> None:
-    """Answer the handshake of a websocket with an error as a plain HTTP response."""
+    """Reject the handshake of a websocket with an error, as a plain HTTP response."""
     body = msgspec.json.encode(envelope(error, scope[REQUEST_ID]))
     headers = [
         (b"content-type", b"application/json"),

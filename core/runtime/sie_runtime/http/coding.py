@@ -1,10 +1,10 @@
-"""Codings and types of bodies: gzip of requests and replies, other types of requests (RFC 9110, 8.3 and 8.4).
+"""Content-Encoding and Content-Type (RFC 9110, 8.3 and 8.4): bodies of requests may be gzip, replies are compressed.
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
     reply   ──► compressed, if the client accepts gzip and it saves bytes ──► connection
 
-Every limit on a body counts plain bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
-more than a plain body of that size.
+Every limit on a body counts decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit
+costs no more than an uncompressed body of that size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-GZIP_OVER = 4096  # bytes of a reply: with a shorter reply, gzip saves fewer bytes than the headers have
-INLINE_BYTES = 64 << 10  # bytes handled in about 2 ms; more bytes are handled in a thread
+# smallest reply, in bytes, that is compressed; for a shorter one, gzip saves fewer bytes than the headers have
+GZIP_OVER = 4096
+# number of bytes that the event loop processes itself, in about 2 ms; more are processed in a thread
+INLINE_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
-MAX_MEMBERS = 1 << 14  # gzip members of one body: each takes about 10 us, even if it is empty
+MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; each takes about 10 us, even an empty one
 LEVEL = 1
 _GZIP = 16 + zlib.MAX_WBITS
 _HEAD = b"\x1f\x8b"  # first bytes of each gzip member (RFC 1952)
@@ -32,10 +34,9 @@ _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """Return a `receive` that returns the decompressed bytes of a body. The body may be plain or gzip.
+    """Return a `receive` that returns a body after decompression. The body may be uncompressed or gzip.
 
-    Raises UnsupportedMediaType for a coding other than gzip. The returned function raises InvalidInput for a body that
-    is not valid gzip.
+    Raises UnsupportedMediaType for any other coding. The returned function raises InvalidInput for invalid gzip.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -49,7 +50,7 @@ def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receiv
 
 
 class _Gunzipped:
-    """ASGI messages of a gzipped body, with its bytes decompressed."""
+    """ASGI `receive` of a gzip body: its messages have decompressed bytes."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -59,7 +60,7 @@ class _Gunzipped:
         self._is_last = self._is_complete = False
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """Return the next message."""
+        """Return the next message, with decompressed bytes."""
         if self._is_complete:
             return await self._receive()
         if not self._pending and not self._is_last:
@@ -77,8 +78,8 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Decompress at most `most` bytes, and begin at most `members` new gzip members. The remaining input stays in
-        `_pending`.
+        """Return the next decompressed bytes, at most `most`. At most `members` new gzip members are begun. Input that
+        is not used stays in `_pending`.
         """
         plain = b""
         try:
@@ -116,13 +117,13 @@ def accepts_gzip(accepted: str) -> bool:
         try:
             weights["gzip" if name == "x-gzip" else name] = float(weight)
         except ValueError:
-            weights[name] = 0.0  # a weight that cannot be parsed excludes the coding
+            weights[name] = 0.0  # a weight that cannot be parsed counts as 0: the client does not accept the coding
     return 0.0 < weights.get("gzip", weights.get("*", 0.0)) <= 1.0
 
 
 class CompressedReply:
-    """One reply, compressed by gzip if the client accepts gzip and compression saves bytes. The head is sent only after
-    the first piece of the body is known, because this piece shows the length.
+    """One reply, which is compressed by gzip if the client accepts it and it saves bytes. The head is sent together
+    with the first piece of the body, because only that piece shows how long the body is.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -132,7 +133,7 @@ class CompressedReply:
         self._gzip: zlib._Compress | None = None
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a message of the application."""
+        """Send an ASGI message of the application, compressed if the reply is compressed."""
         if message["type"] == "http.response.start":
             headers = dict(message.get("headers", ()))
             if _is_text(headers.get(b"content-type", b"")):
@@ -157,8 +158,9 @@ class CompressedReply:
         await self._send(message)
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
-        """Return whether to compress the reply. A strong ETag identifies exact bytes, so a reply with an ETag is not
-        compressed. A reply with a coding, or with a part of a resource (206), is not compressed either.
+        """Return whether to compress the reply. A reply with a strong ETag is not compressed, because the ETag
+        identifies exact bytes. A reply that already has a coding, or that is a part of a resource (206), is not
+        compressed either.
         """
         names = {name for name, _ in start["headers"]}
         return (

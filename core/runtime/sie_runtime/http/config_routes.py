@@ -1,5 +1,5 @@
-"""Routes of the catalogue. The config service serves all of them, a gateway only the reads. Each of these processes
-binds its own handlers to the routes.
+"""Table of the catalogue's routes. The config service serves all of them, a gateway only those that read. Each process
+adds its own handlers.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 
 def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
-    """Return the routes with `handlers`, a map by (method, endpoint). A route without a handler is known but not
-    served. `endpoint`: the name of all these routes in the metrics of this process; by default each has its own name.
+    """Return the routes of a process. `handlers`: handler by (method, endpoint); a route without a handler is answered
+    with 405. `endpoint`: name of all these routes in the metrics; by default each has its own name.
 
-    Raises ValueError for a handler without a route.
+    Raises ValueError for a handler that belongs to no route.
     """
     if unknown := handlers.keys() - {(route.method, route.endpoint) for route in CONFIG_ROUTES}:
-        raise ValueError(f"no such routes: {sorted(unknown)}")
+        raise ValueError(f"handlers without a route: {sorted(unknown)}")
     return tuple(
         replace(
             route,

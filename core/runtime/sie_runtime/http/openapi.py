@@ -35,21 +35,21 @@ Shape = Callable[[SIEError, str, None], tuple[int, dict[str, Any]]]
 
 
 class Schemas:
-    """The schemas of types, and the components that they refer to."""
+    """Builder of JSON schemas for types; it also collects the components to which the schemas refer."""
 
     def __init__(self, types: Sequence[Any]) -> None:
         schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
         self._schemas = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
 
     def schema_of(self, kind: Any) -> Schema:
-        """Return the schema of a type. For a tuple of types the schema accepts a value of any of them."""
+        """Return the schema of a type. For a tuple of types, the schema accepts any of them."""
         if isinstance(kind, tuple):
             return {"anyOf": [self._schemas[repr(option)] for option in kind]}
         return self._schemas[repr(kind)]
 
 
 def statuses(*shapes: Shape) -> Statuses:
-    """Return the HTTP statuses that errors have in the given shapes, each with the codes of its errors."""
+    """Return the HTTP statuses of errors for some client families (`shapes`), each with the codes of its errors."""
     codes_of_status: dict[int, dict[str, None]] = {}
     for error in each_error():
         for shape in shapes:
@@ -72,8 +72,8 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
 def document(
     routes: Sequence[Route], placeholders: Mapping[str, Parameter], errors: Errors, *, about: Mapping[str, Any]
 ) -> Schema:
-    """Build the OpenAPI document of the served routes. `about`: title, version and other members outside
-    of the paths, in the form of FastAPI. `placeholders` describes the placeholders of paths.
+    """Return the OpenAPI document of the served routes. `about`: title, version and other top-level members, with the
+    names of FastAPI's arguments. `placeholders`: description of each placeholder in paths.
     """
     served = [route for route in routes if route.served]
     schemas = Schemas(_types(served, placeholders))

@@ -1,24 +1,23 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with limits on open and unrequested input of a client.
+"""One HTTP/1.1 connection: uvicorn's protocol, with limits on incomplete, slow and large requests.
 
     head ──► body ──► trailers, which are dropped
     answered before its body ended ──► the last response of the connection, with a header; then stop sending and discard
     input until the client closes
     the client closed its side after a whole request ──► answered if the client still reads
 
-A head, chunk headers and trailers included, may have MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
-send a body at least at the minimum rate of the server, except while the server does not read it, and must read a
-response at that rate. A request that never reaches an application is answered in the common error envelope.
+A head, with chunk headers and trailers, has at most MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
+send a body at the minimum rate of the server or faster, except while the server does not read it, and must read a
+response at this rate. A request that does not reach an application is answered with the usual error body.
 
-`Guarded`: host names that a listener accepts, and web pages that may send it requests. A browser sends any request that
-a page asks for, to any address that it can reach: a form of a foreign page to this machine, or a request to a host name
-that was re-pointed to this machine (DNS rebinding). The browser names the origin of a request, and a page cannot change
-it:
+`Guarded` checks the host name of a request, and which web pages may send it. A browser sends requests that a page asks
+for to any address that it can reach. So a page of another site could send a form to this machine, or point its own host
+name to this machine (DNS rebinding). But the browser names the origin of a request, and a page cannot change it:
 
     Host ──► a name of this listener? ──► does it change or compute? ──► Origin, Sec-Fetch-Site: own page, or no page?
     ──► application
 
-Reads by GET and HEAD need no check of the origin: CORS headers are sent only for pages of SIE_CORS_ORIGINS, so pages of
-other origins cannot read the answer.
+GET and HEAD need no check of the origin: only pages of SIE_CORS_ORIGINS get CORS headers, so pages of other origins
+cannot read the answer.
 """
 
 from __future__ import annotations
@@ -59,18 +58,21 @@ from sie_runtime.http.asgi import (
 from sie_runtime.http.coding import CompressedReply
 from sie_runtime.http.refusals import Refusals
 
-MAX_HEAD_BYTES = 64 << 10  # bytes of a request line with its headers and trailers
+MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all headers and trailers
 HEAD_S = 10.0
-MIN_RATE = 4096  # bytes of a body per second
-RATE_S = 15.0  # period over which the rate of a body is measured
-SLICE_BYTES = 16 << 10  # bytes of a chunked body parsed at once, so that a slice of a long chunk header has no body
+MIN_RATE = 4096  # smallest rate at which a client must send a body, in bytes per second
+RATE_S = 15.0  # seconds over which the rate of a body is measured
+# Bytes of a chunked body that are parsed at a time. It is small so that a long chunk header is noticed: a piece of it
+# has no bytes of the body.
+SLICE_BYTES = 16 << 10
 WRITE_S = 60.0
-LINGER_S = 5.0  # seconds for a client that still sends data to read its response: a reset would discard the response
-# seconds: if a request of a half-closed client is older, a test begins whether this client still reads
+# seconds in which a client that still sends data can read the response; closing at once would discard the response
+LINGER_S = 5.0
+# age in seconds of a request from a client that has closed its side, after which a test starts whether the client reads
 HALF_CLOSED_S = 1.0
-# shortest and longest time between two checks whether the result of this test exists, in seconds
+# shortest and longest pause, in seconds, between two checks whether a client that has closed its side still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
-MAX_PIPELINED = 128  # requests that a client may send before the earlier ones are answered
+MAX_PIPELINED = 128  # largest number of requests that a client may send before earlier ones are answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
 _NO_NAME = re.compile(rb"[^a-z0-9-]")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -78,7 +80,9 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
-    """Return the bytes of a head and the length of its body; None for a head that uvicorn has to handle itself."""
+    """Return (bytes of the head, length of the body) of an HTTP response. Return None if its headers are unusual, so
+    that uvicorn must send it.
+    """
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
     if not length.isdigit() or not _FRAMING.isdisjoint(header_values) or _NO_NAME.search(b"".join(header_values)):
@@ -90,8 +94,8 @@ def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, i
 
 
 class SharedState(ServerState):
-    """State of all connections of a server. `min_rate`: bytes per second at which a client must send a body and read a
-    response. `leaving`: each response is the last of its connection.
+    """State that all connections of a server share. `min_rate`: bytes per second at which a client must send a body and
+    read a response. `leaving`: if true, each connection is closed after its next response.
     """
 
     def __init__(self, refusals: Refusals | None = None, min_rate: int = MIN_RATE) -> None:
@@ -105,8 +109,8 @@ class SharedState(ServerState):
 
 
 class _Outlet:
-    """Transport for the response to one request. If the client still sends data, `close` waits until the client has
-    read the response.
+    """Transport for the response to one request. Its `close` first lets a client that is still sending read the
+    response.
     """
 
     __slots__ = ("close", "is_closing", "write")
@@ -118,10 +122,10 @@ class _Outlet:
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends a response of known length in one write. uvicorn writes the head and then the body, which takes 20 us of
-    the 335 us of a request (bench/results/queue.md).
+    """Sends a response of known length in one write. It saves 20 us of the 335 us of a request
+    (bench/results/queue.md), because uvicorn writes head and body separately.
 
-    Other responses (no length, HEAD, a connection that closes, unusual headers) are left to uvicorn.
+    uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers).
     """
 
     server_state: SharedState
@@ -133,18 +137,18 @@ class _Cycle(RequestResponseCycle):
         await refuse(self.scope, self.write, InternalFailure("the server failed; its log has the details"))
 
     async def send(self, message: Any) -> None:
-        """Send a message of the application."""
+        """Send a message of the application, compressed if possible."""
         if self._compressed is None and not self.response_started and not self.scope.get(INCOMPRESSIBLE):
             self._compressed = CompressedReply(self.scope, self.write)
         await (self.write if self._compressed is None else self._compressed.send)(message)
 
     async def write(self, message: Any) -> None:
-        """Send a message unchanged, with the headers that every reply has."""
+        """Send a message without compression, and add the headers that every reply has."""
         if not self.response_started:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": common_headers(self.scope, message.get("headers", ()))}
             if self.more_body or self.server_state.leaving:
-                self.keep_alive = False  # uvicorn then sends `connection: close`
+                self.keep_alive = False  # uvicorn sends `connection: close` if keep_alive is false
             if message["type"] == "http.response.start" and self.keep_alive and self.scope["method"] != "HEAD":
                 self._begun = _head(message["status"], message["headers"])
             if self._begun is None:
@@ -172,38 +176,39 @@ class _Cycle(RequestResponseCycle):
         await super().send(message)
 
     def abandon(self) -> None:
-        """Mark the client as disconnected."""
+        """Treat the client as disconnected, so that the application stops."""
         self.disconnected = True
         self.message_event.set()
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on slow, unfinished and large requests. It also replaces uvicorn's cycle by
-    `_Cycle`, because uvicorn has no option for this.
+    """uvicorn's protocol with limits on slow, incomplete and large requests. It also replaces the class of uvicorn's
+    cycle by `_Cycle`, because uvicorn has no option for this.
 
-    A head that arrives in one piece needs no timer.
+    A head that arrives in one piece starts no timer.
     """
 
     server_state: SharedState
     cycle: _Cycle
     _in_head = False
-    _head_bytes = 0  # bytes of an incomplete head, without the input piece in which the head began
+    _head_bytes = 0  # bytes of the incomplete head, without the piece of input in which it began
     _piece_bytes = 0
     _is_chunked = False
-    _has_body = False  # true: the last input piece contained bytes of a body
-    _idle_bytes = 0  # bytes of chunk headers and trailers since the last bytes of a body
+    _has_body = False  # whether the last piece of input had bytes of a body
+    _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
-    _was_paused = False  # true: the server has paused reading since the rate was last measured
-    _trailer_bytes = 0  # bytes of trailers and of the head before them; 0 without a trailer
+    _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
+    _trailer_bytes = 0  # bytes of head and trailers together; 0 if there are no trailers
     _begun_s = 0.0
     _why = ""
-    _is_resuming = False  # true: a new parser reads the framing of a request whose head is already parsed
+    _is_resuming = False  # true while a new parser is given a head that has already been handled, see `_ignore_upgrade`
     _is_lingering = False
     _is_asked = False
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _last_timer: asyncio.TimerHandle | None = None  # timer of a connection that is closing or half closed
+    # timer that closes a connection, or tests a client that has closed its side
+    _last_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -215,7 +220,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        # necessary because uvicorn lets the timer fire after the connection was lost
+        # uvicorn leaves the keep-alive timer running after the connection is lost
         self._unset_keepalive_if_required()
         for timer in (self._head_timer, self._body_timer, self._write_timer, self._last_timer):
             if timer is not None:
@@ -230,7 +235,7 @@ class Protocol(HttpToolsProtocol):
             begin = end
 
     def _read(self, data: bytes) -> bool:
-        """Parse a piece of the input. Returns False if the input after this piece must not be parsed."""
+        """Parse a piece of the input. Returns False if later input must not be parsed."""
         if self._is_lingering:
             return False
         self._unset_keepalive_if_required()
@@ -264,11 +269,11 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _ignore_upgrade(self, rest: bytes) -> bool:
-        """Continue in HTTP/1.1 after a head that offers an upgrade to an unsupported protocol (RFC 9110, 7.8). Returns
-        the same as `_read`.
+        """Continue with HTTP/1.1 after a head that offers an upgrade to an unsupported protocol (RFC 9110, 7.8).
+        `rest`: input after the head. Returns the same as `_read`.
 
-        The parser stops after such a head and skips its body. So a new parser continues from there: it reads a head
-        with the framing of the request, while callbacks do nothing, and then `rest`.
+        The parser stops after such a head and would skip the body. So a new parser is created. It first reads a short
+        head with the same length or coding of the body, while callbacks do nothing, and then `rest`.
         """
         framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(self)
@@ -315,8 +320,9 @@ class Protocol(HttpToolsProtocol):
             return
         self._head_done()
         if (
-            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # true: the head arrived in several pieces
-        ) and self._head_size() > MAX_HEAD_BYTES:  # a head in one small piece is never too large
+            self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # the head arrived in more than one piece
+            # a head in one piece of at most MAX_HEAD_BYTES cannot be too large, so its size is not computed
+        ) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
@@ -334,7 +340,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # the server does not read the body now
+            return  # a websocket upgrade comes first, and it does not read a body
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -348,7 +354,7 @@ class Protocol(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _stop(self, why: str) -> None:
-        """Stop parsing from within a callback of the parser."""
+        """Stop the parser from inside one of its callbacks. `why` becomes the error message for the client."""
         self._why = why
         raise ValueError(why)
 
@@ -362,7 +368,7 @@ class Protocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(RATE_S, self._body_late, self._body_bytes)
 
     def _body_late(self, before_bytes: int) -> None:
-        """Refuse a request if its body arrived slower than the minimum rate in the last RATE_S."""
+        """Refuse a request if the client sent its body slower than the minimum rate in the last RATE_S seconds."""
         self._body_timer = None
         cycle = self.cycle
         if self._is_lingering or not cycle.more_body:
@@ -381,15 +387,15 @@ class Protocol(HttpToolsProtocol):
         self._refuse(InvalidInput(f"the head of this request was not complete within {HEAD_S:g} s", reason="malformed"))
 
     def _rest(self) -> None:
-        """Start the keep-alive timer, because no request is open now."""
+        """Start the keep-alive timer, because no request is being received or answered."""
         if self.timeout_keep_alive_task is None and not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Answer a request that cannot be parsed, and close the connection. While an earlier request is being answered,
-        no answer is sent: the client would mistake the refusal for the answer to the earlier request.
+        """Answer a request that cannot be parsed, and close the connection. If an earlier request is not answered yet,
+        nothing is sent, because the client would take it for the answer to that request.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -415,14 +421,14 @@ class Protocol(HttpToolsProtocol):
             cycle.abandon()
 
     def _end(self) -> None:
-        """Close the connection after a response. If the client still sends data, linger first."""
+        """Close the connection after a response; while the client still sends data, let it read the response first."""
         if self.cycle.more_body:
             self._linger()
         else:
             self.transport.close()
 
     def _linger(self) -> None:
-        """Stop sending, and discard input until the client closes, for at most LINGER_S."""
+        """Stop sending. Read and discard input until the client closes the connection, for at most LINGER_S."""
         if self._is_lingering or self.transport.is_closing():
             return
         self._is_lingering = True
@@ -432,15 +438,16 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle the end of the client's input. The client may still read, or may be gone: at this point both look the
-        same.
+        """Handle that the client has closed its side. It may still read the answer, or it may be gone; both look the
+        same at this point.
         """
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
-            return None  # None closes the connection
+            return None  # uvloop closes the connection if None is returned
         self._head_done()
         cycle.keep_alive = False
-        if cycle.scope["http_version"] == "1.1":  # older versions have no interim responses
+        # HTTP/1.0 has no interim responses, with which `_probe` tests the client
+        if cycle.scope["http_version"] == "1.1":
             wait_s = self._begun_s + HALF_CLOSED_S - self.loop.time()
             if wait_s > 0:
                 self._last_timer = self.loop.call_later(wait_s, self._probe, MIN_ASK_S)
@@ -449,15 +456,15 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, next_s: float) -> None:
-        """Test whether a client that sends no more data still reads: if the client is gone, its host answers an interim
-        response with a reset.
+        """Test whether a client that has closed its side still reads. An interim response is sent; if the client is
+        gone, its host answers with a reset.
         """
         if self.transport.is_closing() or self.cycle.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # the connection may be broken: the `poll` below detects this
-                # written to the socket directly: a client that is gone may reconnect in a moment
+            with contextlib.suppress(OSError):  # if the connection is broken, the poll below shows it
+                # written directly to the socket, because the transport of asyncio would write later
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
         poll = select.poll()
@@ -468,15 +475,15 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Shut down like uvicorn, but not while input that has arrived is unread: the client assumes that its request
-        was accepted.
+        """Close the connection if it is idle, like uvicorn. But if input has arrived that is not read yet, keep it
+        open: the client assumes that its request was accepted.
         """
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
     @property
     def arriving(self) -> bool:
-        """Return whether a request has arrived that was not started, or whose head is not complete."""
+        """Return whether a request is arriving: its head is incomplete, or its bytes are not read yet."""
         if (
             self.transport.is_closing()
             or self._is_lingering
@@ -511,18 +518,19 @@ class Protocol(HttpToolsProtocol):
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
-_CLUSTER_NAMES = (".svc", ".cluster.local")  # public DNS has no such names, so no web page can have this host
+# names that do not exist in public DNS, so no web page of a foreign site can have them as host
+_CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
 
 
 class HostNames:
-    """Host names of a listener. `allowed`: SIE_ALLOWED_HOSTS. If it is None, every name is allowed, but on loopback
-    only the names of loopback and of this machine.
+    """Host names by which clients may address a listener. `allowed`: SIE_ALLOWED_HOSTS. If it is None, every name is
+    allowed, except on a loopback address: there only names of loopback and of this machine are allowed.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
-        """Create the check. `cors_origins` is SIE_CORS_ORIGINS: pages of these origins have the same rights as pages of
-        this server.
+        """Create the check. `cors_origins`: SIE_CORS_ORIGINS; pages of these origins may do what pages of this server
+        may do.
         """
         self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
         self._is_loopback = is_loopback(address)
@@ -532,12 +540,12 @@ class HostNames:
         self.has = functools.lru_cache(1024)(self._has)
 
     def _has(self, host: bytes) -> bool:
-        """Return whether `host` is a name of the listener. `host`: the Host header, with or without a port."""
+        """Return whether `host`, a Host header with or without a port, is a name of this listener."""
         name, port = parts(host.decode("latin-1").lower())
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a name is allowed without a setting. Nobody else's DNS can resolve these names to this
+        """Return whether a name is allowed without a setting: a name that no DNS of a foreign site can point to this
         machine.
         """
         if name in (self._address, "localhost") or name.endswith(".localhost"):
@@ -547,8 +555,8 @@ class HostNames:
         return _is_address(name) or "." not in name or name.endswith(_CLUSTER_NAMES)
 
     def is_own_page(self, origin: bytes, host: bytes) -> bool:
-        """Return whether a page of `origin` may change or compute something. Its host must be the host of the request
-        or an allowed host, or SIE_CORS_ORIGINS must list the origin.
+        """Return whether a page of `origin` may send requests that change or compute something. Its host must be the
+        host of the request or an allowed host, or SIE_CORS_ORIGINS must list the origin.
         """
         if origin in self._origins:
             return True
@@ -561,7 +569,9 @@ class HostNames:
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raise PermissionDenied for a Host that is not allowed, and for requests of web pages of other origins."""
+        """Raise PermissionDenied for a host name that is not allowed, and for a request of a foreign web page that
+        would change or compute something.
+        """
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
@@ -592,7 +602,9 @@ class HostNames:
 
 
 class Guarded:
-    """ASGI wrapper that passes requests to `app` if they name this listener and were not sent by a foreign page."""
+    """ASGI wrapper that refuses requests to foreign host names and requests of foreign web pages, and passes all others
+    to `app`.
+    """
 
     def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
         self.app = app
@@ -613,8 +625,8 @@ class Guarded:
 
 
 def parts(host: str) -> tuple[str, str]:
-    """Split a Host header into name and port; the port may be missing. Brackets of an IPv6 address and a dot at the end
-    of a name are removed.
+    """Split a Host header into name and port; the port is empty if there is none. The brackets of an IPv6 address and a
+    dot at the end of a name are removed.
     """
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
@@ -624,8 +636,8 @@ def parts(host: str) -> tuple[str, str]:
 
 
 def matches(allowed: str, name: str, port: str) -> bool:
-    """Return whether `allowed`, an entry of a list, matches a host. `*.example.com` matches every name below
-    example.com. The port is compared if the entry has one.
+    """Return whether a host matches `allowed`. `*.example.com` matches every name below example.com. The port is
+    compared only if `allowed` has one.
     """
     allowed_name, wanted_port = parts(allowed)
     if wanted_port and wanted_port != port:

@@ -1,6 +1,4 @@
-"""Requests that are refused before they reach an application: they are counted by reason, and logged at most every
-TELL_S.
-"""
+"""Counts and logs requests that are refused before they reach an application."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-TELL_S = 10.0  # seconds between two log lines about refused requests
-# reasons for which a request is refused before it reaches an application
+TELL_S = 10.0  # smallest number of seconds between two log lines about refused requests
+# reasons why a request is refused before it reaches an application
 REFUSED = (
     "host",
     "origin",
@@ -22,8 +20,8 @@ _logger = logging.getLogger("sie.http")
 
 
 class Refusals:
-    """Counter of refused requests by reason. The log has at most one line each TELL_S seconds, because clients that
-    send garbage must not fill it. `count` is called with one of REFUSED.
+    """Counts refused requests. `count` is called with the reason, one of REFUSED. There is at most one log line in
+    TELL_S seconds, so that clients that send garbage cannot fill the log.
     """
 
     def __init__(self, count: Callable[[str], object] | None = None) -> None:

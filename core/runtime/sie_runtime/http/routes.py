@@ -1,4 +1,5 @@
-"""Table of routes: one row for each method and path has all facts about it. `Table` finds the row of a request.
+"""Table of routes: one row for each method and path, with everything that is known about it. `Table` finds the row for
+a request.
 
     method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`openapi`)
 
@@ -21,8 +22,8 @@ from sie_contracts.api.faults import Error
 from sie_contracts.errors import UnsupportedMediaType
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
-OPEN = ""  # value instead of a scope: the route never requires a token
-ANY = "any"  # value instead of a scope: the route accepts any valid credential, whatever its scopes
+OPEN = ""  # a scope with this value: the route needs no token
+ANY = "any"  # a scope with this value: the route needs a valid token, which may have any scopes
 JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 FORM = "multipart/form-data"
@@ -30,16 +31,16 @@ TEXT, HTML = "text/plain", "text/html"
 _UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SLASHES = re.compile("//+")
 _USUAL_PATH = 256
-_LIKE = 0.8  # smallest similarity, from 0 to 1, at which two paths count as similar
-_LIKE_PARTS = 3  # number of segments of a path that are compared
-_LIKE_PART = 32  # number of characters of a segment that are compared
+_LIKE = 0.8  # smallest similarity of two paths, from 0 to 1, for a suggestion
+_LIKE_PARTS = 3  # number of segments at the beginning of a path that are compared
+_LIKE_PART = 32  # number of characters of each segment that are compared
 
 
 class Parameter(NamedTuple):
-    """A parameter of a request. `type` is a type that msgspec supports. A path parameter is always required."""
+    """A parameter of a request. `type`: a type that msgspec supports. A parameter in the path is always required."""
 
     name: str
-    where: str  # location of the parameter: path, query or header
+    where: str  # where it is sent: path, query or header
     type: Any = str
     description: str = ""
     example: Any = None
@@ -47,8 +48,8 @@ class Parameter(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A body or a reply. `type` is a type that msgspec supports, or a tuple of several. `example`: by default the
-    attribute `EXAMPLE` of the type. `media`: its media types.
+    """A body of a request or of a reply. `type`: a type that msgspec supports, or a tuple of types. `media`: its media
+    types. `example`: by default the attribute `EXAMPLE` of the type.
     """
 
     type: Any = None
@@ -59,12 +60,12 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """A method of a path. `endpoint` is its name in metrics and logs, `tag` its section of the OpenAPI document.
+    """One method of one path. `endpoint`: its name in metrics and logs. `tag`: its section in the OpenAPI document.
 
-    `reader`: a request with SIE_CONFIG_READ_TOKEN is allowed. `served`: False for a route that the config service
-    serves and a gateway does not (405). `errors`: the shape of all its errors. It is None for a probe: the refusal of a
-    probe is one of its `replies`. Each process has its own type of handler. `local`: if a gateway with auth mode none
-    listens only on loopback, the route needs no token, whatever its scope.
+    `reader`: SIE_CONFIG_READ_TOKEN is also accepted. `served`: False if the config service serves the route and a
+    gateway answers it with 405. `errors`: type of its error bodies; None for a probe, whose errors are in `replies`.
+    `handler` has a different type in each process. `local`: no token is needed if a gateway with auth mode none listens
+    only on loopback.
     """
 
     method: str
@@ -87,21 +88,19 @@ R = TypeVar("R", bound=Route)
 
 
 class Match(NamedTuple, Generic[R]):
-    """Result of a look-up by path: the routes of the path by method, empty if there is no such path, and the value of
-    its placeholder.
-    """
+    """Routes of a path, by method (empty if the path is unknown), and the value of the placeholder in the path."""
 
     methods: Mapping[str, R]
     parameters: Mapping[str, str]
 
     def route(self, method: str) -> R | None:
-        """Return the route of a method. HEAD is treated as GET."""
+        """Return the route for a method; None if the path does not support it. HEAD is treated as GET."""
         return self.methods.get("GET" if method == "HEAD" else method)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pattern(Generic[R]):
-    """A path with one placeholder. The pattern with the longest literal parts is the best match."""
+    """A path with one placeholder. If several match, the one with the longest literal parts is used."""
 
     head: str
     tail: str
@@ -121,7 +120,9 @@ class _Pattern(Generic[R]):
 
 
 class Table(Generic[R]):
-    """Routes by path. Raises ValueError for two rows with the same method and path, and for an unknown scope."""
+    """Table of routes by path. Raises ValueError for two routes with the same method and path, and for an unknown
+    scope.
+    """
 
     def __init__(self, routes: Sequence[R]) -> None:
         self._exact: dict[str, dict[str, R]] = {}
@@ -129,14 +130,16 @@ class Table(Generic[R]):
         for route in routes:
             methods = (patterns if "{" in route.path else self._exact).setdefault(route.path, {})
             if route.method in methods or route.scope not in (OPEN, ANY, *SCOPES):
-                raise ValueError(f"{route.method} {route.path}: a second row, or no such scope as {route.scope!r}")
+                raise ValueError(
+                    f"{route.method} {route.path}: the table has two such routes, or {route.scope!r} is no scope"
+                )
             methods[route.method] = route
         self._patterns = sorted(self._compiled(patterns), key=lambda pattern: -len(pattern.head) - len(pattern.tail))
         served = [route.path for route in routes if route.served and route.path.count("/") < _LIKE_PARTS + 2]
         self._heads = {
             head: path.replace(":path", "") for path in reversed(served) if (head := path.partition("{")[0].strip("/"))
         }
-        # cached, because a search in all patterns takes 10 us
+        # cached, because a search through all patterns takes 10 us
         self._remembered = functools.lru_cache(1024)(self._search)
 
     @staticmethod
@@ -148,7 +151,7 @@ class Table(Generic[R]):
             yield _Pattern(head, tail, name, bool(is_rest), methods)
 
     def match(self, path: str) -> Match[R]:
-        """Return the routes of a path. One final slash is ignored."""
+        """Return the routes of a path, by method. One slash at its end is ignored."""
         return (self._remembered if len(path) <= _USUAL_PATH else self._search)(path)
 
     def _search(self, path: str) -> Match[R]:
@@ -159,16 +162,16 @@ class Table(Generic[R]):
         return next((match for pattern in self._patterns if (match := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
-        """Return the path of a served route that is similar to an unknown path, with placeholders such as
+        """Return the path of the served route that is most similar to an unknown path, with placeholders such as
         `/v1/encode/{model}`; empty if none is similar.
 
-        The segments of a route before its placeholder are compared with the beginning of the path. The path is compared
-        unchanged, with `/v1` before it, and, if it begins with two `/v1`, with one of them removed.
+        The parts of the routes before the placeholder are compared with the beginning of the path. Three forms of the
+        path are tried: as it is, with `/v1` in front, and with one `/v1` removed if it begins with two.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # the beginning is correct; the remaining path is missing or too long
+        # the beginning of the path is that of a route; only the end is missing or too long
         exact = next((head for head in self._heads if head in starts), None)
         like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
@@ -176,8 +179,8 @@ class Table(Generic[R]):
 
 
 def plain_path(path: str, raw_path: bytes = b"") -> str:
-    """Return the path of a request in which one slash replaces several, without a slash at its end. Authorisation and
-    handlers both use this path. An escaped slash in `raw_path` is part of a name, so a path with one is not changed.
+    """Return the path of a request with single slashes, and without a slash at its end. Authorisation and handlers both
+    use this path. A path with an escaped slash (in `raw_path`) is not changed, because that slash is part of a name.
     """
     if b"%2f" in raw_path.lower():
         return path
@@ -192,16 +195,16 @@ def bearer(authorization: str) -> str:
 
 
 def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
-    """Raise UnsupportedMediaType for a Content-Type that names another format than `media`.
+    """Raise UnsupportedMediaType if Content-Type names a format that is not in `media`.
 
-    The types in _UNSPECIFIC are accepted, because clients send them without choosing a type: curl sends the type of
-    forms with every body.
+    The types in _UNSPECIFIC are accepted too, because clients send them by default: curl sends the type of forms with
+    every body.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in _UNSPECIFIC:
         return
     formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
-    # examples: application/x-msgpack and application/vnd.api+json
+    # the format is what remains of application/x-msgpack or application/vnd.api+json without the prefix: msgpack, json
     if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
         raise UnsupportedMediaType(
             f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"

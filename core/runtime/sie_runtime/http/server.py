@@ -1,5 +1,5 @@
-"""uvicorn inside a process that binds the port, handles the signals and decides when the server ends; and the probes
-that every process has.
+"""HTTP server with uvicorn. The process itself binds the port, handles signals and decides when the server ends. The
+probes that every process has are here, too.
 
     request ──► Protocol, which limits a connection ──► Guarded, which refuses other sites' pages ──► the application
     leave ──► each response is the last of its connection ──► hang_up: idle connections are closed ──► stop
@@ -57,16 +57,18 @@ __all__ = [
     "uuid7",
 ]
 
-WEBSOCKET_MESSAGE_BYTES = 4096  # largest number of bytes of a message from a client; messages are discarded
-# seconds; longer than the idle time-out of common load balancers, so that the load balancer closes first
+# largest number of bytes of a websocket message from a client; such messages are not used
+WEBSOCKET_MESSAGE_BYTES = 4096
+# seconds that an idle connection stays open: longer than the idle time-out of common load balancers, so that the load
+# balancer closes it first
 KEEP_ALIVE_S = 120
 STOP_S = 5.0
-MAX_TURNS = 100  # iterations of the event loop that `hang_up` waits for requests that have arrived
+MAX_TURNS = 100  # largest number of turns of the event loop that `hang_up` waits for requests that have arrived
 
 
 class _Server(uvicorn.Server):
-    """uvicorn server that ends when `end` is called. uvicorn's own loop would check ten times per second whether to
-    end, and renew the Date header, which SIE does not send.
+    """uvicorn's server, which ends when `end` is called. uvicorn's own loop is replaced, because it wakes up ten times
+    per second, to check whether to end and to update a Date header that SIE does not send.
     """
 
     def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
@@ -82,13 +84,13 @@ class _Server(uvicorn.Server):
         await self._ending.wait()
 
     def end(self, within_s: float) -> None:
-        """Stop listening. Requests that still run after `within_s`, rounded up to seconds, are cancelled."""
+        """Stop listening. Requests that still run after `within_s` (rounded up to whole seconds) are cancelled."""
         self.config.timeout_graceful_shutdown = math.ceil(within_s)
         self._ending.set()
 
 
 class HttpServer:
-    """A listening HTTP server. `setting` is named in the error if the port cannot be bound."""
+    """HTTP server that has bound its port. `start` accepts connections, `stop` ends it."""
 
     def __init__(
         self,
@@ -104,10 +106,10 @@ class HttpServer:
         refused: Callable[[str], object] | None = None,
         min_rate: int = MIN_RATE,
     ) -> None:
-        """Bind the port. Raises SettingError, which names `setting`, if the port cannot be bound.
+        """Bind the port. If this fails, it raises SettingError, which names `setting`.
 
-        `websockets`: the websocket protocol; without it, an upgrade request is handled like a plain request.
-        `allowed_hosts` and `cors_origins`: see `HostNames`. `refused` is called for each request that is refused before
+        `websockets`: the websocket protocol; without it, an upgrade request is answered like a plain request.
+        `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called for each request that is refused before
         it reaches an application, with the reason, one of `refusals.REFUSED`. `min_rate`: see `SharedState`.
         """
         try:
@@ -141,13 +143,13 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name=f"http:{self.port}")
 
     def leave(self) -> None:
-        """Make each response from now on the last response of its connection. New connections are still accepted."""
+        """Close each connection after its next response. New connections are still accepted."""
         self._state.leave()
 
     async def hang_up(self) -> None:
-        """Call `leave`, close idle connections, and tell websockets that this server goes away. Requests that have
-        arrived are started before this method returns, and started requests are answered. New connections are still
-        accepted.
+        """Call `leave`, close idle connections, and close websockets with code 1001 (going away). Requests that have
+        already arrived are started before this method returns, and started requests are answered. New connections are
+        still accepted.
         """
         self.leave()
         for connection in list(self._state.connections):
@@ -158,11 +160,11 @@ class HttpServer:
                 isinstance(connection, Protocol) and connection.arriving for connection in self._state.connections
             ):
                 break
-        await asyncio.sleep(0)  # lets the tasks of requests that were read begin
+        await asyncio.sleep(0)  # lets the tasks of the requests that were just read begin
 
     async def stop(self, within_s: float = STOP_S) -> None:
-        """Stop listening, hang up, and wait at most `within_s` for running requests and for clients that read their
-        answers.
+        """Stop listening and close idle connections. Wait at most `within_s` for running requests and for clients that
+        are reading their responses.
         """
         self.leave()
         self._server.end(within_s)
@@ -173,7 +175,7 @@ class HttpServer:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # the protocol is explicit, so that asyncio sets TCP_NODELAY
+    # IPPROTO_TCP must be named, because asyncio sets TCP_NODELAY only for such sockets
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -187,8 +189,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header contains JSON itself. A wildcard does not count: curl sends one, and people read
-    its output.
+    """Return whether an Accept header names application/json. A wildcard does not count: curl sends one, and its output
+    is for people.
     """
     for part in accept.lower().split(","):
         media, *parameters = (piece.strip() for piece in part.split(";"))
@@ -198,8 +200,8 @@ def accepts_json(accept: str) -> bool:
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """Return the metrics and their content type: text, or OpenMetrics if `accept` contains it. Prometheus accepts
-    OpenMetrics, which has exemplars.
+    """Return (metrics, content type). The format is OpenMetrics, which includes exemplars, if `accept` names it
+    (Prometheus names it); otherwise the plain text format.
     """
     encode, content_type = choose_encoder(accept)
     text = encode(registry)
@@ -210,10 +212,10 @@ def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
 def probes(
     not_ready: Callable[[], str | None], registry: Registry | None, healthy_workers: Callable[[], int] | None = None
 ) -> App:
-    """Return an application with `/healthz`, `/livez`, `/ping`, `/readyz` and, with a registry, `/metrics`. `not_ready`
-    returns the reason why the process is not ready, or None.
+    """Return an application with the probes `/healthz`, `/livez`, `/ping` and `/readyz` and, if there is a registry,
+    `/metrics`. `not_ready` returns why the process is not ready, or None.
 
-    `/readyz` answers in JSON if the Accept header names JSON. The reply of a gateway has `healthy_workers`.
+    `/readyz` answers in JSON if the Accept header names JSON. Only a gateway's answer has `healthy_workers`.
     """
 
     async def readyz(scope: Scope, send: Send) -> None:

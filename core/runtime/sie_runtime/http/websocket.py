@@ -1,11 +1,11 @@
-"""Websockets that only send: text frames at an interval, to every client that is connected.
+"""Websockets on which the server only sends: a text frame per interval, to each connected client.
 
     upgrade ──► allowed? ──no──► a plain HTTP response
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
-No frames are queued for a client that does not read: a frame is sent when the connection's buffer has room for it, and
-frames that were due before are never built. If the buffer has no room for PATIENCE_S, the client is disconnected.
-Messages of clients are discarded.
+There is no queue of frames for a slow client: a frame is built and sent only when the connection's buffer has room, and
+the frames before it are skipped. If there is no room for PATIENCE_S, the client is disconnected. Messages of clients
+are discarded.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sie_runtime.http.asgi import REQUEST_ID, Receive, Scope, Send, common_heade
 
 PATIENCE_S = 10.0
 _HANDSHAKES = frozenset({"websocket.accept", "websocket.http.response.start"})
-GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # RFC 6455, and IANA's registry of close codes
+GOING_AWAY, TRY_AGAIN_LATER = 1001, 1013  # close codes, from RFC 6455 and IANA's registry
 _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's protocol with three differences: the server ends a websocket with close code 1001, an application can
+    """uvicorn's websocket protocol with three changes: at its end the server sends close code 1001, the application can
     disconnect a client, and the reply to a handshake has the headers of every reply.
     """
 
@@ -58,12 +58,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.writable.is_set():
             self.transport.close()
-        else:  # the client does not read: unsent frames would delay the end
+        else:  # a client that does not read is disconnected at once, because its unsent frames would delay the end
             self.transport.abort()
 
 
 class Seats:
-    """Limits on open websockets: `most` in total, and a quarter of `most` for one address and for one key."""
+    """Limits on open websockets: `most` in total, and a quarter of `most` for each client address and for each key."""
 
     def __init__(self, most: int, where: str) -> None:
         self._most = most
@@ -74,15 +74,15 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Occupy one of the places for websockets while the context is open. `key` names the client's credential, if it
-        has one. Raises ResourceExhausted.
+        """Count one websocket while the context is open. `key`: name of the client's credential, if it has one. Raises
+        ResourceExhausted if a limit is reached.
         """
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
         if any(self._held[holder] >= self._most_each for holder in holders):
             raise ResourceExhausted(
-                f"{self._most_each} websockets of this client are open, as many as one address and one key may have"
+                f"{self._most_each} websockets of this client are open, the limit for one address and for one key"
             )
         self.taken += 1
         self._held.update(holders)
@@ -95,8 +95,8 @@ class Seats:
 
 
 def _network(address: str) -> str:
-    """Return the part of an address that counts as one client: an IPv4 address, or the first 64 bits of an IPv6
-    address, because one host owns them. All loopback addresses count as one client.
+    """Return the part of an address that identifies a client: an IPv4 address, or the first 64 bits of an IPv6 address,
+    because a host usually has the whole /64 network. All loopback addresses are one client.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
@@ -110,11 +110,13 @@ def _network(address: str) -> str:
 
 
 class ViewerFrames:
-    """Frames of one kind, sent to each viewer at most once in `interval_s`. One frame is built for all viewers."""
+    """Sends frames to all viewers of one page, to each at most one per `interval_s`. A frame is built once for all
+    viewers.
+    """
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """Create the frames. `make` returns the present frame. An object that was sent last is not sent again. If
-        `make` returns None, there are no more frames: the connection is closed with code 1013, try again later.
+        """Create the sender. `make` returns the present frame; if it returns the same object as before, nothing is
+        sent. If it returns None, the connection is closed with code 1013 (try again later).
         """
         self._make = make
         self._interval_s = interval_s
@@ -122,11 +124,13 @@ class ViewerFrames:
         self._last: str | None = None
         self._made_s = float("-inf")
         self.looking = 0
-        self.looked = asyncio.Event()  # set while there are viewers
+        self.looked = asyncio.Event()  # set while at least one viewer is connected
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Accept a websocket and serve it to its end. The caller has checked that the client is allowed."""
-        await receive()  # the first message is websocket.connect
+        """Accept a websocket and send frames until it ends. The caller has already checked that the client is
+        allowed.
+        """
+        await receive()  # the first message is always websocket.connect, and nothing in it is needed
         disconnect = asyncio.create_task(_disconnected(receive))
         self.looking += 1
         self.looked.set()
@@ -135,7 +139,7 @@ class ViewerFrames:
             sent: str | None = None
             while not disconnect.done():
                 frame = self._frame()
-                async with asyncio.timeout(self._patience_s):  # to send waits for room in the connection's buffer
+                async with asyncio.timeout(self._patience_s):  # `send` waits until the connection's buffer has room
                     if frame is None:
                         await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
                         return
@@ -147,7 +151,7 @@ class ViewerFrames:
             _logger.info("a websocket is disconnected: its client has not read for %g s", self._patience_s)
             scope["extensions"]["abort"]()
         except OSError:
-            pass  # this error means that the client has disconnected
+            pass  # the client has disconnected
         finally:
             self.looking -= 1
             if not self.looking:

@@ -1,10 +1,10 @@
-"""Rows of whole files and the answers to them: the input and the output of a job. This package sends no requests to a
-model.
+"""Input and output of jobs: rows of files, and the answers to them. This package sends no requests to a model.
 
     URL ──places──► Place ──plans──► spans of rows ──rows──► Row ──► (a model) ──► Answer ──answers──► Shard
                                                                                                         │
                      manifest.json ◄──manifests── shard records ◄──shards (create only)── bytes ◄──parts─┘
 
-Any process can read a span again at any time and gets the same rows. A shard of answers has one row for each row of its
-span, in the same order. The output has a shard at most once, even if several processes write it.
+A span is a range of rows of one object (or of images of a folder). A shard is the answers to the rows of one span, in
+the same order. A part is the file that stores one shard. Any process can read a span again at any time and gets the
+same rows. Each part is written at most once, even if several processes try.
 """

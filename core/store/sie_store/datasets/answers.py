@@ -1,6 +1,6 @@
-"""Answers to the rows of a span, as columns. They are the contents of a part of the output in any format.
+"""A shard in memory: the answers to the rows of a span, as columns. The output formats store these columns.
 
-The columns have the same names as in the API: `dense` with `dense_scale` and `dense_offset` of integers,
+The columns have the same names as in the API: `dense`, with `dense_scale` and `dense_offset` if it has integers,
 `sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
 an extraction. A row with an error has none of them.
 
@@ -26,12 +26,12 @@ from sie_store.datasets.rows import InputRow
 
 Array = NDArray[Any]
 EXTRACTED = ("entities", "relations", "classifications", "objects", "data")
-OTHER = "OTHER"  # the code under which the errors with the least frequent codes are counted together
+OTHER = "OTHER"  # code under which all errors are counted whose own code is rare
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Head of a part: its identity and its counts. `lines`: number of its lines, if rows have chunks; otherwise 0, and
-    each row has one line.
+    """Description of a shard: the job, the number of the shard, the model, and counts of its rows. `lines`: number of
+    its lines, if rows have chunks; otherwise 0, and each row has one line.
     """
 
     job: str
@@ -48,8 +48,8 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """The answer to one row. The keys of `arrays` are names as in `messages.Ok`: `dense`, `dense.scale`,
-    `sparse.indices`, ..., and `chunks` if the row has chunks.
+    """Answer to one row. `arrays`: by the names in `messages.Ok`, such as `dense`, `dense.scale` or `sparse.indices`,
+    and `chunks` if the row has chunks.
     """
 
     error: ErrorInfo | None = None
@@ -100,10 +100,9 @@ def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[Out
 
 @dataclass(frozen=True)
 class Shard:
-    """Answers in the order of the lines, `rows` of them. `chunks`: the chunk of each line; empty if no row has chunks.
-    `dense`: [rows, width], with zeros for a row with an error. `ragged`: by
-    column, an array of any length for each row, None for a row that has none. `numbers`: by column, float32 [rows], NaN
-    for a row that has no number.
+    """Answers to the rows of a span, in the order of the lines. `chunks`: the chunk of each line; empty if no row has
+    chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, an array of any length for each
+    line, or None. `numbers`: by column, float32 [lines], NaN for a line without a number.
     """
 
     about: About
@@ -124,7 +123,9 @@ class Shard:
 
 
 def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer], keep: Sequence[str] = ()) -> Shard:
-    """Build the shard of a span. Raises ValueError if vectors of its rows have different widths or types."""
+    """Return the shard for the rows of a span and their answers. Raises ValueError if its vectors have different widths
+    or types.
+    """
     lines = lines_of(rows, answers)
     chunks = [line.chunk for line in lines] if any(line.chunk is not None for line in lines) else []
     errors = [answer.error for answer in answers if answer.error is not None]
@@ -164,12 +165,14 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
 
 
 def counted(codes: Iterable[str]) -> dict[str, int]:
-    """Count each code. The most frequent MAX_CODES are listed by name, all other codes are counted as OTHER."""
+    """Return the number of times that each code occurs. Only the MAX_CODES most frequent codes are listed, all others
+    are counted as OTHER.
+    """
     return most_frequent(Counter(codes))
 
 
 def most_frequent(counts: Counter[str]) -> dict[str, int]:
-    """Return the counts of the most frequent MAX_CODES, and the sum of all other counts as OTHER."""
+    """Return the MAX_CODES highest counts; the sum of all other counts is added as OTHER."""
     ordered = counts.most_common()
     frequent = dict(ordered[:MAX_CODES])
     if rest := sum(count for _, count in ordered[MAX_CODES:]):
@@ -181,7 +184,7 @@ _json_encoder = msgspec.json.Encoder(enc_hook=str)
 
 
 def kept_json(value: Any) -> bytes:
-    """Encode a value of a kept column or of an extraction as JSON: bytes as base64, a time in ISO 8601."""
+    """Encode a value of a copied column or of an extraction as JSON: bytes as base64, times in ISO 8601."""
     return _json_encoder.encode(value)
 
 

@@ -1,8 +1,8 @@
-"""Parquet: the footer has the positions of the rows, and a span reads only its own columns and row groups.
+"""Parquet files. The footer of a file says where its rows are, so only the needed columns and row groups of a span (a
+range of rows) are read.
 
-Rows of a span are numbered in the whole object. Its `start` and `end` are the row groups that contain the rows: a span
-has whole groups, or a part of one group. The first row of a group is computed from the footer, which the reader reads
-anyway.
+A span has whole row groups, or a part of one group. Its `start` and `end` are numbers of row groups; its rows are
+numbered within the whole file. The first row of a group is computed from the footer, which is read in any case.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch
     from pyarrow.parquet import ParquetFile
 
-BUFFER_BYTES = 8 << 20  # bytes of the read buffer for each column chunk
+BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
-MAX_DENSE_VALUES = (
-    8_000_000  # values of a list column in a row group, if a value has less than a byte: one row is decoded as a whole
-)
+# Largest number of values of a list column in a row group, if a value needs less than one byte. A row is decoded as a
+# whole, so one row could otherwise need any amount of memory.
+MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
 
 
 class ParquetGroup(NamedTuple):
-    """A row group: its number of rows, and the decoded bytes and the number of values of the columns to read."""
+    """A row group: number of rows; for the columns to read, the number of decoded bytes and of values."""
 
     rows: int
     size: int
@@ -46,8 +46,8 @@ def malformed(source: str) -> InvalidInput:
 
 
 def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
-    """Open a Parquet file. Values of the columns `compact` stay in their dictionaries, if they have dictionaries.
-    Raises InvalidInput, StoreError.
+    """Open a Parquet file. Values of the columns `compact` are kept as indices into their dictionaries, if the file has
+    dictionaries. Raises InvalidInput, StoreError.
     """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
@@ -79,8 +79,8 @@ def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> 
 
 
 def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
-    """Read the footer of an object; sizes are sizes of the columns `names`. The call blocks, so it runs in a thread.
-    Raises InvalidInput, StoreError.
+    """Read the footer of a file. The sizes in the result are those of the columns `names`. It blocks, so it runs in a
+    thread. Raises InvalidInput, StoreError.
     """
     import pyarrow as pa
 
@@ -107,8 +107,8 @@ def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
 
 
 def _check_dense(source: str, path: str, values: int, size: int) -> None:
-    """Raise InvalidInput for a column of lists that repeats a value so often that one row may need any amount of
-    memory. A row is decoded as a whole, and its number of values is known only after that.
+    """Raise InvalidInput for a list column with very many values per byte: it repeats a value so often that one row,
+    which is decoded as a whole, may need any amount of memory.
     """
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
@@ -120,8 +120,9 @@ def _check_dense(source: str, path: str, values: int, size: int) -> None:
 
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Yield spans of whole row groups, each with as many groups as fit; a larger group is split evenly by rows. Spans
-    are planned for half of the values that a span may have, because rows of a group have different numbers of values.
+    """Yield spans of whole row groups, as many groups as the limits allow. A group above the limits is split into equal
+    numbers of rows. Only half of the allowed values is planned for a span, because rows of a group have different
+    numbers of values.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0
@@ -148,7 +149,7 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 
 
 def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
-    """Read the columns `names` of the rows of a span. It blocks, so it runs in a thread. Raises InvalidInput,
+    """Return the columns `names` of the rows of a span. It blocks, so it runs in a thread. Raises InvalidInput,
     StoreError.
     """
     import pyarrow as pa
@@ -187,7 +188,7 @@ def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size:
 
 
 def _values(array: Array) -> int:
-    """Return the number of Python objects into which the values of an array are converted."""
+    """Return the number of Python objects that the values of an array become."""
     import pyarrow as pa
 
     if isinstance(array, pa.DictionaryArray) or not pa.types.is_nested(array.type):
@@ -196,7 +197,9 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Compute the bytes of an array's values without dictionaries."""
+    """Return the number of bytes that the values of an array need when each dictionary index is replaced by its
+    value.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -219,7 +222,7 @@ def _children(array: Array) -> list[Array]:
 
 
 def _micros(batch: RecordBatch) -> RecordBatch:
-    """Convert times in nanoseconds to microseconds: Python has no finer times."""
+    """Convert times in nanoseconds to microseconds, the finest times that Python has."""
     import pyarrow as pa
 
     for at, column in enumerate(batch.schema):

@@ -1,4 +1,4 @@
-"""Formats of inputs, by the names of objects."""
+"""Formats of a job's input, which follow from the names of the objects."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ SUFFIXES: dict[str, InputFormat] = {
     ".parquet": "parquet",
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "images"),
 }
-MANIFEST = "manifest.json"  # name of an output's manifest; the output may be the input of another job
+MANIFEST = "manifest.json"  # name of the manifest of an output; it is skipped if the output is the input of another job
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip", ".tar", ".tgz")
 
 
 def format_of(name: str) -> InputFormat | None:
-    """Return the format for the suffix of a name; None for an unknown suffix."""
+    """Return the format for the suffix of a name; None if the suffix is unknown."""
     base = name.rpartition("/")[2].lower()
     return SUFFIXES.get(base[base.rfind(".") :]) if "." in base else None
 
 
 def is_packed(name: str) -> bool:
-    """Return whether a name is the name of a compressed file or an archive, which no job reads."""
+    """Return whether a name is that of a compressed file or an archive, which jobs cannot read."""
     return name.lower().endswith(_PACKED)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether an object below a folder is not data: a hidden file, a marker of another program, a folder or a
+    """Return whether an object in a folder is not data: a hidden file, a marker file of another program, a folder, or a
     manifest.
     """
     segments = name.split("/")

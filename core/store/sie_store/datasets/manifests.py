@@ -1,4 +1,4 @@
-"""Manifest of an output. It is written last, so an output without a manifest is not complete."""
+"""Manifest of a job's output. It is written last, so an output without a manifest is not complete."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PATIENCE = RetryPolicy()
 
 
 async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PATIENCE) -> None:
-    """Write the manifest and replace an existing one: if a leader dies after this step, the next leader repeats the
-    step. Raises StoreError.
+    """Write the manifest. An existing one is replaced, because the next leader of a job repeats this step if the leader
+    (the gateway that runs the job) dies. Raises StoreError.
     """
     import obstore
 
@@ -25,7 +25,7 @@ async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PA
 
 
 async def read(place: Place, patience: RetryPolicy = _PATIENCE) -> JobManifest | None:
-    """Read the manifest; None if the output has none. Raises StoreError."""
+    """Return the manifest; None if the output has none. Raises StoreError."""
     import obstore
 
     key = place.folder + MANIFEST

@@ -1,10 +1,10 @@
-"""Encoding of a shard as a file of the output, and reading of the head of such a file.
+"""Parts of an output: a part is the file that stores one shard. This module encodes parts and reads their description.
 
 parquet  one row for each line; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
 jsonl    one object for each line, with the same names; outputs of a failed row are absent. Each has the fingerprint.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
          A column NAME of arrays of any length is `NAME`, the arrays of all rows joined, and `NAME_rows`, the position
-         in it at which each row begins, and its end. Texts, kept columns and extractions are in the member
+         in it at which each row begins, and its end. Texts, copied columns and extractions are in the member
          `rows.jsonl`, About in the member `about.json`, both as bytes: nothing in the file is a pickle.
 """
 
@@ -34,20 +34,24 @@ class PartFault(ValueError):
 
 
 def part_name(number: int, count: int, format: OutputFormat) -> str:
-    """Return the name of part `number` (from 0) of `count` parts."""
+    """Return the file name of part `number` (from 0) of `count` parts."""
     digits = max(MIN_DIGITS, len(str(count - 1)))
     return f"part-{number:0{digits}d}{SUFFIX[format]}"
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Encode a shard as a file. All processes of the same SIE version encode the same shard to the same bytes."""
+    """Return a shard encoded as a file. All processes of the same SIE version return the same bytes for the same
+    shard.
+    """
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Read the head of a part. A part in JSON Lines has no job, number and model. Raises PartFault."""
+    """Return the description of the shard in a part. In JSON Lines, the description lacks job, number and model. Raises
+    PartFault.
+    """
     if format == "parquet":
         try:
             return tables.inspect(data)
@@ -71,7 +75,8 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
     for at, own in enumerate(shard.ids):
         error = shard.errors[at]
         row: dict[str, Any] = {"id": own}
-        for name, values in shard.copied.items():  # orjson supports no integers beyond 64 bits, and no bytes
+        # encoded separately, because orjson supports neither integers above 64 bits nor bytes
+        for name, values in shard.copied.items():
             row[name] = orjson.Fragment(kept_json(values[at]))
         if shard.chunks and (chunk := shard.chunks[at]) is not None:
             row["chunk"] = chunk.number
@@ -101,12 +106,12 @@ def _arrays(shard: Shard, at: int) -> dict[str, Any]:
 
 
 def _exact(array: Array) -> Array:
-    """Convert float16 to float64, whose shortest digits are the exact value."""
+    """Convert float16 to float64, so that JSON has its exact value."""
     return np.ascontiguousarray(array, np.float64 if array.dtype == np.float16 else None)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Outcome of a row, without its values."""
+    """Result of one row, without its values: id, number of tokens, and error."""
 
     id: str
     tokens: int
@@ -114,7 +119,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
-    """Return the outcome of each row of a part, in order. Raises PartFault."""
+    """Return the result of each row of a part, in order. Raises PartFault."""
     try:
         if format == "parquet":
             lines = [msgspec.convert({"fingerprint": "", **row}, _Line) for row in tables.outcomes(data)]

@@ -1,11 +1,11 @@
-"""The plan of a job: its input as spans of rows. Each span can be read separately.
+"""Plan of a job: its input as spans, ranges of rows that can be read separately.
 
     folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ──────┐
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
                                          └─ images ────── names, a run of them ─┘
 
-An object that cannot be read is one entry of the plan and does not stop the plan. Only a store that does not answer
-stops the plan.
+An object that cannot be read is an entry of the plan; the other objects are still planned. Only a store that does not
+answer stops the planning.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import RetryPolicy, within
 
-MAX_OBJECTS = 1_000_000  # largest number of objects below a folder: their names are in memory while they are sorted
-MAX_SPANS = 100_000  # largest number of spans of a job: each is a record, and all are in memory
-TOO_MANY = "too_many_items"  # error reason for too many objects or spans
+MAX_OBJECTS = 1_000_000  # largest number of objects below a folder; all their names are in memory while they are sorted
+MAX_SPANS = 100_000  # largest number of spans of a job; each becomes a record, and all records are in memory
+TOO_MANY = "too_many_items"  # reason of the error for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10
-SPAN_BYTES = 32 << 20  # bytes of the text of a span, unless one row has more
-MAX_SPAN_BYTES = 64 << 20  # bytes of one row that is a span alone, and of the images of a span
+SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
+MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of a single row, and of the images in a span
 MAX_COLUMNS_SHOWN = 50
 SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
 LISTED_AT_ONCE = 1000
@@ -47,7 +47,7 @@ _PATIENCE = RetryPolicy()
 
 @dataclass(frozen=True)
 class Broken:
-    """An object that cannot be planned, with the error."""
+    """An object for which no spans can be planned, because it cannot be read, and the error."""
 
     source: str
     error: ErrorInfo
@@ -64,10 +64,9 @@ async def plan(
     *,
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
-    """Yield the spans of each object, in the order of the names of the objects, as soon as they are known. A span has
-    at most `shard_rows` rows and `text_bytes` bytes, unless one row has more. If all objects of a job are broken, the
-    first error is the reason why the job has no work. Raises InvalidInput if there is no object to read or if there are
-    more than MAX_SPANS spans, and StoreError.
+    """Yield the spans of each object, or a Broken, object by object in the order of their names. A span has at most
+    `shard_rows` rows and `text_bytes` bytes of text, except if a single row has more. Raises InvalidInput if there is
+    no object to read or if there are more than MAX_SPANS spans, and StoreError.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
@@ -80,7 +79,7 @@ async def plan(
 
 
 class _Most(NamedTuple):
-    """Limits of a span: rows, and bytes of text."""
+    """Limits of a span: number of rows, and bytes of text."""
 
     rows: int
     bytes: int
@@ -118,7 +117,7 @@ async def _planned_objects(
 
 
 async def inputs(place: Place, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[ObjectEntry]:
-    """List the objects that a job reads, sorted by name. Raises InvalidInput, StoreError."""
+    """Return the objects that a job reads, sorted by name. Raises InvalidInput, StoreError."""
     if not place.is_folder:
         return [await find(place, place.label or place.name, patience)]
     if reads_images(source):
@@ -132,15 +131,17 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, patience: RetryPolicy, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """List the images below a folder; see `_listed`."""
+    """Return the images below a folder, sorted by name; with `most`, only the first `most` whose names follow
+    `after`.
+    """
     return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
 
 
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], patience: RetryPolicy, after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """List the objects below a folder by name; with `most`, only the first `most` after the name `after`. Raises
-    InvalidInput if there are more than MAX_OBJECTS, and StoreError.
+    """Return the objects below a folder, sorted by name; with `most`, only the first `most` whose names follow `after`.
+    Raises InvalidInput if there are more than MAX_OBJECTS, and StoreError.
     """
     return await patience.repeated(lambda: _listed_once(place, is_wanted, patience.stall_s, after, most))
 
@@ -168,7 +169,8 @@ async def _listed_once(
         if most is None and len(objects) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # buckets list objects in the order of names, but folders on the disk do not
+            # a bucket lists objects by name, so the first ones are known here; a folder on the disk must be listed to
+            # its end
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break
@@ -204,7 +206,7 @@ async def _planned(
             return [_span(entry, kind, cut) for cut in cuts]
         return await _scanned(place, entry, kind, names, most, patience)
     except InvalidInput as error:
-        if error.reason == TOO_MANY:  # an error of the whole job, not of the object
+        if error.reason == TOO_MANY:  # this error concerns the whole job, so the planning stops
             raise
         return Broken(name, error.info())
 
@@ -228,8 +230,8 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 def check_file(path: Path, source: JobInput) -> None:
-    """Raise InvalidInput if a local file lacks a column of the job, with the message of the job's plan. Only the
-    beginning of the file is read. Other faults are found by the plan.
+    """Raise InvalidInput if a local file lacks a column that the job reads; the message is the same as in the plan.
+    Only the beginning of the file is read. The plan finds all other faults.
     """
     kind = source.format or format_of(path.name)
     names = columns(source)
@@ -254,7 +256,7 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns that each row of JSON needs. A row may lack a column that is only copied to the output."""
+    """Return the columns that every JSON row must have: all except those that are only copied to the output."""
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 
@@ -272,7 +274,7 @@ async def _scanned(
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
             _check_columns(entry.source, _needed(names), sample.columns)
-        # rows after the sample may have more values than the rows in it
+        # half of the limit, because later rows may have more values than those of the sample
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
@@ -291,9 +293,9 @@ async def _scanned(
 
 
 class _JsonSample(NamedTuple):
-    """First rows of an object in JSON Lines. Rows may have different columns. But if none of these rows has a column of
-    the job, the name of the column is probably wrong: then the object is refused, because every row would fail.
-    `values`: the largest number of values of one row in the columns of the job.
+    """The first rows of a JSON Lines object. Rows may have different columns. But if a column of the job is in none of
+    these rows, its name is probably wrong. Then the object is refused, because every row would fail. `values`: largest
+    number of values that one row has in the columns of the job.
     """
 
     columns: list[str]
@@ -303,11 +305,11 @@ class _JsonSample(NamedTuple):
     def parse(cls, data: bytes, names: Collection[str], *, is_whole: bool) -> _JsonSample:
         lines = data.split(b"\n")
         if not is_whole:
-            lines.pop()  # the last line is incomplete
+            lines.pop()  # the last line may be incomplete
         names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
-            # an invalid row is no fault of the sample: the row fails later
+            # an invalid row is skipped here; it gets its error when it is read
             with contextlib.suppress(ValueError, RecursionError):
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)
@@ -316,14 +318,14 @@ class _JsonSample(NamedTuple):
 
 
 async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
-    """Read the first row of a CSV. Returns the row and the position at which the next row begins."""
+    """Return the first row of a CSV object, and the position of the next row."""
     head = await whole(place, entry, patience, begin, min(entry.size, begin + MAX_HEADER_BYTES))
     return _first_row(entry.source, head, begin, is_whole=begin + len(head) == entry.size)
 
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
-    """Return the first row of a CSV that begins with `head`, and the position at which the next row begins. Raises
-    InvalidInput.
+    """Return the first row of a CSV object, and the position of the next row. `head`: the bytes of the object from
+    position `begin` on. Raises InvalidInput.
     """
     scanner = Scanner(is_quoted=True, at=begin)
     rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]
@@ -341,7 +343,7 @@ def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[s
 
 
 def _runs(files: list[ObjectEntry], shard_rows: int) -> Iterable[RowSpan]:
-    """Yield consecutive images, in the order of their names, as spans."""
+    """Yield spans of consecutive images, in the order of their names."""
     first, after = 0, ""
     run: list[ObjectEntry] = []
     size = 0
@@ -356,7 +358,7 @@ def _runs(files: list[ObjectEntry], shard_rows: int) -> Iterable[RowSpan]:
 
 
 def tag_of_run(run: Iterable[ObjectEntry]) -> str:
-    """Return one digest of the names and tags of images."""
+    """Return a digest of the names and tags of some images, which is the tag of their span."""
     digest = hashlib.sha256()
     for image in run:
         digest.update(f"{image.source}\0{image.tag}\0".encode())

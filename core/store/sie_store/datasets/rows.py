@@ -1,4 +1,5 @@
-"""Rows of a span: only the bytes of the span are read. Each row becomes inputs for the model, or a fault.
+"""Rows of a span (a range of rows of an object). Only the bytes of the span are read. Each row becomes inputs for the
+model, or a fault.
 
 span ──► bytes of its lines | columns of its row groups | files of its images ──► columns ──templates──► Row
 """
@@ -28,7 +29,7 @@ from sie_store.datasets.sizes import SpanSize
 from sie_store.datasets.templates import ColumnFault, columns, plain, templates
 from sie_store.object_stores import RetryPolicy
 
-MAX_ID = 1024  # characters of the id of a row
+MAX_ID = 1024  # largest number of characters in the id of a row
 IMAGES_AT_ONCE = 8
 _PATIENCE = RetryPolicy()
 _Columns = Mapping[str, Any] | ErrorInfo
@@ -51,8 +52,8 @@ class InputRow:
 
 
 async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
-    """Read the rows of a span in their order, exactly as many as it has. Raises InvalidInput
-    (reasons input_missing, input_changed, malformed), StoreError.
+    """Return the rows of a span, in order; their number is `span.rows`. Raises InvalidInput (reasons input_missing,
+    input_changed, malformed), StoreError.
     """
     if span.format == "images":
         return await _images(place, span, patience)
@@ -74,7 +75,7 @@ async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPol
 
 
 def _parsed(data: bytes, span: RowSpan, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
-    """Yield the columns of each row."""
+    """Yield the values of the columns of each row, or the fault of the row."""
     lines = rows_of(data, is_quoted=span.format == "csv")
     if len(lines) != span.rows:
         raise changed(span.source)
@@ -96,13 +97,14 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # count the values in addition to one per column and row
+        size.add(values - len(read), 0)  # one value per column and row is counted elsewhere
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    except (ValueError, RecursionError):  # the message of the decoder may repeat a part of the row
+    # only a general message, because the decoder's message may repeat a part of the row
+    except (ValueError, RecursionError):
         return _fault("malformed", "the line is no valid JSON")
 
 
@@ -121,14 +123,14 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
 
 
 class _RowMaker:
-    """Builder of rows from their columns."""
+    """Builds the rows of a span: it fills the templates of the job with the values of the columns."""
 
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source
         self._templates = templates(source)
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:
-        """Build the rows of a span. Raises InvalidInput if they are too large together."""
+        """Return the rows of a span. Raises InvalidInput if they need too much memory together."""
         complete = []
         for at, read_columns in enumerate(rows):
             row = self(at, read_columns)
@@ -183,14 +185,16 @@ class _RowMaker:
 
 
 def _bytes_of(row: InputRow) -> int:
-    """Compute the bytes of a row's texts and images in memory; lists and maps are counted by their values."""
+    """Return the bytes of a row's texts and images in memory. Lists and maps are not included; their values are counted
+    separately.
+    """
     texts = (row.text, row.query, row.document, *row.images, *row.copied.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 
 
 def _image(value: Any, column: str) -> bytes:
-    """Return the file of an image. The value is bytes, a map with `bytes` like in Hugging Face's data sets, or base64.
-    Raises ColumnFault.
+    """Return the bytes of an image file. The value is bytes, a map with `bytes` as in data sets of Hugging Face, or
+    base64. Raises ColumnFault.
     """
     if isinstance(value, dict):
         value = value.get("bytes")
@@ -203,7 +207,7 @@ def _image(value: Any, column: str) -> bytes:
                 if data := base64.b64decode(rest, validate=True):
                     return data
             except (binascii.Error, ValueError):
-                pass  # ColumnFault is raised below
+                pass  # not base64: ColumnFault is raised below
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 
@@ -223,7 +227,8 @@ async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[In
             )
         async with turns:
             try:
-                # a listing may have other tags than an answer (Google's emulator), so the run's tag is compared above
+                # without a tag: some stores (Google's emulator) use different tags in listings and answers; the tags
+                # were compared above
                 return InputRow(entry.source, images=(await whole(place, replace(entry, tag=""), patience),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":

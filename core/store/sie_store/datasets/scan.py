@@ -1,4 +1,5 @@
-"""Positions of the rows in the bytes of JSON Lines and CSV. No value is decoded, and only one piece is in memory.
+"""Positions of the rows in the bytes of JSON Lines and CSV. Values are not decoded, and only one piece of the object is
+in memory at a time.
 
     pieces of any size ──Scanner──► (start, end) of each row ──Cutter──► spans of rows
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 Offsets = NDArray[np.int64]
 BOM = b"\xef\xbb\xbf"
-# bytes that are scanned in one step: the positions of short lines need eight times more bytes than the lines
+# bytes that are scanned at a time; for short lines, the array of their positions is eight times larger than this
 STEP_BYTES = 1 << 20
 _LINE_FEED, _QUOTE = 10, 34
 _BLANK = np.zeros(256, bool)
@@ -24,23 +25,23 @@ _BLANK[[9, 10, 13, 32]] = True
 
 
 class Scanner:
-    """Finder of rows in the bytes of a text, which arrive in pieces. `at`: the position of the next byte."""
+    """Finds the rows in a text that arrives in pieces. `at`: position of the first byte of the next piece."""
 
     def __init__(self, *, is_quoted: bool, at: int = 0) -> None:
         self._is_quoted = is_quoted
         self._at = self._start = at
-        self._is_odd = 0  # 1 if the number of quotes read so far is odd, else 0
-        self._has_content = False  # True: the incomplete line has content
+        self._is_odd = 0  # 1 while the number of quotes read so far is odd, otherwise 0
+        self._has_content = False  # whether the incomplete line has other characters than blanks
 
     def feed(self, piece: bytes) -> Iterator[tuple[Offsets, Offsets]]:
-        """Yield the starts and ends of the rows that the piece completes. An end is the position after the line
+        """Yield the start and end positions of the rows that end in this piece. An end is the position after the line
         feed.
         """
         for first in range(0, len(piece), STEP_BYTES):
             yield self._step(np.frombuffer(piece, np.uint8, min(STEP_BYTES, len(piece) - first), first))
 
     def end(self) -> tuple[Offsets, Offsets]:
-        """Return the start and the end of the last row if it has no line feed; otherwise empty arrays."""
+        """Return the start and the end of the last row, if it does not end with a line feed; otherwise empty arrays."""
         count = int(self._has_content)
         return np.full(count, self._start, np.int64), np.full(count, self._at, np.int64)
 
@@ -59,7 +60,7 @@ class Scanner:
             return feeds, feeds
         firsts = np.concatenate((feeds[:1] * 0, feeds[:-1] + 1))
         has_content = ~_BLANK[data[firsts]]
-        if not has_content.all():  # whole lines are tested only if a line begins with a blank
+        if not has_content.all():  # only if some line begins with a blank, whole lines have to be tested
             has_content = np.logical_or.reduceat(~_BLANK[data[: feeds[-1] + 1]], firsts)
         has_content[0] |= self._has_content
         starts, ends = firsts + self._at, feeds + (self._at + 1)
@@ -71,7 +72,7 @@ class Scanner:
 
 
 def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
-    """Return the rows of a text without their line ends."""
+    """Return the rows of a text, without line feeds and carriage returns at their ends."""
     scanner = Scanner(is_quoted=is_quoted)
     bounds = [*scanner.feed(data), scanner.end()]
     return [
@@ -82,8 +83,8 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start` and `end` are the positions of their bytes, or, in
-    Parquet, the numbers of their row groups.
+    """Rows `first` to before `first + rows` of an object. `start` and `end`: byte positions, or for Parquet numbers of
+    row groups.
     """
 
     first: int
@@ -93,8 +94,8 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """Builder of spans while rows are found. A span has at most `max_rows` rows, and at most `max_bytes` bytes unless
-    one row alone has more.
+    """Groups rows into spans while they are found. A span has at most `max_rows` rows and `max_bytes` bytes, except if
+    a single row has more bytes.
     """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
@@ -102,7 +103,7 @@ class Cutter:
         self._first = self._rows = self._start = 0
 
     def feed(self, starts: Offsets, ends: Offsets) -> Iterator[Cut]:
-        """Yield the spans that the next rows complete."""
+        """Yield the spans that are complete after these rows."""
         at, count = 0, len(starts)
         while at < count:
             if not self._rows:
@@ -115,7 +116,7 @@ class Cutter:
                 yield from self.end(int(starts[at]))
 
     def end(self, end: int) -> Iterator[Cut]:
-        """Yield the span that ends at the position `end`, if it has rows."""
+        """Yield the last span, which ends at the position `end`, if it has any row."""
         if self._rows:
             yield Cut(self._first, self._rows, self._start, end)
         self._first += self._rows

@@ -1,5 +1,5 @@
-"""Parts of an output in a store. Each part is written once, even if several processes write it; an existing part is
-used.
+"""Writing of parts, the files of a job's output. Each part is written once: if several processes write it, the first
+one succeeds, and the others use the existing part.
 
     shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
                                                 └─► exists: read, inspected ──────► ShardRecord of the existing part
@@ -23,20 +23,20 @@ from sie_store.datasets.places import Place
 from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, room, within
 
 PUT_S = 300.0
-OWNER = ".sie-job"  # name of the object that contains the id of the job that writes to the output folder
+OWNER = ".sie-job"  # object in the output folder that contains the id of the job to which the folder belongs
 _PATIENCE = RetryPolicy()
 
 
 class PartDamaged(StoreError):
-    """Error for an object that has the name of a part but is not a part. Another attempt can succeed after a person has
-    moved the object.
+    """Error for an object that has the name of a part but not its format. A person must move it; then another attempt
+    succeeds.
     """
 
 
 async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> None:
-    """Reserve a folder for one job, because the job would mistake parts of another job for its own. `owner`: a text
-    that all leaders of the job know, and no other job. Raises InvalidInput (reason output_in_use) if the folder has
-    another owner, or parts without an owner; StoreError.
+    """Mark an output folder as the folder of one job, so that a job never takes the parts of another job for its own.
+    `owner`: a text that all leaders of this job use, and no other job. Raises InvalidInput (reason output_in_use) if
+    the folder has another owner, or parts without an owner; StoreError.
     """
     import obstore
 
@@ -52,19 +52,20 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
             )
             try:
                 await patience.repeated(lambda: within(PUT_S, put()))
-            except WrittenMeanwhile:  # an earlier leader or another job has written it
+            # another process has written it at the same time: an earlier leader of this job, or another job
+            except WrittenMeanwhile:
                 await claim(place, owner, patience)
             return
     raise in_use("this folder holds the output of another job")
 
 
 def in_use(why: str) -> InvalidInput:
-    """Return the error for an output folder that the job may not use, with the reason `why`."""
+    """Return the error for an output folder that a job cannot use. `why`: the reason."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
 async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
-    """Return whether the folder has a manifest or a part."""
+    """Return whether a folder already has a manifest or a part (an output file of a job)."""
     import obstore
 
     async def looked() -> bool:
@@ -80,8 +81,8 @@ async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
 async def put_once(
     place: Place, name: str, data: bytes, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord:
-    """Write `data` as the part `name`, unless the part exists. Returns the record of the part in the store. Raises
-    PartDamaged, StoreError.
+    """Write `data` as the part `name`, if this part does not exist yet. Returns the record of the part that the store
+    has. Raises PartDamaged, StoreError.
     """
     import obstore
 
@@ -95,7 +96,7 @@ async def put_once(
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # another leader has written the part, or this leader has, and the first answer was lost
+        # written by another leader, or by this one in an attempt whose answer was lost
         there = await existing(place, name, format, patience)
         if there is None:
             raise StoreError("the part was written, and then removed by another process") from error
@@ -108,7 +109,7 @@ async def put_once(
 async def existing(
     place: Place, name: str, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord | None:
-    """Return the record of an existing part; None if the part does not exist. Raises PartDamaged, StoreError."""
+    """Return the record of a part in the store; None if it does not exist. Raises PartDamaged, StoreError."""
     key = place.folder + name
     try:
         data = await bytes_of(place, name, patience)
@@ -124,7 +125,7 @@ async def existing(
 
 
 async def bytes_of(place: Place, name: str, patience: RetryPolicy = _PATIENCE) -> bytes:
-    """Read the part `name`. Raises ObjectMissing, StoreError."""
+    """Return the bytes of the part `name`. Raises ObjectMissing, StoreError."""
     import obstore
 
     key = place.folder + name
@@ -152,8 +153,8 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """Sync a part to the disk, because its record states that it exists, also after a loss of power. Raises
-    StoreError.
+    """Write a part from the page cache to the disk (fsync). It must survive a loss of power, because its record says
+    that it exists. Raises StoreError.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,5 @@
-"""Sizes of the rows of a span in memory: values and bytes are counted before objects are created from them.
+"""Memory that the rows of a span (a range of rows) need. Values and bytes are counted before Python objects are created
+from them.
 
 A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may become millions of values:
 `[{},{},…]` in JSON, or a column of Parquet that repeats one value.
@@ -14,11 +15,11 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 
-# largest number of values in the columns of a row that a job reads: lists, maps and their contents
+# largest number of values in one row, in the columns that a job reads; lists, maps and their contents count
 MAX_ROW_VALUES = 100_000
-MAX_SPAN_VALUES = 1_000_000  # largest number of values of a span, about 100 bytes each
-MAX_DECODED_BYTES = 128 << 20  # bytes of the texts, images and kept columns of a span
-MAX_KEYS = 100_000  # largest number of keys of a row of JSON, also in columns that are not read
+MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes
+MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
+MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.S)
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -28,14 +29,16 @@ class TooManyValues(ValueError):
 
 
 class SpanSize:
-    """Size of a span in memory so far."""
+    """Memory that a span needs, as far as its rows were counted."""
 
     def __init__(self, span: RowSpan) -> None:
         self._span = span
         self._values = self._bytes = 0
 
     def add(self, values: int, size: int) -> None:
-        """Add values and bytes that will be created. Raises InvalidInput if the span has more than the limit."""
+        """Add the numbers of values and bytes that some rows need, before Python objects are created from them. Raises
+        InvalidInput if the span (range of rows) then has more values or bytes than allowed.
+        """
         self._values += values
         self._bytes += size
         for have, most, kind in (
@@ -53,8 +56,8 @@ class SpanSize:
 
 
 def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
-    """Return the columns of a row of JSON, not decoded. Raises ValueError for a row that is not an object,
-    TooManyValues.
+    """Return the columns of a JSON row, without decoding their values. Raises ValueError for a row that is not an
+    object, TooManyValues.
     """
     if _count(line, b":", MAX_KEYS) > MAX_KEYS:
         raise TooManyValues(f"the row has more than {MAX_KEYS} keys")
@@ -62,29 +65,29 @@ def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """Count the values in JSON: the value itself and all values in it. The result may be too high, but never too low.
-    Above MAX_ROW_VALUES, it may be any higher number.
+    """Return the number of values in JSON, the outermost included. The result may be too high but not too low; above
+    MAX_ROW_VALUES it need not be exact.
     """
     text = bytes(value)
     return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
 
 
 def decoded(value: msgspec.Raw) -> Any:
-    """Decode a value. Raises ValueError, RecursionError."""
+    """Decode one JSON value of a column. Raises ValueError, RecursionError."""
     return msgspec.json.decode(value)
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Count the bytes `marks` in the text. If there are more than `most`, count only the ones outside of strings, like
-    `count_outside`.
+    """Return how often the bytes `marks` occur in JSON. The result includes marks inside strings, except if that would
+    be more than `most`.
     """
     total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
     return total if total <= most else count_outside(text, marks, most)
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
-    """Count the bytes `marks` outside of strings in JSON. If there are more than `most`, the result is any number above
-    `most`. This is a loop over strings, because no other thread could run during a single call.
+    """Return how often the bytes `marks` occur outside of strings in JSON; counting stops above `most`. It loops over
+    the strings instead of making a single call, so that other threads can run in between.
     """
     total = at = 0
     for string in _STRING.finditer(text):

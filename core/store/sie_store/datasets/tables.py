@@ -1,4 +1,4 @@
-"""A shard as a Parquet file."""
+"""Parts in Parquet: a part is the file that stores one shard, the answers to a range of rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sie_store.datasets.answers import About, Array, RowChunk, Shard, kept_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
-KEY = b"sie"  # key of the struct About in the metadata of the file
+KEY = b"sie"  # key in the metadata of the file, under which the description of the shard (`About`) is stored
 ROWS_OF_GROUP = 10_000
 
 
 def encode(shard: Shard) -> bytes:
-    """Encode a shard as a Parquet file."""
+    """Return a shard encoded as a Parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -41,7 +41,7 @@ def encode(shard: Shard) -> bytes:
     table = pa.table(columns).replace_schema_metadata({KEY: msgspec.json.encode(shard.about)})
     sink = pa.BufferOutputStream()
     texts = ["id", *shard.copied, *shard.extracted]
-    # dictionaries and statistics of vectors would cost time, and no reader needs them
+    # no dictionaries and statistics for vectors: they take time to compute, and no reader needs them
     parquet.write_table(
         table,
         sink,
@@ -56,19 +56,19 @@ def encode(shard: Shard) -> bytes:
 
 
 def inspect(data: bytes) -> About:
-    """Read the head of a part. Raises ValueError, OSError."""
+    """Return the description of the shard in a part. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(pa.BufferReader(data))
     about = msgspec.json.decode((metadata.metadata or {}).get(KEY, b""), type=About)
-    if metadata.num_rows != (about.lines or about.rows):
-        raise ValueError("the number of rows differs from that in the metadata")
+    if metadata.num_rows != (expected := about.lines or about.rows):
+        raise ValueError(f"the file has {metadata.num_rows} rows, its metadata says {expected}")
     return about
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Read the columns `id`, `tokens` and `error` of each line; also `chunk` and `row_tokens` if rows have chunks.
+    """Return the columns `id`, `tokens` and `error` of each line; also `chunk` and `row_tokens` if rows have chunks.
     Raises ValueError, OSError.
     """
     import pyarrow as pa
@@ -90,8 +90,8 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Build an array of the type of the values, or of JSON if they have several types. An array without values has the
-    type null, which can be unified with the type of the column in other parts.
+    """Return an array whose type follows from the values. If they have several types, it is an array of JSON. If there
+    are no values, its type is null, which fits to any type in other parts.
     """
     import pyarrow as pa
 
@@ -103,8 +103,8 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    """Return whether a type contains a map. Maps of rows have different keys, and Parquet has no form for an empty
-    map.
+    """Return whether a type contains a map. Such values are stored as JSON, because rows have maps with different keys,
+    and Parquet cannot store an empty map.
     """
     import pyarrow as pa
 
@@ -118,8 +118,8 @@ def _as_json(values: list[Any]) -> pa.Array:
 
 
 def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
-    """Build a column of lists of a fixed length from a matrix [rows, width]. `absent`: indices of the rows that are
-    null.
+    """Return a column of lists of fixed length from a matrix [rows, width]. `absent`: bool [rows], true for a row that
+    is null.
     """
     import pyarrow as pa
 
@@ -129,7 +129,7 @@ def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
 
 
 def _lists(arrays: list[Array | None]) -> pa.Array:
-    """Build a column of lists from arrays of different lengths, each [n] or [n, width]."""
+    """Return a column of lists from one array per row, each [n] or [n, width], or None."""
     import pyarrow as pa
 
     flat = np.concatenate([array for array in arrays if array is not None])

@@ -1,4 +1,4 @@
-"""Texts of a row: templates over its columns, and a check that the input of a job fits an operation.
+"""Templates, which build the texts of a row from its columns, and the check that the input of a job fits its operation.
 
 A template has the names of columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is parsed here and never
 passed to `str.format`, which would give access to attributes.
@@ -26,7 +26,7 @@ ANSWER_COLUMNS = frozenset(
     | {"entities", "relations", "classifications", "objects", "data"}
 )
 CHUNK_COLUMNS = frozenset({"chunk", "start", "end", "text"})  # columns of a job whose texts have chunks
-# number of times that a template may name a column: a short template must not expand a row to gigabytes
+# largest number of times that one template may name a column; otherwise a short template could make gigabytes of text
 MAX_REPEATS = 4
 
 
@@ -36,13 +36,13 @@ class ColumnFault(ValueError):
 
 @dataclass(frozen=True)
 class Template:
-    """A parsed template. `pieces`: literal texts, each with the column whose value follows it, or None."""
+    """A parsed template. `pieces`: (literal text, name of the column whose value follows, or None)."""
 
     pieces: tuple[tuple[str, str | None], ...]
 
     @classmethod
     def parsed(cls, text: str, param: str) -> Template:
-        """Parse a template. `param` names it in errors. Raises InvalidInput."""
+        """Return a parsed template. `param`: parameter that error messages name. Raises InvalidInput."""
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -65,7 +65,7 @@ class Template:
         return list(dict.fromkeys(name for _, name in self.pieces if name is not None))
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Build the text of a row. Raises ColumnFault."""
+        """Return the template filled with the values of a row. Raises ColumnFault."""
         return "".join(literal if name is None else literal + plain(row, name) for literal, name in self.pieces)
 
 
@@ -93,13 +93,13 @@ def _kind(value: Any) -> str:
 
 
 def templates(source: JobInput) -> dict[str, Template]:
-    """Parse the templates of an input, by their names; empty ones are left out. Raises InvalidInput."""
+    """Return the parsed templates of a job's input, by name; empty ones are left out. Raises InvalidInput."""
     texts = {"text": source.text, "query": source.query, "document": source.document}
     return {name: Template.parsed(text, f"input.{name}") for name, text in texts.items() if text}
 
 
 def columns(source: JobInput) -> dict[str, str]:
-    """Return the columns that a job reads, each with the parameter that names it. Raises InvalidInput."""
+    """Return the columns that a job reads, each with the parameter in which it is named first. Raises InvalidInput."""
     params: dict[str, str] = {}
     for name, template in templates(source).items():
         for column in template.columns:
@@ -115,7 +115,7 @@ def columns(source: JobInput) -> dict[str, str]:
 
 
 def reads_images(source: JobInput) -> bool:
-    """Return whether each row is the file of an image."""
+    """Return whether the input is a folder of images, so that each row is one file."""
     return source.format == "images" or not (source.format or source.text or source.image or source.query)
 
 
@@ -148,7 +148,7 @@ def check(source: JobInput, operation: str) -> None:
         raise InvalidInput("input.context: only chunks have a context", param="input.context")
     if source.chunks is not None and (operation != "encode" or "text" not in parsed or source.image):
         raise InvalidInput("input.chunks: encode alone has chunks, of texts", param="input.chunks")
-    for name in ("text", "document"):  # a query may be without a column: then all rows have the same query
+    for name in ("text", "document"):  # a query without a column is allowed: then all rows have the same query
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")
 

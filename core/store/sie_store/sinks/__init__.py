@@ -1,1 +1,1 @@
-"""Vector databases that a job writes to: one interface, a module for each kind of database."""
+"""Sinks: vector databases to which jobs write. There is one interface, and a module for each kind of database."""

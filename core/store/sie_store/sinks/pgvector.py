@@ -1,10 +1,10 @@
-"""PostgreSQL with pgvector: the table `collection (id text primary key, embedding vector(d), payload jsonb)`.
+"""PostgreSQL with pgvector. The rows of a job are in the table `collection (id text primary key, embedding vector(d),
+payload jsonb)`.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table itself has no distance: each query names a distance (`<=>` is the cosine distance), and each index has one.
-Only the operator creates an index, because it takes much longer to keep an index up to date than to build it after a
-job.
+The table has no distance function: each query and each index names one (`<=>` is the cosine distance). The sink creates
+no index, because it is much faster to build an index after a job than to update it for each row; the operator does it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from sie_store.sinks.sink import (
     encoded,
 )
 
-RACES = ("23505", "42P07", "42710")  # SQLSTATE codes if two writers create the same table or type at the same time
+# SQLSTATE codes that occur if two writers create the same table or type at the same time
+RACES = ("23505", "42P07", "42710")
 MAX_DIMS = 16_000
 COPY_ROWS = 500
 CONNECT_S = 10.0
-BYTES_PER_S = 1 << 20  # lowest rate at which a database must accept rows
+# lowest rate at which a database must accept rows, in bytes per second; it determines the time limit of a write
+BYTES_PER_S = 1 << 20
 _STATE = re.compile(r"[0-9A-Z]{5}")
-_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # NUL in JSON: its escape, after an even number of backslashes
+_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # the character NUL in JSON: \u0000 after an even number of backslashes
 _SCHEMA_OF_EXTENSION = """
 SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace WHERE e.extname = 'vector'
 """
@@ -52,20 +54,20 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 
 
 class PgvectorSink:
-    """Sink in PostgreSQL with pgvector. Each call opens a connection and closes it: a call writes thousands of rows,
-    and a broken connection is never used again.
+    """Sink for PostgreSQL with pgvector. Each call opens its own connection, so that a broken one is never used again.
+    This is cheap, because a call writes thousands of rows.
     """
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._url = url
         self._patience = patience
         self._dims = 0
-        self._table = ""  # name of the table with its schema, quoted
-        self._extension = ""  # schema of the type `vector`
+        self._table = ""  # quoted name of the table, with its schema
+        self._extension = ""  # schema in which the type `vector` is
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the table or check it. `kinds` are not used: jsonb stores the type of each value, and only the
-        operator creates an index.
+        """Create the table, or check the existing one. `kinds` is not used: jsonb stores the type of each value, and
+        the operator creates indexes.
         """
         checked_name(collection)
         if not 1 <= dims <= MAX_DIMS:
@@ -97,7 +99,7 @@ class PgvectorSink:
             await connection.copy_records_to_table(
                 "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
             )
-        # all writers use the order of ids, so that two writers of the same rows cannot deadlock
+        # ordered by id, so that two writers of the same rows lock them in the same order and cannot deadlock
         await connection.execute(
             f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
             "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
@@ -105,14 +107,16 @@ class PgvectorSink:
         )
 
     async def _done(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
-        """Run `work` in one transaction and return its result. The transaction is repeated if that may help."""
+        """Run `work` in one transaction and return its result. The transaction is repeated if another attempt may
+        help.
+        """
         return await self._patience.repeated(functools.partial(self._once, work, bound_s))
 
     async def _once(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 await connection.execute("BEGIN")
-                # time-out at the server, which would otherwise continue a statement whose client has disconnected
+                # also limits the time at the server, which would continue a statement after its client has disconnected
                 await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
                 await connection.execute("COMMIT")
@@ -128,19 +132,19 @@ class PgvectorSink:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        # no cached prepared statements: a pooler in front of the server may drop them after a transaction
+        # no cached prepared statements, because a connection pooler may drop them after each transaction
         connection = await asyncpg.connect(self._url, timeout=CONNECT_S, statement_cache_size=0)
         try:
             yield connection
             await connection.close()
         finally:
-            # `terminate` rolls back, and sends no request to a server that may not answer
+            # `terminate` closes the socket without waiting for the server, which then rolls back
             connection.terminate()
 
 
 async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, str]:
-    """Create the extension and the table if they are missing, and check the table. Returns the schema of the extension
-    and the schema of the table.
+    """Create the extension and the table if they do not exist, and check the table. Returns (schema of the extension,
+    schema of the table).
     """
     extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
     if extension is None:
@@ -174,8 +178,9 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
 
 
 def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Encode rows for binary COPY. A vector is its number of dimensions, two zero bytes, and its float32 numbers, all
-    big-endian. PostgreSQL cannot store the character NUL, so U+FFFD replaces it in payloads. Raises RowsRefused.
+    """Return rows as records for binary COPY. A vector is encoded as its number of dimensions, two zero bytes, and its
+    float32 numbers, all big-endian. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store it. Raises
+    RowsRefused.
     """
     head = struct.pack(">HH", rows.vectors.shape[1], 0)
     encoded_rows = []
@@ -198,7 +203,7 @@ def _quoted(name: str) -> str:
 
 
 def _failure(error: asyncpg.PostgresError) -> StoreError:
-    """Return the StoreError for an error of PostgreSQL. The text of the error is left out, because it quotes rows."""
+    """Return the StoreError for an error of PostgreSQL, without PostgreSQL's message, because that quotes rows."""
     state = error.sqlstate if _STATE.fullmatch(error.sqlstate or "") else "no SQLSTATE"
     error_name = f"{type(error).__name__}, {state}"
     if state[:2] == "28" or state == "42501":
@@ -206,11 +211,11 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state == "3D000":
         return SinkUnsuitable("PostgreSQL has no such database")
     if state in RACES:
-        return StoreError(f"PostgreSQL: another writer was faster ({error_name})")
+        return StoreError(f"another writer has created the same table at the same time ({error_name})")
     if state in ("42P01", "3F000"):
         return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
     if state[:2] == "42":
         return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):
         return RowsRefused(f"PostgreSQL refuses the rows ({error_name})")
-    return StoreError(f"PostgreSQL answers with an error ({error_name})")
+    return StoreError(f"PostgreSQL reports an error ({error_name})")

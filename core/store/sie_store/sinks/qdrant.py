@@ -38,13 +38,13 @@ from sie_store.sinks.sink import (
 DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
-# limit of a reply in bytes: the largest reply describes a collection with the fields of its payloads
+# largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
 ANSWER_BYTES = 4 << 20
-BODY_BYTES = 8 << 20  # bytes of a request body; Qdrant's default limit is 32 MiB
+BODY_BYTES = 8 << 20  # largest number of bytes of a request body; Qdrant's default limit is 32 MiB
 
 
 def point_id(row_id: str) -> str:
-    """Return the id of the point for a row: a UUID that is computed from the row's id."""
+    """Return the id of the point for a row: a UUID that is a hash of the row's id."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, row_id))
 
 
@@ -87,7 +87,7 @@ class QdrantSink:
         assert self._collection, "prepare comes first"
         bodies = self._bodies(rows.latest(self._dims))
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoding takes as long as some requests to a model, so it runs in a thread and does not block the event loop
+        # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._send("PUT", path, body, completed=True)
 
@@ -95,9 +95,7 @@ class QdrantSink:
         await self._client.aclose()
 
     def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
-        """Yield request bodies with points, each of at most `body_bytes`. A row that is larger has a body of its
-        own.
-        """
+        """Yield request bodies with points, each of at most `body_bytes`. A larger row is alone in its body."""
         points: list[bytes] = []
         size = 0
         for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
@@ -122,9 +120,9 @@ class QdrantSink:
         exists: bool = False,
         completed: bool = False,
     ) -> Any:
-        """Send a request and return its result. The request is repeated if that may help. `missing`: return None if the
-        collection does not exist. `exists`: return None if the collection exists already. `completed`: Qdrant has to
-        confirm that it has applied the rows.
+        """Send a request and return its result. It is repeated if another attempt may help. `missing`: return None if
+        the collection does not exist. `exists`: return None if the collection already exists. `completed`: raise
+        StoreError if Qdrant does not confirm that the rows are applied.
         """
         ask = functools.partial(self._once, method, path, content, completed)
         try:
@@ -156,8 +154,8 @@ class QdrantSink:
 
 
 async def _body(response: httpx.Response) -> bytes:
-    """Read a body without decompressing it. The request does not ask for compression, so a compressed body is refused,
-    because it is not JSON. Raises SinkUnsuitable.
+    """Return the body of a response without decompressing it. The request did not allow compression; a compressed body
+    is not JSON and is refused later. Raises SinkUnsuitable for a body of more than ANSWER_BYTES.
     """
     data = bytearray()
     async for piece in response.aiter_raw():
@@ -179,7 +177,7 @@ class _Exists(StoreError):
 
 
 def _refusal(response: httpx.Response, rows: bool) -> StoreError:
-    """Return the error for an HTTP status. The body of the reply is left out, because it quotes rows."""
+    """Return the error for an HTTP status. The body of the response is not used, because it quotes rows."""
     status = response.status_code
     if status in (401, 403):
         return AccessRefused(f"Qdrant refuses the API key (status {status})")

@@ -1,4 +1,4 @@
-"""Interface of the vector databases that jobs write to, and common code of its implementations.
+"""Interface of sinks (vector databases to which jobs write), and code that all of them use.
 
     rows ──SinkRows.latest──► rows with distinct ids ──Sink.upsert──► database
                                                           └── RetryPolicy: repeated while the database is away
@@ -11,7 +11,7 @@ StoreError                another attempt may help
 ├── CollectionMissing     the collection was removed after `prepare`
 └── RowsRefused           the database cannot store these rows
 
-No message has a credential or the contents of a row. Errors of libraries quote rows, so they are never the cause
+No message has a credential or the contents of a row. Errors of libraries quote rows, so they are never set as the cause
 of an exception.
 """
 
@@ -29,15 +29,15 @@ from numpy.typing import NDArray
 from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
-# the pauses of ten attempts add up to two minutes, in which a database can restart or fail over
+# ten attempts with pauses of two minutes in total, in which a database can restart or fail over
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
-ROW_ID = "_id"  # field of a payload in Qdrant: the id of its row
-# a name of PostgreSQL has at most 63 bytes; PostgreSQL would shorten a longer name
+ROW_ID = "_id"  # field in a Qdrant payload that has the id of the row
+# at most 63 characters, because PostgreSQL would shorten a longer name
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 
 
 class SinkUnsuitable(StoreError):
-    """Error for a server that cannot store these vectors."""
+    """Error for a server that can never store these vectors, for example because an extension is missing."""
 
 
 class CollectionRefused(StoreError):
@@ -45,34 +45,34 @@ class CollectionRefused(StoreError):
 
 
 class CollectionMismatch(StoreError):
-    """Error for a collection that exists with other dimensions, with another distance, or in another shape."""
+    """Error for a collection that exists, but with other dimensions, another distance, or other columns or vectors."""
 
 
 class CollectionMissing(StoreError):
-    """Error for a collection that was removed after `prepare`."""
+    """Error for a collection that somebody has removed after `prepare` created or checked it."""
 
 
 class RowsRefused(StoreError):
-    """Error for rows that the database cannot store."""
+    """Error for rows that the database can never store, whatever the number of attempts."""
 
 
 @dataclass(frozen=True)
 class SinkRows:
-    """Rows to write. `vectors`: [n, dimensions] float32. `payloads`: maps with values that JSON can represent."""
+    """Rows to write. `vectors`: float32 [rows, dimensions]. `payloads`: maps whose values can be encoded as JSON."""
 
     ids: Sequence[str]
     vectors: NDArray[np.float32]
     payloads: Sequence[Mapping[str, Any]]
 
     def latest(self, dims: int) -> SinkRows:
-        """Return the last row of each id, in the order of the rows. Raises RowsRefused for rows that no database can
-        store.
+        """Return the rows without duplicate ids: the last row of each id is kept. Raises RowsRefused for rows that no
+        database can store.
         """
         count = len(self.ids)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
             raise RowsRefused(
-                f"{count} ids and {len(self.payloads)} payloads with vectors of shape {self.vectors.shape}, where "
-                f"({count}, {dims}) is expected"
+                f"got {count} ids, {len(self.payloads)} payloads and vectors of shape {self.vectors.shape}, expected "
+                f"{count} payloads and the shape ({count}, {dims})"
             )
         finite = np.isfinite(self.vectors).all(axis=1)
         if not finite.all():
@@ -87,34 +87,34 @@ class SinkRows:
 
 
 class Sink(Protocol):
-    """A vector database. Its methods repeat a call whose failure may be temporary, limit the time of each attempt, and
-    raise StoreError.
+    """A vector database. Every method limits the time of each attempt, repeats a call if another attempt may help, and
+    raises StoreError.
     """
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the collection for vectors of `dims` numbers under cosine distance, or check the collection that
-        exists. Later calls of `upsert` write to this collection. `kinds`: fields of payloads that searches use as
-        filters; the sink creates an index for them if its database needs one.
+        """Create the collection for vectors of `dims` numbers with cosine distance, or check the existing one. Later
+        calls of `upsert` write to it. `kinds`: payload fields by which searches filter; they get an index if the
+        database needs one.
         """
 
     async def upsert(self, rows: SinkRows) -> None:
-        """Write rows durably. A row replaces the stored row with the same id, so that a call may be repeated at any
-        time.
+        """Write rows so that they survive a restart of the database. A row replaces the stored row with the same id, so
+        a call may be repeated.
         """
 
     async def close(self) -> None:
-        """Release connections."""
+        """Close the connections to the database."""
 
 
 def checked_name(collection: str) -> str:
-    """Return `collection` if it is a valid name of a collection. Raises CollectionRefused."""
+    """Return `collection` if a collection may have this name. Raises CollectionRefused."""
     if not _NAME.fullmatch(collection):
-        raise CollectionRefused("a collection is named by 1 to 63 letters, digits, hyphens and underscores")
+        raise CollectionRefused("the name of a collection has 1 to 63 letters, digits, hyphens and underscores")
     return collection
 
 
 def encoded(value: Any, number: int) -> bytes:
-    """Encode a value of row `number` as JSON. Raises RowsRefused."""
+    """Encode a value of row `number` as JSON. Raises RowsRefused, which names the row."""
     try:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

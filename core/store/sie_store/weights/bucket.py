@@ -1,7 +1,8 @@
-"""Snapshots of weights in a bucket. Every call is a coroutine with a time limit. It raises StoreError or FetchFailed.
+"""Snapshots (the weights of a model at one commit) in a bucket. Every call is a coroutine with a time limit. It raises
+StoreError or FetchFailed.
 
-models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
-models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without it is not complete
+    models--org--name/COMMIT/path/of/a/file      the files, as in the local cache
+    models--org--name/COMMIT/sie-manifest.json   written last: a snapshot without it is not complete
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
-GLANCE_S, GLANCES = 10.0, 3  # time limit and attempts to read a manifest
+GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest, and number of attempts
 _FOLDER = re.compile(r"models--(.+)")
 
 
 def place(repository: str, revision: str) -> str:
-    """Return the prefix of the objects of a snapshot."""
+    """Return the common prefix of the keys of all objects of a snapshot."""
     return f"models--{repository.replace('/', '--')}/{revision}"
 
 
 @dataclass(frozen=True)
 class CommitState:
-    """State of one commit in the bucket. `wrong`: its faults, one line each, by the name of the file. A missing
-    manifest is a fault too.
+    """State of one snapshot in the bucket. `wrong`: its faults, by file name, one line each; a missing manifest is a
+    fault too.
 
-    `sizes`: bytes of every object by its name, except the manifest.
+    `sizes`: bytes of each object except the manifest, by name.
     """
 
     repository: str
@@ -57,13 +58,12 @@ class WeightBucket:
 
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # limits for reading the manifest: the load of a model that is not on the disk waits for it before it tries the
-        # next source
+        # Short limits for the manifest: the load of a model waits for it before it tries the next source.
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Read the manifest of a snapshot; None if the snapshot is not complete. Also returns the mode of a write that
-        replaces this manifest: the write fails if another writer has replaced it first.
+        """Return the manifest of a snapshot; None if the snapshot is not complete. Also return the mode for a write
+        that replaces this manifest: that write fails if another writer was faster.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -94,7 +94,7 @@ class WeightBucket:
         return manifest, version
 
     async def sizes(self, repository: str, revision: str) -> dict[str, int]:
-        """Return the bytes of every object of a snapshot by its name, except the manifest."""
+        """Return the bytes of each object of a snapshot except the manifest, by name."""
         import obstore
 
         prefix = place(repository, revision)
@@ -111,7 +111,7 @@ class WeightBucket:
         return await self.limits.call(listed)
 
     async def below(self, prefix: str | None) -> list[str]:
-        """Return the names of the folders below `prefix`."""
+        """Return the names of the folders directly below `prefix`, sorted."""
         import obstore
 
         listing = await self.limits.call(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
@@ -143,7 +143,7 @@ class WeightBucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         all_snapshots = [stored for snapshots in await asyncio.gather(*map(states, folders)) for stored in snapshots]
-        # some stores have objects for empty folders
+        # some stores have an object for each empty folder
         return [stored for stored in all_snapshots if stored.sizes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
@@ -154,14 +154,14 @@ class WeightBucket:
         with contextlib.suppress(ObjectMissing):
             await self.limits.call(lambda: obstore.delete_async(self.store, f"{prefix}/{MANIFEST}"))
         for name, size in (await self.sizes(repository, revision)).items():
-            with contextlib.suppress(ObjectMissing):  # another process removed the object
+            with contextlib.suppress(ObjectMissing):  # another process has already removed it
                 await self.limits.call(functools.partial(obstore.delete_async, self.store, f"{prefix}/{name}"))
             removed_bytes += size
         return removed_bytes
 
 
 class BucketSource:
-    """Files of a manifest, as a source of the download engine."""
+    """Source (see `download`) that reads the files of a manifest from the bucket."""
 
     def __init__(self, bucket: WeightBucket, manifest: Manifest, label: str) -> None:
         self._bucket, self._manifest, self.label = bucket, manifest, label
@@ -190,8 +190,8 @@ class BucketSource:
         return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
 
     def _broken(self, wrong: str) -> FetchFailed:
-        """Return the failure of a bucket whose files differ from the manifest. A push can repair the bucket, so the
-        load is tried again later.
+        """Return the error for a bucket whose files do not match the manifest. The load is tried again later, because a
+        push can repair the bucket.
         """
         return FetchFailed(
             "NETWORK", f"{self.label} is damaged there, {wrong}: `sie weights push --force` writes it again"

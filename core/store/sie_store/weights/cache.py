@@ -1,5 +1,5 @@
-"""Local cache: snapshots of weights on this node's disk. The folders are the same as in HF_HOME, so that other programs
-find them too.
+"""Local cache: snapshots (the weights of a model at one commit) on this node's disk. The folders are the same as in
+HF_HOME, so that other programs find them too.
 
     hub/models--org--name/snapshots/COMMIT/     a snapshot, complete with a manifest, or written by the hub's own client
     hub/models--org--name/partial/COMMIT/       files of an unfinished fetch; the next fetch resumes there
@@ -48,7 +48,8 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-# seconds without progress after which another process's fetch counts as failed: the time-outs of a fetch are shorter
+# seconds without progress after which the fetch of another process counts as failed; longer than all time-outs of a
+# fetch
 STALLED_S = 180.0
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -58,12 +59,12 @@ T = TypeVar("T")
 
 
 class Fetch(Protocol):
-    """Fills a folder with the files of one snapshot and returns its manifest.
+    """Function that fetches the files of one snapshot into a folder and returns the manifest.
 
-    Files that earlier attempts wrote into the folder are used. A file grows under its name + PART and is renamed when
-    its digest is correct. A file with its final name may be a hard link to somebody's file: it is checked, and replaced
-    if it is wrong, but no bytes are written into it. Every file is synced to the disk. `progress.expect` is called
-    before the first byte is fetched. Raises FetchFailed, OSError.
+    It uses files that earlier attempts have left in the folder. A file that is not complete has the suffix PART; it is
+    renamed when its digest is correct. A file without the suffix may be a hard link to a file of another program: it is
+    checked, and replaced if it is wrong, but never written to. Every file is synced to the disk. `progress.expect` is
+    called before the first byte is fetched. Raises FetchFailed, OSError.
     """
 
     def __call__(self, folder: Path, progress: FetchProgress) -> Manifest: ...
@@ -71,7 +72,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Complete snapshot of the cache, as `listed` found it. `used_s`: time of its last use, seconds since 1970."""
+    """A complete snapshot in the cache. `used_s`: time of its last use, seconds since 1970."""
 
     folder: Path
     manifest: Manifest
@@ -80,8 +81,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A snapshot or a partial folder that may be removed from the disk. `used_s`: time of its last use, seconds since
-    1970. `is_partial`: only the partial folder of a fetch is removed.
+    """A snapshot or a partial folder that may be removed to free disk space. `used_s`: time of its last use, seconds
+    since 1970. `is_partial`: only the partial folder of an unfinished fetch is removed.
     """
 
     repository: str
@@ -92,11 +93,12 @@ class Candidate:
 
 
 class LocalCache:
-    """Snapshots below `folder`. Every method may be called from any thread, and by any number of processes at once.
+    """The snapshots below `folder`. All methods may be called from any thread and from several processes at the same
+    time.
 
-    `room` is called before a fetch with a number of bytes: it frees this space on the disk, or raises FetchFailed.
-    `relieve` removes snapshots while the disk is above its threshold, and returns whether the disk is below the
-    threshold then.
+    `room`: called with a number of bytes before a fetch; it frees this space on the disk, or raises FetchFailed.
+    `relieve`: removes snapshots while the disk is fuller than its threshold; returns whether the disk is below the
+    threshold at the end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,9 +113,10 @@ class LocalCache:
         return self._folder_of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
-        """Return the folder of a snapshot that has all files that `select` accepts, according to its manifest or to the
-        listing of the hub's own client. Without `select`, it must have all files that were selected when it was
-        fetched. Returns None if a file is missing, or if there is neither manifest nor listing. Raises ManifestError.
+        """Return the folder of a snapshot if all its files that `select` accepts are there. Which files it has is known
+        from its manifest, or from the listing of the hub's own client. Without `select`, the files that its fetch
+        selected must be there. Returns None if a file is missing, or if there is neither manifest nor listing. Raises
+        ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
@@ -125,8 +128,8 @@ class LocalCache:
         return folder if is_whole else None
 
     def flaw(self, repository: str, revision: str) -> str:
-        """Return the evidence that a snapshot is not complete; an empty text if there is none. Files are compared with
-        the manifest, or with one another if there is no manifest. Raises ManifestError.
+        """Return why a snapshot is not complete; empty if no fault is found. The files are compared with the manifest,
+        or with each other if there is no manifest. Raises ManifestError.
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
@@ -134,30 +137,30 @@ class LocalCache:
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """Return the name of a snapshot for logs. The name of a LoRA is left out, because it may be input of a
-        client.
-        """
+        """Return the name of a snapshot for logs. A LoRA is not named, because a client may have chosen its name."""
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """Read the manifest of a snapshot. Return None if there is no manifest, or if it belongs to another snapshot.
-        The files are not checked.
+        """Return the manifest of a snapshot; None if there is none, or if it is that of another snapshot. The files are
+        not checked.
         """
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
         except ManifestError as error:
-            _logger.warning("%s in the local cache: %s", self.log_name(repository, revision), error)
+            _logger.warning(
+                "the manifest of %s in the local cache is not used: %s", self.log_name(repository, revision), error
+            )
             return None
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """Acquire a lease on a snapshot: no process removes the snapshot until the lease is closed. The snapshot need
-        not exist yet.
+        """Return a lease on a snapshot, which need not exist yet. While the lease is open, no process removes the
+        snapshot.
 
-        Raises FetchFailed if another process is removing it and does not finish, or if the disk has no room for the
-        lease.
+        Raises FetchFailed if another process is removing it and does not finish, or if the disk has no space for the
+        lock file.
         """
         check_names(repository, revision)
         deadline_s = time.monotonic() + REMOVAL_S
@@ -184,11 +187,11 @@ class LocalCache:
         select: Wanted | None = None,
         progress: FetchProgress | None = None,
     ) -> Path:
-        """Return the folder of a snapshot; fetch the snapshot if it is missing. One process of the node fetches it; the
-        other processes wait until it exists.
+        """Return the folder of a snapshot; if it is not complete, fetch it first. Only one process of the node fetches
+        it; others wait for this process.
 
-        `label` names the snapshot in logs and errors. Raises FetchFailed. A caller that uses the snapshot after the
-        call must acquire a lease before the call.
+        `label`: name of the snapshot in logs and errors. Raises FetchFailed. A caller that uses the files later must
+        have a lease before this call.
         """
         progress = progress or FetchProgress(label)
 
@@ -214,10 +217,10 @@ class LocalCache:
             return self._with_room(fetched, label)
 
     def _with_room(self, act: Callable[[], T], label: str) -> T:
-        """Call `act` and return its result. If the disk is full, space is freed and `act` is called once more: even a
-        lock or a folder needs a block of the disk.
+        """Call `act` and return its result. If the disk is full, free space and call it once more, because even a lock
+        file or a folder needs a block of the disk.
 
-        `label` names the action in errors. Raises FetchFailed.
+        `label`: what is being written, for errors. Raises FetchFailed.
         """
         try:
             try:
@@ -231,7 +234,7 @@ class LocalCache:
             raise _disk_failed(label, self.folder, error) from error
 
     def listed(self) -> list[Snapshot]:
-        """List all snapshots that have a manifest and all its files, sorted by name."""
+        """Return all snapshots that have a manifest and all its files, sorted by name."""
         return [
             snapshot
             for snapshot in self._with_manifest()
@@ -239,7 +242,7 @@ class LocalCache:
         ]
 
     def _with_manifest(self) -> list[Snapshot]:
-        """List all snapshots with a manifest, also snapshots whose files are missing or incomplete."""
+        """Return all snapshots that have a manifest, even if files are missing or incomplete."""
         snapshots = []
         for path in sorted(self.hub.glob(f"models--*/snapshots/*/{MANIFEST}")):
             try:
@@ -251,8 +254,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time when a use of the snapshot last began or ended, in seconds since 1970. If it was never used,
-        return the time when it was created; 0 if it does not exist.
+        """Return the time of the last use of a snapshot, in seconds since 1970: the last begin or end of a lease. If it
+        was never used, return the time of its creation; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -266,14 +269,14 @@ class LocalCache:
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
-        """List the snapshots and partial folders that may be removed to free space, least recently used first. Only
-        snapshots that SIE fetched are listed, complete or not. Snapshots in use are left out.
+        """Return the snapshots and partial folders that may be removed to free space, least recently used first.
+        Snapshots that SIE did not fetch, and those in use, are left out.
         """
         going = []
         for snapshot in self._with_manifest():
             repository, revision = snapshot.manifest.repository, snapshot.manifest.revision
             if snapshot.manifest.origin != "found" and not self._is_used(repository, revision):
-                with contextlib.suppress(FileNotFoundError):  # the file was removed in the meantime
+                with contextlib.suppress(FileNotFoundError):  # a file was removed while the size was computed
                     going.append(
                         Candidate(
                             repository, revision, snapshot.used_s, is_partial=False, bytes=_bytes_in(snapshot.folder)
@@ -284,7 +287,8 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            with contextlib.suppress(ManifestError, FileNotFoundError):  # the folder is not SIE's, or was moved
+            # not a folder of SIE, or it was moved in the meantime
+            with contextlib.suppress(ManifestError, FileNotFoundError):
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
                     used_s = self.used_s(repository, revision)
@@ -301,11 +305,12 @@ class LocalCache:
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        if not path.exists():  # creating the file would look like a use
+        # without a lock file it was never used; creating the file would change the time of the last use
+        if not path.exists():
             return False
         try:
             lock = try_lock(path, shared=False)
-        except PermissionError:  # a file of another user may be locked
+        except PermissionError:  # the lock file belongs to another user, who may hold the lock
             return True
         if lock is None:
             return True
@@ -327,17 +332,17 @@ class LocalCache:
                 shutil.rmtree(removed)
             if place.exists() and not candidate.is_partial:
                 partial.mkdir(parents=True, exist_ok=True)
-                os.rename(place, removed)  # atomic: no process may see half of a snapshot
+                os.rename(place, removed)  # renaming is atomic, so that no process sees a part of the snapshot
             for folder in (removed, partial / revision):
                 if folder.exists():
                     shutil.rmtree(folder)
         return True
 
     def outstanding_bytes(self) -> int:
-        """Return the bytes that all fetches of this node, in all its processes, have not written yet."""
+        """Return the number of bytes that the running fetches of all processes of this node have still to write."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
-            with contextlib.suppress(PermissionError):  # a file of another user cannot be read
+            with contextlib.suppress(PermissionError):  # the lock file belongs to another user and cannot be read
                 lock = try_lock(path, shared=False)
                 if lock is None:
                     noted = _noted(path.read_bytes())
@@ -354,8 +359,8 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, label: str, progress: FetchProgress) -> Iterator[Lock]:
-        """Acquire the lock of the one process that fetches a snapshot. While another process has it, wait and show its
-        progress. Raises FetchFailed if the other process makes no progress for STALLED_S.
+        """Acquire the lock that allows this process alone to fetch a snapshot. While another process has it, wait and
+        report the progress of that process. Raises FetchFailed if it makes no progress for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
         last, last_s, is_logged = b"", time.monotonic(), False
@@ -376,8 +381,9 @@ class LocalCache:
             yield lock
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
-        """Merge the manifest of the fetched files with the manifest of the existing snapshot. If the existing snapshot
-        has no manifest, its files are not from SIE, and the result has the origin `found`.
+        """Return the manifest of the fetched files, joined with the manifest of the existing snapshot. If that has no
+        manifest, its files are not from SIE, and the origin of the result is `found`, so that the snapshot is never
+        removed.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -390,7 +396,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # the snapshot may be in use: none of its files is removed
+        if place.exists():  # the snapshot may be in use, so no file is removed
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):
@@ -410,8 +416,8 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the failure of a write. A write to a full disk may be retried later; a write to a folder without write
-    permission may not.
+    """Return the error for a failed write. A write to a full disk may succeed later; a write to a folder without
+    permission will not.
     """
     if error.errno in FULL:
         return FetchFailed(
@@ -430,7 +436,9 @@ def _note(lock: Lock, fetched: Fetched) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Count the bytes of all files below a folder. Raises FileNotFoundError if a file is removed during the count."""
+    """Return the number of bytes of all files below a folder. Raises FileNotFoundError if a file is removed in the
+    meantime.
+    """
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -442,7 +450,9 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _noted(note: bytes) -> Fetched:
-    """Decode the progress that the fetching process wrote into its lock; it is empty while it is being written."""
+    """Return the progress that the fetching process has written to its lock file; no progress if the file is
+    incomplete.
+    """
     try:
         _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
         return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))
@@ -451,7 +461,9 @@ def _noted(note: bytes) -> Fetched:
 
 
 def _link_files(place: Path, partial: Path) -> None:
-    """Hard-link the files of a snapshot into the partial folder, if the disk has hard links."""
+    """Create hard links to the files of a snapshot in the partial folder, if the disk supports this, so that they are
+    not fetched again.
+    """
     for path in place.rglob("*") if place.exists() else ():
         target = partial / path.relative_to(place)
         if path.is_file() and path.name != MANIFEST and not target.exists():

@@ -1,5 +1,5 @@
-"""Room for weights on a disk that is nearly full. Least recently used snapshots are evicted before a fetch begins, and
-also while the process serves (`DiskWatch`), because other programs fill the disk too.
+"""Disk space for weights. Before a fetch, least recently used snapshots are evicted (removed) if space is needed. While
+the process serves, `DiskWatch` does the same, because other programs fill the disk too.
 
 Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
 continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a process
@@ -27,11 +27,11 @@ from sie_store.weights.manifest import FetchFailed
 _logger = logging.getLogger("sie.store")
 _POLL_S = 0.2
 LOOK_S = 30.0  # seconds between two checks of the disk while the process serves
-SPARE_BYTES = 16 << 20  # a file system needs some bytes for itself
+SPARE_BYTES = 16 << 20  # bytes that must stay free, because a file system needs some for itself
 
 
 class DiskUsage(NamedTuple):
-    """Used bytes of a file system, and bytes that this user may still write."""
+    """Bytes of a file system: used, and still free for this user."""
 
     used: int
     free: int
@@ -41,8 +41,8 @@ Probe = Callable[[Path], DiskUsage]
 
 
 def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
-    """Return the usage of the file system in which `folder` is or will be created. With `limit_bytes`, only the files
-    below `folder` count as used, and they may have at most `limit_bytes`.
+    """Return the used and free bytes of the file system in which `folder` is or will be created. With `limit_bytes`,
+    only the files below `folder` count as used, and at most `limit_bytes` may be used.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = shutil.disk_usage(there)
@@ -62,11 +62,11 @@ def _size(path: str) -> int:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """Return the local cache in `folder`. It evicts snapshots while its disk is above `threshold_percent`
+    """Return the local cache in `folder`, which evicts snapshots while its disk is fuller than `threshold_percent`
     (SIE_DISK_PRESSURE_THRESHOLD_PERCENT).
 
-    If `threshold_percent` is None, nothing is removed (SIE_DISK_CACHE_ENABLED is off). In both cases a fetch that does
-    not fit is refused before it begins.
+    If `threshold_percent` is None (SIE_DISK_CACHE_ENABLED is off), no snapshot is removed. In both cases, a fetch that
+    does not fit on the disk is refused before it begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -76,9 +76,9 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
-    """Evict snapshots until the disk, below the threshold, has room for `needed_bytes` and for the bytes that other
-    fetches of this node have not written yet. Stop earlier if no more snapshots may be removed. Raises FetchFailed if
-    the bytes do not fit. If they would not fit after all evictions, no snapshot is removed.
+    """Evict snapshots until the disk would stay below the threshold with `needed_bytes` more, plus the bytes that other
+    fetches of this node have still to write. Raises FetchFailed if these bytes do not fit on the disk; if it is clear
+    from the start that even all evictions would not be enough, nothing is removed.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -97,16 +97,18 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
         _remove_while(is_above, cache, going, f"with the new files the disk would be above {threshold_percent:g} %")
         if is_above():
             _logger.warning(
-                "the disk of %s stays above %g %%: no other snapshot may be removed", cache.folder, threshold_percent
+                "the disk of %s stays fuller than %g %%, because no other snapshot may be removed",
+                cache.folder,
+                threshold_percent,
             )
-        # other programs have written to the disk in the meantime
+        # checked again, because other programs may have written in the meantime
         if needed + SPARE_BYTES > (free := probe(cache.folder).free):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is above the threshold and some may be removed. Returns whether the disk is below
-    the threshold now.
+    """Evict snapshots while the disk is fuller than the threshold, as long as there are snapshots that may be removed.
+    Returns whether the disk is below the threshold at the end.
     """
 
     def is_above() -> bool:
@@ -120,8 +122,8 @@ def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
 
 
 class DiskWatch:
-    """Thread that calls `look` every LOOK_S until it is closed. `look` returns whether the disk is below its threshold.
-    When the result changes to False, a warning is logged.
+    """Thread that calls `look` every LOOK_S seconds until `close`. `look` returns whether the disk is below its
+    threshold; when this changes from true to false, a warning is logged.
     """
 
     def __init__(self, look: Callable[[], bool], folder: Path) -> None:
@@ -144,7 +146,7 @@ class DiskWatch:
                 continue
             if was_well and not is_well:
                 _logger.warning(
-                    "the disk of %s is above SIE_DISK_PRESSURE_THRESHOLD_PERCENT: no snapshot may be removed",
+                    "the disk of %s is fuller than SIE_DISK_PRESSURE_THRESHOLD_PERCENT, and no snapshot may be removed",
                     self._folder,
                 )
             was_well = is_well
@@ -163,9 +165,9 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:
     try:
         return cache.discard(candidate)
-    except OSError as error:  # the candidate belongs to another user; the next candidate may be removable
+    except OSError as error:  # for example, it belongs to another user; the next candidate may be removable
         name = cache.log_name(candidate.repository, candidate.revision)
-        why = error.strerror or type(error).__name__  # the path is left out, because it contains the snapshot's name
+        why = error.strerror or type(error).__name__  # without the path, which contains the snapshot's name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)
         return False
 
@@ -173,8 +175,8 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the failure of a fetch for which the disk has no room. A load that fails with its class is tried again
-    later, when there may be room. `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the error for a fetch for which the disk has no space. Its class makes the load be tried again later, when
+    there may be space. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
@@ -187,8 +189,9 @@ def _no_room(
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
-    """Acquire the lock for one removing process of the node at a time: two processes would remove twice the necessary
-    amount. If its holder hangs, or if the lock cannot be written, space is freed without the lock.
+    """Acquire the lock that allows one process of the node to remove snapshots: two processes at the same time would
+    remove twice as much as necessary. If the process that has the lock hangs, or if the lock file cannot be written, go
+    on without the lock.
     """
     deadline_s = time.monotonic() + REMOVAL_S
     try:
@@ -197,6 +200,10 @@ def _sole_removal(cache: LocalCache) -> Lock:
                 return Lock(None)
             time.sleep(_POLL_S)
     except OSError as error:
-        _logger.warning("space is freed in %s without a lock: %s", cache.folder, error)
+        _logger.warning(
+            "snapshots in %s are removed without a lock, because the lock file cannot be written: %s",
+            cache.folder,
+            error,
+        )
         return Lock(None)
     return lock

@@ -1,11 +1,12 @@
-"""Download engine: fetches the files of a snapshot into a folder. Each file is resumed where an earlier attempt ended.
+"""Download engine: it fetches the files of a snapshot (weights of a model at one commit) into a folder. A file is
+continued where an earlier attempt ended.
 
     files ──► existing files are checked ──► the others are read from the length of their part on ──►
     appended and digested ──► renamed when the digest is right
 
-A file grows only at its end, under its name + PART, so its length is its progress. The next attempt continues there, in
-any process. A `Source` returns ranges of one file: the hub (`hub.py`) or a bucket (`bucket.py`). After a failure that
-may disappear, the missing bytes are requested again from the byte where the answer ended.
+An incomplete file has the suffix PART and only grows at its end, so its length is the progress, and any process can
+continue it. A `Source`, the hub (`hub.py`) or a bucket (`bucket.py`), returns ranges of a file. If an answer ends
+early, the missing bytes are requested again.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-# bytes that an answer must deliver in `stall_s`; the same number of bytes resets the count of tries
+# bytes that must arrive within `stall_s`; an answer with at least this number resets the count of failed attempts
 MIN_BYTES = 1 << 14
-MAX_WAITING_BYTES = 1 << 20  # bytes of one file that may wait while earlier bytes are being written
-# attempts for a file with a wrong digest: it is read once more from its start, because its part on the disk may be
-# damaged
+# largest number of bytes of one file that wait in memory while earlier bytes are being written
+MAX_WAITING_BYTES = 1 << 20
+# number of times that a file with a wrong digest is fetched; the second time from its start, because the bytes that
+# were already on the disk may be damaged
 ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class DownloadLimits(RetryPolicy):
-    """Limits of one download. `stall_s`: the longest wait for the next MIN_BYTES. `tries` counts the answers in a row
-    that delivered fewer bytes. `part_bytes`: bytes of one request. `parts_at_once`: parts of all files that are read
-    ahead and kept in memory. If `part_bytes` is 0, one request reads all missing bytes of a file, which are written as
-    they arrive.
+    """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES arrive. `tries`: number of attempts
+    in a row that may deliver fewer than MIN_BYTES. `part_bytes`: bytes of one request; 0 means that one request reads
+    the whole remaining file, and its bytes are written as they arrive. `parts_at_once`: number of parts, of all files,
+    that are requested ahead and kept in memory.
     """
 
     part_bytes: int = 8 << 20
@@ -55,8 +57,8 @@ class DownloadLimits(RetryPolicy):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a snapshot. `size` is in bytes. `sha256` and `blob` (git's digest of a file) are in hex; a digest is
-    empty if the source does not have it.
+    """A file of a snapshot. `size`: its bytes. `sha256` and `blob` (the digest that git uses): in hex, empty if the
+    source does not have it.
     """
 
     path: str
@@ -66,38 +68,38 @@ class RemoteFile:
 
 
 class Source(Protocol):
-    """Source of the files of one snapshot. `label` names the snapshot in logs and errors."""
+    """Source of the files of one snapshot, a hub or a bucket. `label`: name of the snapshot in logs and errors."""
 
     label: str
     limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end`. The answer may end early. Raises StoreError for a failure that
-        may disappear, and FetchFailed.
+        """Yield the bytes from `start` to before `end` of a file. It may end early. Raises StoreError if another
+        attempt may help, otherwise FetchFailed.
         """
         ...
 
     def damaged(self, file: RemoteFile) -> FetchFailed:
-        """Return the failure of a file whose digest was wrong after every attempt."""
+        """Return the error for a file whose digest was wrong in all attempts."""
         ...
 
 
 class Reader:
-    """Reads the files of a source. `progress` counts every byte that arrives."""
+    """Reads files of a source. Every byte that arrives is counted in `progress`."""
 
     def __init__(self, source: Source, progress: FetchProgress) -> None:
         self._source, self._limits, self._progress = source, source.limits, progress
         self._turns = asyncio.Semaphore(source.limits.parts_at_once)
 
     async def read(self, file: RemoteFile, start: int = 0) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes of a file from `start` on, in order. Raises FetchFailed, StoreError."""
+        """Yield the bytes of a file from position `start` on. Raises FetchFailed, StoreError."""
         pieces = self._parts(file, start) if self._limits.part_bytes else self._resumed(file, start, file.size)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield piece
 
     async def _parts(self, file: RemoteFile, start: int) -> AsyncGenerator[Piece, None]:
-        """Yield the parts of a file; some are read ahead. A part counts as read ahead until the caller consumes it."""
+        """Yield a file part by part. Up to `parts_at_once` parts are requested ahead, until the caller takes them."""
         step = self._limits.part_bytes
         starts = iter(range(start, file.size, step))
         ahead = deque[asyncio.Task[bytearray]]()
@@ -120,8 +122,8 @@ class Reader:
         return data
 
     async def _resumed(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end`. If an answer ends early, the missing bytes are requested
-        again.
+        """Yield the bytes from `start` to before `end`. Missing bytes are requested again if an answer ends early or
+        fails.
         """
         at, tries = start, 0
         while at < end:
@@ -136,15 +138,15 @@ class Reader:
                         yield piece
                         if at == end:
                             return
-                raise StoreError(f"the answer ended at byte {at} of {end}")
+                raise StoreError(f"the source's answer ended early, at byte {at} of {end}")
             except StoreError as error:
                 tries = 1 if at - before >= MIN_BYTES else tries + 1
                 await self._limits.pause(error, tries, f"{self._source.label}: {file.path}", at)
 
 
 async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of an answer. Raises StoreError if the answer delivers less than MIN_BYTES in `stall_s`. Time
-    that the caller uses does not count.
+    """Yield the pieces of an answer. Raises StoreError if fewer than MIN_BYTES arrive within `stall_s`; time that the
+    caller needs for a piece does not count.
     """
     waited_s, brought = 0.0, 0
     async with contextlib.aclosing(answer):
@@ -158,12 +160,12 @@ async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGe
             if brought >= MIN_BYTES:
                 waited_s, brought = 0.0, 0
             elif waited_s > stall_s:
-                raise StoreError(f"the answer delivered {brought} bytes in {waited_s:.0f} s")
+                raise StoreError(f"the source delivered only {brought} bytes in {waited_s:.0f} s")
             yield piece
 
 
 class Digests:
-    """Digests of the bytes that were added so far."""
+    """Digests of a file, computed from the bytes that were added so far."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._bytes = file, 0
@@ -177,7 +179,7 @@ class Digests:
             self._blob.update(data)
 
     def add_file(self, path: Path, progress: FetchProgress) -> int:
-        """Add the contents of a file. Returns its number of bytes. Raises OSError."""
+        """Add the bytes of a file. Returns their number. Raises OSError."""
         with path.open("rb") as opened:
             while piece := opened.read(PIECE_BYTES):
                 self.add(piece)
@@ -189,22 +191,20 @@ class Digests:
         return self._sha256.hexdigest()
 
     def fact(self) -> FileFact | None:
-        """Return size and digest of the file; None if they differ from the values of its source."""
+        """Return (size, SHA-256) of the added bytes if they are the complete and correct file, otherwise None."""
         is_right = self._file.sha256 in ("", self.sha256) and self._file.blob in ("", self._blob.hexdigest())
         return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
 
 
 class SnapshotDownload:
-    """Download of the files of one snapshot into `folder`, a partial folder of the local cache."""
+    """Download of all files of one snapshot into `folder`, a partial folder of the local cache."""
 
     def __init__(self, source: Source, folder: Path, progress: FetchProgress) -> None:
         self._source, self._folder, self._progress = source, folder, progress
         self._reader = Reader(source, progress)
 
     async def all(self, files: Sequence[RemoteFile]) -> dict[str, FileFact]:
-        """Fetch every file. Returns size and digest of each file, by its path. Raises FetchFailed, StoreError,
-        OSError.
-        """
+        """Fetch all files. Returns size and SHA-256 of each file, by path. Raises FetchFailed, StoreError, OSError."""
         present = await each_file(lambda file: asyncio.to_thread(self._present, file), files)
         missing = [file for file in files if present[file.path] is None]
         total, lacking = (sum(file.size for file in some) for some in (files, missing))
@@ -214,9 +214,9 @@ class SnapshotDownload:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """Return size and digest of a correct file that exists under its final name, else None. A wrong file and a part
-        that is too long are removed. No bytes are written into such a file, because it may be a hard link to a file of
-        another program.
+        """Return size and SHA-256 of a file that is already complete and correct, otherwise None. A wrong file is
+        removed, and so is a partial file that is too long. The file is not written to, because it may be a hard link to
+        a file of another program.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
@@ -256,7 +256,7 @@ class SnapshotDownload:
         raise self._source.damaged(file)
 
     def _begun(self, part: Path, digests: Digests) -> int:
-        """Add the bytes that an earlier attempt wrote to `part` to the digests. Returns the number of these bytes."""
+        """Add the bytes that an earlier attempt has written to `part` to the digests, and return their number."""
         part.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
         return digests.add_file(part, self._progress)
@@ -266,8 +266,8 @@ class SnapshotDownload:
 
 
 class _Appending:
-    """Appender of pieces to the part of a file, in a thread. Pieces that arrive during one write are written
-    together.
+    """Appends pieces to a partial file, in a thread. Pieces that arrive during a write are joined for the next
+    write.
     """
 
     def __init__(self, part: Path, digests: Digests) -> None:
@@ -276,7 +276,7 @@ class _Appending:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, piece: Piece) -> None:
-        """Append a piece. If MAX_WAITING_BYTES or more are not written yet, wait for the write. Raises OSError, also
+        """Append a piece. If at least MAX_WAITING_BYTES are waiting, wait until they are written. Raises OSError, also
         for an earlier piece.
         """
         self._waiting += piece
@@ -289,7 +289,7 @@ class _Appending:
             await self._writing
 
     async def end(self) -> None:
-        """Wait until all pieces are written. Raises OSError."""
+        """Wait until all added pieces are written. Raises OSError."""
         if self._writing is not None:
             await self._writing
 
@@ -307,8 +307,8 @@ class _Appending:
 
 
 async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence[RemoteFile]) -> dict[str, _T]:
-    """Return the result of `call` for each file, by its path. FILES_AT_ONCE calls run at a time. The first failure
-    cancels the other calls.
+    """Return the results of `call` for all files, by path. At most FILES_AT_ONCE calls run at the same time. If one
+    fails, the others are cancelled.
     """
     turns = asyncio.Semaphore(FILES_AT_ONCE)
 
