@@ -34,7 +34,7 @@ from sie_sidecar.prepare.rows import WorkItemInput
 GOAL = 0.95
 CLIENTS = 8
 WINDOWS = 5
-TEXTS = 240
+TEXTS = 40
 
 
 def texts_of(alone: Alone, tokens: int, count: int, seed: int = 5) -> list[str]:
@@ -75,12 +75,10 @@ def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], f
 def requests_of(url: str, items: list[dict[str, object]], each: int) -> tuple[list[bytes], float]:
     """Return requests with `each` items, and the mean tokens of an item that run."""
     parts = [items[start : start + each] for start in range(0, len(items) - each + 1, each)]
-    tokens = 0
-    for part in parts:
-        answer = httpx.post(f"{url}/v1/encode/{MODEL}", json={"items": part}, timeout=120, trust_env=False)
-        tokens += answer.raise_for_status().json()["usage"]["total_tokens"]
+    answer = httpx.post(f"{url}/v1/encode/{MODEL}", json={"items": parts[0]}, timeout=120, trust_env=False)
+    tokens = answer.raise_for_status().json()["usage"]["total_tokens"]  # all items of a kind are equally long
     bodies = [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
-    return bodies, tokens / (len(parts) * each)
+    return bodies, tokens / each
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ def progress(cluster: Cluster, job: str) -> dict[str, Any] | None:
     ("count", "sentences", "tokens_per_s"),
     [
         pytest.param(48, 60, 12_000.0, id="48"),
-        pytest.param(1000, 120, 0.0, id="1000", marks=pytest.mark.long),
+        pytest.param(1000, 60, 0.0, id="1000", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(1200)
