@@ -1,15 +1,14 @@
-"""Installation into an environment, for `make install`: `python3 tools/installation.py VENV`.
+"""Installs SIE into a virtual environment, for `make install`: `python3 tools/installation.py VENV`.
 
-environment ─► torch ─► SIE       a line of progress for each; all that pip prints goes to VENV/install.log
+    environment ─► torch ─► SIE       prints one line for each step; the output of pip is in VENV/install.log
 
-| machine | torch |
-|---|---|
-| an NVIDIA GPU | of the configured indexes: on Linux the build with CUDA |
-| Linux without one | VERSION+cpu of the configured indexes and folders of wheels, else of TORCH_INDEX |
-| neither | of the configured indexes: elsewhere than on Linux no build has CUDA |
+    machine                       build of torch
+    with an NVIDIA GPU            from the indexes that pip is configured for; on Linux this build has CUDA
+    Linux without an NVIDIA GPU   VERSION+cpu, from the configured indexes and wheel folders, else from CPU_INDEX
+    any other                     from the configured indexes; except on Linux, no build has CUDA
 
-TORCH_INDEX in the environment names the only index of torch on every machine; if it is empty, torch comes from the
-configured indexes as it is there.
+The environment variable TORCH_INDEX names the only index for torch, on every machine. If it is set to an empty text,
+torch comes from the configured indexes in any case.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ ROOT = Path(__file__).parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LOG = "install.log"
 TICK_S = 1.0
-# the second form is pip's message if constraints in its configuration name torch as well
+# pip's message; the second form appears if pip's configured constraints name torch too
 _ABSENT = re.compile(
     r"No matching distribution found for torch\b|no matching distributions available for your environment:\s+torch\b"
 )
 
 
 class StepFailed(Exception):
-    """Failure of a step. The text names the next step for the user."""
+    """Raised if a step failed. Its text says what the user can do."""
 
 
 def has_gpu() -> bool:
-    """Return whether the driver of NVIDIA shows a GPU: as a device, or under WSL only by nvidia-smi."""
+    """Return True if there is an NVIDIA GPU: a device file, or in WSL an entry in the list of nvidia-smi."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     try:
@@ -48,7 +47,7 @@ def has_gpu() -> bool:
 
 
 class Installer:
-    """Steps of pip in the environment at `venv`. `pip` is the command."""
+    """Runs the steps of the installation with the pip of the environment `venv`."""
 
     def __init__(self, venv: Path, environ: Mapping[str, str]) -> None:
         self.pip: Sequence[str] = [str(venv / "bin/python"), "-m", "pip"]
@@ -56,7 +55,7 @@ class Installer:
         self._environ = environ
 
     def install_torch(self, version: str) -> None:
-        """Install the build of torch for this machine. Raises StepFailed."""
+        """Install the build of torch that fits this machine. Raises StepFailed."""
         index = self._environ.get("TORCH_INDEX")
         if index:
             self._install_torch(f"torch {version} of {index}", f"torch=={version}", index)
@@ -76,7 +75,9 @@ class Installer:
             self._install_torch(f"torch {version}+cpu of {CPU_INDEX}", named, CPU_INDEX)
 
     def _install_torch(self, title: str, named: str, index: str = "") -> None:
-        """Install one build without its libraries. The next step installs them, because it has the constraints."""
+        """Install one build of torch without its dependencies. The next step installs these, with the versions in
+        constraints.txt.
+        """
         source = ["--index-url", index, "--retries", "2", "--timeout", "30"] if index else []
         try:
             self.run(title, "--no-deps", *source, named)
@@ -90,7 +91,7 @@ class Installer:
             raise
 
     def run(self, title: str, *arguments: str) -> None:
-        """Run one `pip install`, with a line about its duration. Raises StepFailed."""
+        """Run one `pip install`, and print a line with its duration. Raises StepFailed."""
         options = ["--disable-pip-version-check", "--no-compile", "--progress-bar", "off"]
         started_s = time.monotonic()
         is_terminal = sys.stdout.isatty()
@@ -113,19 +114,19 @@ class Installer:
             raise StepFailed(f"{reasons[-1] if reasons else f'pip ended with {status}'}; the log is {self._log}")
 
     def _tail(self) -> str:
-        """Read the output of the last step."""
+        """Return the output of the last step."""
         return self._log.read_text("utf-8", "replace").rpartition("\n== ")[2]
 
 
 def torch_version(root: Path) -> str:
-    """Read the version of torch that the package requires."""
+    """Return the version of torch that pyproject.toml requires."""
     match = re.search(r'"torch==([\w.]+)"', (root / "pyproject.toml").read_text("utf-8"))
     assert match is not None
     return match[1]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Install all of `sie serve` from this checkout."""
+    """Install this checkout of SIE with the extra `serve`. Return the exit status."""
     venv = Path(arguments[0])
     (venv / LOG).unlink(missing_ok=True)
     installer = Installer(venv, os.environ)

@@ -71,7 +71,7 @@ VAGUE_VALUES = frozenset(
 )
 VAGUE_FUNCTIONS = frozenset(["of", "take", "forget", "look", "tell", "say", "ask", "hear", "told", "heard", "given"])
 NO_SUBJECT = re.compile(r"^(What|Of|Who|Whom|That|Those|Which|Where|As|Else|None of|Nothing|Such)\b")
-# beginnings that leave open what is done, or with what
+# beginnings of docstrings that do not say what the function does, or to what
 VAGUE_BEGINNING = re.compile(
     r"^(Forget|Note|Tell|Hear|Say|Return when|To be \w+ed|(\w+ )?(it|its|they|them|their))\b", re.I
 )
@@ -112,8 +112,8 @@ def modules(folder: str) -> Sequence[Module]:
 
 
 def names_that_are_gone(module: Module) -> Iterator[str]:
-    """Yield files (`name.py`) and exceptions (`Raises Name`) that a docstring of the module names and the product
-    lacks.
+    """Yield the files (`name.py`) and exceptions (`Raises Name`) that docstrings of the module mention, but that do not
+    exist.
     """
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -135,7 +135,7 @@ def _file_names() -> set[str]:
 
 @functools.cache
 def _exceptions() -> set[str]:
-    """Return the names of all exception classes of the product and of Python."""
+    """Return the names of all exception classes of the product, of Python, and of FOREIGN_EXCEPTIONS."""
     builtin = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
     }
@@ -153,8 +153,8 @@ def _exceptions() -> set[str]:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Return the imports of each module within its package. An import of a package counts for the names that its own
-    file defines.
+    """Return for each module the modules of its package that it imports. If it imports a package, only the package's
+    __init__ file counts.
     """
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
@@ -171,7 +171,9 @@ def imports(found: Sequence[Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the circles of imports. A circle is broken at its last import before the next search."""
+    """Return the circles of imports. When a circle is found, one of its imports is removed from the graph, and the
+    search goes on.
+    """
     graph = {name: set(used) for name, used in graph.items()}
     found = []
     while True:
@@ -186,7 +188,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reused_classes() -> dict[str, list[str]]:
-    """Return the places of classes whose name, without a leading underscore, another product class also has."""
+    """Return the classes with the same name, by name: module and line of each. A leading underscore is ignored."""
     places = defaultdict(list)
     for package in PACKAGES:
         for module in modules(package):
@@ -227,13 +229,15 @@ def docstrings_without_subject(module: Module) -> Iterator[str]:
 
 
 def is_command(node: ast.AST) -> bool:
-    """Return whether a function is a command of `sie`, whose docstring is its help text."""
+    """Return True if the function is a command of `sie`: its docstring is the help text."""
     decorators = getattr(node, "decorator_list", [])
     return any(re.search(r"\b(command|group)\(", ast.unparse(decorator)) for decorator in decorators)
 
 
 def vague_docstrings(module: Module) -> Iterator[str]:
-    """Yield docstrings with a vague beginning, or with a phrase that readers have to solve. Help texts are left out."""
+    """Yield docstrings that begin vaguely or contain a phrase that is hard to understand. Help texts are not
+    checked.
+    """
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not is_command(
             node
@@ -244,12 +248,12 @@ def vague_docstrings(module: Module) -> Iterator[str]:
 
 
 def files_by_folder() -> Counter[str]:
-    """Return the number of modules directly in each folder of the product."""
+    """Return the number of modules in each folder of the product, without its subfolders."""
     return Counter(str(module.file.parent.relative_to(ROOT)) for package in PACKAGES for module in modules(package))
 
 
 def assigned(module: Module) -> Iterator[str]:
-    """Yield assignments to attributes of other objects: `a.b = ...`, where `a` is not self and was not created in the
+    """Yield assignments to attributes of other objects: `a.b = ...`, where `a` is neither self nor created in the
     function.
     """
     for function in ast.walk(module.tree):

@@ -33,11 +33,13 @@ SUMS = "SHA256SUMS"
 
 
 class ReleaseError(Exception):
-    """Reason why a release is refused. The message names the necessary change."""
+    """Raised if a release cannot be built. Its text says what to change."""
 
 
 def run(*command: str | Path, **environ: str) -> str:
-    """Run a command and return its standard output. Its errors are shown on the terminal. Raises ReleaseError."""
+    """Run a command and return its standard output. Its standard error goes to the terminal. Raises ReleaseError if it
+    fails.
+    """
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")
@@ -45,19 +47,22 @@ def run(*command: str | Path, **environ: str) -> str:
 
 
 def checked_version(*, dirty: bool) -> str:
-    """Return the version of this checkout. Raises ReleaseError if two places differ, or if files are changed."""
+    """Return the version of this checkout. Raises ReleaseError if a file has another version, or if there are
+    uncommitted changes and not `dirty`.
+    """
     found = version.current()
     if wrong := [f"{place} has {other}" for place, other in version.found() if other != found]:
         raise ReleaseError(f"the version is {found}, but {', '.join(wrong)}: run python tools/version.py {found}")
     changed = run("git", "status", "--porcelain").splitlines()
     if changed and not dirty:
-        raise ReleaseError(f"{len(changed)} files are changed: commit them, or say --dirty for a trial")
+        raise ReleaseError(f"{len(changed)} files have uncommitted changes: commit them, or use --dirty for a trial")
     return found
 
 
 def distributions(out: Path) -> None:
-    """Build the source archive, and the wheel from it. This proves that the archive contains all files for the
-    wheel."""
+    """Build the source archive, and from it the wheel, which proves that the archive has all files. Also build the
+    wheel of the alias package.
+    """
     at = run("git", "log", "-1", "--format=%ct").strip()
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run(*build, ROOT, SOURCE_DATE_EPOCH=at)
@@ -74,8 +79,8 @@ def bill(out: Path, of: str) -> None:
 
 
 def images(out: Path, of: str) -> list[str]:
-    """Build the images if a builder exists, with the variables of `make image-NAME`. Returns the images that are left
-    out, with the reason.
+    """Build the images by `make image-NAME` if Docker, Podman or Buildah is installed. Return the images that were not
+    built, with the reason.
     """
     cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
     if not os.environ.get("BUILDER") and not any(map(shutil.which, BUILDERS)):
@@ -92,7 +97,7 @@ def images(out: Path, of: str) -> list[str]:
 
 
 def sums(out: Path) -> None:
-    """Write the digests of all files to SHA256SUMS, which `sha256sum --check SHA256SUMS` reads."""
+    """Write the SHA-256 digest of each file to SHA256SUMS, in the format of `sha256sum --check`."""
     files = sorted(path for path in out.iterdir() if path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (out / SUMS).write_text("".join(lines))

@@ -31,11 +31,11 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-# number of requests: with 40, some requests have no periodic work of a process in them, even on a busy machine
+# number of requests; of 40, some run without any periodic work of a process, even on a busy machine
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-# runs at the start of every Python process that finds its folder on PYTHONPATH, or that a test forks with it
+# code that runs at the start of each Python process that has its folder on PYTHONPATH, or that a test forks with it
 TRACER = """
     import json, os, socket, sys, threading
 
@@ -69,14 +69,15 @@ TRACER = """
     begin()
     os.register_at_fork(after_in_child=begin)
 """
-START_S = 150.0  # seconds; imports that are recorded take several times longer
+START_S = 150.0  # seconds for the start; while functions are recorded, imports take several times longer
 ROLES = ("gateway", "sidecar", "adapter")
-Functions = set[tuple[str, str]]  # (file of a function, from the root of the repository; its qualified name)
+# pairs: file, relative to the root of the repository, and qualified name of a function in it
+Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Send a process the word to begin or end its record. Returns the functions that it entered; none if it has
-    ended.
+    """Let a process begin or end its recording (`word`: begin or end). Return the functions that it recorded; an empty
+    list if the process has ended.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
@@ -102,7 +103,7 @@ def encode(url: str) -> httpx.Response:
 
 
 def trace_request(folder: Path, url: str) -> dict[str, Functions]:
-    """Return the functions that one request enters, by process."""
+    """Return by process the functions of the product that one request enters."""
     for address in folder.iterdir():
         notify(address, "begin")
     reply = encode(url)
@@ -115,7 +116,7 @@ def trace_request(folder: Path, url: str) -> dict[str, Functions]:
 
 
 def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
-    """Return the functions that each of several requests enters, by process and file."""
+    """Return by process and file the functions that every one of REQUESTS requests enters."""
     with tempfile.TemporaryDirectory() as name:
         folder, code = Path(name, "s"), Path(name, "code")
         folder.mkdir()
@@ -132,7 +133,7 @@ def functions_of_encode() -> dict[str, Mapping[str, list[str]]]:
             start_s=START_S,
         )
         with Stack(Path(name, "stack"), plan) as stack:
-            # a load that is recorded may take longer than the time limit of a request
+            # while functions are recorded, the load may take longer than the time limit of a request
             until(lambda: encode(stack.urls[0]).status_code == 200, START_S, "the model is loaded")
             rounds = [trace_request(folder, stack.urls[0]) for _ in range(REQUESTS)]
     by_role: dict[str, Mapping[str, list[str]]] = {}

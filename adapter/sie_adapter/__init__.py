@@ -1,3 +1,3 @@
-"""Inference process of a worker: models, their residency, and forward passes, with one Unix socket for requests. See
-`process.run`.
+"""Inference process of a worker. It loads and evicts models, and runs forward passes for the requests on its Unix
+socket. See `process.run`.
 """

@@ -1,5 +1,5 @@
-"""Parent process that has finished the imports and forks a process that serves for each device. If such a child dies, a
-new child starts within milliseconds, and the other children continue.
+"""Parent process of the adapters. It has done the imports, and forks a process that serves for each device. If such a
+child dies, a new one starts within milliseconds, and the other children continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, or one refuses its settings ──► the parent ends with their status
@@ -25,20 +25,20 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # seconds: a child that lived longer is replaced without a pause
+STEADY_S = 5.0  # a child that lived longer than this number of seconds is forked again without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
 _LOOKS, _LOOK_S = 100, 0.001
 _logger = logging.getLogger("sie.adapter")
-_NO_FORK = 1  # exit status of a parent that cannot fork a process for each device
+_NO_FORK = 1  # exit status of a parent that cannot fork, although several devices need a process each
 _NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
 
 
 class ForkResult(NamedTuple):
-    """Result of `keep_serving`. `number`: the number of this child, which must serve the device with this number; None
-    in the parent, which ends with `status`.
+    """Result of `keep_serving`. In a child, `number` is the number of the device that it must serve. In the parent,
+    `number` is None, and `status` is its exit status.
     """
 
     number: int | None
@@ -46,14 +46,16 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` children that serve, and fork each of them again whenever it dies. Return in each child. Return in
-    the parent after all children drained, a child refused its settings, or a signal ended the children. If this process
-    cannot fork, a single child is this process itself. `died` is called with the number of a dead child before it is
-    replaced.
+    """Fork `count` child processes that serve, and fork each of them again whenever it dies. In a child, return at
+    once: the caller then serves. In the parent, return after all children have ended: each has drained its batches, or
+    one refused its settings, or a signal ended them. The ForkResult says which process this is.
+
+    If this process cannot fork, it is the only child itself. `died` is called with the number of a dead child before a
+    new one is forked.
 
     Call this while the process has only one thread, with SIGNALS blocked; the signals are blocked in the children too.
     """
-    # an inherited setting may ignore SIGCHLD; then no process could wait for a child
+    # if a parent process told this one to ignore SIGCHLD, it could not wait for its children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent, children = os.getpid(), _Children(count, died)
     while children.are_left:
@@ -66,7 +68,8 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
                 continue
             if pid == 0:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != parent:  # the parent died before the call of prctl
+                # a parent that died before the call of prctl sends no signal, so the child ends itself
+                if os.getppid() != parent:
                     os._exit(1)
                 return ForkResult(number)
             children.started(number, pid)
@@ -83,14 +86,15 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
 
 
 class _Children:
-    """Children of the parent: children that run, and children that must be forked."""
+    """State of the children: which run, and which must be forked."""
 
     def __init__(self, count: int, died: Callable[[int], None]) -> None:
         self._died = died
-        # by number of a child that does not run: time at which the child must be forked
+        # number of a child that does not run -> time on the monotonic clock at which it must be forked, seconds
         self._due_s = dict.fromkeys(range(count), 0.0)
         self._pauses_s = dict.fromkeys(range(count), 0.0)
-        self._running: dict[int, tuple[int, float]] = {}  # by process id: number of the child, and time of its start
+        # process id -> number of the child, and its start on the monotonic clock, seconds
+        self._running: dict[int, tuple[int, float]] = {}
         self._is_ending = False
         self.status = 0
 
@@ -99,7 +103,7 @@ class _Children:
         return bool(self._running or self._due_s)
 
     def next_due(self) -> int | None:
-        """Return the number of a child that must be forked now; None if there is none."""
+        """Return the number of a child that must be forked now; None if none must."""
         now_s = time.monotonic()
         return next((number for number, due_s in self._due_s.items() if due_s <= now_s), None)
 
@@ -108,31 +112,38 @@ class _Children:
         return max(0.0, min(self._due_s.values()) - time.monotonic()) if self._due_s else None
 
     def started(self, number: int, pid: int) -> None:
-        """Record that a child was forked. Failpoints apply only to the first fork of each child."""
+        """Record that a child was forked. Failpoints (crashes that tests request) apply only to the first fork of each
+        child.
+        """
         del self._due_s[number]
         self._running[pid] = number, time.monotonic()
         if not self._due_s:
             failpoints.arm("")
 
     def not_forked(self, number: int) -> None:
-        """Try again later if other children run. Else end: a process for each device is needed."""
+        """Try the fork again later if other children run. If no child runs, end: several devices need a process
+        each.
+        """
         if self._running:
             self._due_s[number] = time.monotonic() + LONGEST_PAUSE_S
             return
-        _logger.error("several devices need a process each, and this process cannot fork them")
+        _logger.error("several devices need a process each, and this process cannot fork: it ends")
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more children, and end the children that run. `status` is the exit status of this process if the
-        children end without an error.
+        """Fork no more children, and send SIGTERM to the children that run. `status`: the exit status of this process
+        if the children end without an error.
         """
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
-            os.kill(pid, signal.SIGTERM)  # the process id of a child stays valid until the child is reaped
+            # the id cannot belong to another process: a child keeps its id until it is reaped
+            os.kill(pid, signal.SIGTERM)
 
     def reap(self) -> None:
-        """Reap all processes that have ended. In a container, this process becomes the parent of every orphan."""
+        """Call waitpid for all processes that have ended. In a container, orphans of other processes become children of
+        this process.
+        """
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -148,7 +159,7 @@ class _Children:
         if status == EXIT_BAD_SETTING:
             self.end(status)
             return
-        if status == 0:  # the child has drained
+        if status == 0:  # status 0: the child has drained, so no new one is forked
             return
         pause_s = self._pauses_s[number]
         pause_s = 0.0 if lived_s > STEADY_S else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
@@ -160,13 +171,15 @@ class _Children:
 
 
 def _fork() -> int | None:
-    """Call os.fork. Return None, with a log line, if a fork is impossible or not safe."""
+    """Call os.fork and return its result. If a fork is impossible or not safe, log the reason and return None."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         if _is_alone():
             return os.fork()
-        _logger.warning("%s: an imported library runs threads, and a fork would copy their locks", _NOT_FORKED)
+        _logger.warning(
+            "%s, because an imported library runs threads: a fork would copy the locks that they hold", _NOT_FORKED
+        )
         return None
     except OSError as error:
         _logger.warning("%s: %s", _NOT_FORKED, error)
@@ -174,10 +187,10 @@ def _fork() -> int | None:
 
 
 def _is_alone() -> bool:
-    """Return whether this process has one thread."""
+    """Return whether this process has only one thread, so that a fork is safe."""
     if len(os.listdir(_TASKS)) > 1:
-        # the threads of OpenBLAS, started by the import of numpy, end before a fork and start again at the next matrix
-        # product
+        # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends them before any
+        # fork and starts them again at the next matrix product, so a fork of a process that exits at once ends them.
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)
@@ -185,5 +198,5 @@ def _is_alone() -> bool:
     for _ in range(_LOOKS):
         if len(os.listdir(_TASKS)) == 1:
             return True
-        time.sleep(_LOOK_S)  # the kernel removes an ended thread from the list with a short delay
+        time.sleep(_LOOK_S)  # the kernel removes an ended thread from /proc/self/task with a short delay
     return False

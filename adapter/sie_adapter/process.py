@@ -38,7 +38,9 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-_DRAIN = b"D"  # byte written to the wake socket for a drain; no handled signal has this number
+# byte that is written to the wake socket for a drain. A signal writes its number, and no handled signal has the number
+# of this byte.
+_DRAIN = b"D"
 
 
 def run(settings: Settings, *, spare: bool = False) -> int:
@@ -52,16 +54,19 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
-    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)  # blocked until a wait or a handler for them is set up
+    # the signals stay blocked until this process handles them
+    signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
     _import()
-    # checked before a socket exists: probes treat an adapter with a socket as ready
+    # the devices are checked before a socket exists, because probes treat an adapter with a socket as ready
     adapters = _one_for_each_device(settings)
     for adapter in adapters:
         if _is_served(path := Path(adapter.ipc_socket_path)):
             _logger.error("another adapter serves on %s", path)
             return 1
-    for number in range(len(adapters), MAX_DEVICES):  # of a killed adapter with more devices
-        with contextlib.suppress(OSError):  # nobody asks for it, and doctor names it
+    # remove the sockets of an adapter with more devices that was killed
+    for number in range(len(adapters), MAX_DEVICES):
+        # a socket that stays does no harm: no process connects to it, and `sie doctor` reports it
+        with contextlib.suppress(OSError):
             Path(ipc.device_socket(settings.ipc_socket_path, number)).unlink(missing_ok=True)
     with contextlib.ExitStack() as sockets:
         listeners = [sockets.enter_context(_listener(Path(adapter.ipc_socket_path))) for adapter in adapters]
@@ -77,7 +82,9 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """Return the limits on entries that arrive over the broker."""
+    """Return the limits on entries that arrive over the broker: whether their code may run, and which paths they may
+    name.
+    """
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
@@ -94,10 +101,11 @@ def _import() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("huggingface_hub").handlers.clear()  # the handler of the root logger receives these lines too
+    # the handler of the root logger writes these lines too, so they would appear twice
+    logging.getLogger("huggingface_hub").handlers.clear()
     engine.prepare_process()
-    # Imported objects are never freed.
-    # If the garbage collector skips these objects, the lanes pause for a shorter time and the pages stay shared.
+    # Imported objects are never freed. If the garbage collector skips these objects, it pauses the device threads for a
+    # shorter time, and child processes still share the pages.
     gc.collect()
     gc.freeze()
 
@@ -116,8 +124,8 @@ def _name_temporary_folder() -> None:
 
 
 def _learning(settings: Settings) -> Callable[[], None]:
-    """Lower batch limits for the passes that the previous process did not survive. Return a function that does the same
-    after each later death.
+    """Lower the limits of passes that the previous process did not survive. Return a function that does the same after
+    each later death of a child.
     """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
@@ -127,14 +135,14 @@ def _learning(settings: Settings) -> Callable[[], None]:
 
 
 def _one_for_each_device(settings: Settings) -> list[Settings]:
-    """Return the settings of the adapter of each device. Raises SettingError if a device is absent."""
+    """Return the settings for the adapter process of each device. Raises SettingError if a device is absent."""
     from sie_adapter.engine import device
 
     names = device.names_of(settings.device)
     for name in names:
         device.require(name)
     if len(names) > 1 and not sys.platform.startswith("linux"):
-        raise SettingError("SIE_DEVICE", "several devices need Linux, name one")
+        raise SettingError("SIE_DEVICE", "several devices are supported only on Linux: name one device")
     return [
         dataclasses.replace(settings, device=name, ipc_socket_path=ipc.device_socket(settings.ipc_socket_path, number))
         for number, name in enumerate(names)
@@ -144,7 +152,7 @@ def _one_for_each_device(settings: Settings) -> list[Settings]:
 def _serve(
     listener: socket.socket, settings: Settings, devices: int, wake: socket.socket, waker: socket.socket
 ) -> None:
-    """Serve one of the `devices` devices."""
+    """Serve one device on `listener`, until `wake` is readable. `devices`: the number of devices of the worker."""
     from sie_adapter.engine.device import hide_other_gpus
     from sie_adapter.engine.engine import AdapterEngine, WorkerDevices
     from sie_adapter.server import AdapterServer
@@ -165,10 +173,13 @@ def _serve(
     server.serve(wake)
     _logger.info("adapter stopping")
     watch.close()
-    path.unlink(missing_ok=True)  # the parent still has the socket open, so no client may queue on it
+    # remove the path first: the parent still has the socket open, so a client could connect and wait without an answer
+    path.unlink(missing_ok=True)
     listener.close()
     if not engine.stop(DRAIN_S):
-        _logger.warning("a batch still ran after %g s", DRAIN_S)
+        _logger.warning(
+            "a batch was still running %g s after the drain began; the process exits without its result", DRAIN_S
+        )
     server.close()
     if tracer is not None:
         tracer.close()
@@ -177,8 +188,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield a pair of sockets. The first becomes readable on a signal to end, and when a byte is written to the second.
-    No signal is blocked inside the context.
+    """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or when a byte is written to
+    the second. No signal is blocked inside the context.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
@@ -200,27 +211,30 @@ def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _wake(waker: socket.socket, reason: bytes) -> None:
-    with contextlib.suppress(OSError):  # the process is ending, and no thread reads any more
+    # the waker may be closed: the process is ending, and no thread reads it any more
+    with contextlib.suppress(OSError):
         waker.send(reason)
 
 
 def _is_served(path: Path) -> bool:
-    """Return whether a process listens at `path`. A socket file without a listener remains of a killed process."""
+    """Return whether a process listens on the socket at `path`. A killed process leaves a socket file on which no
+    process listens.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
             return False
-        except BlockingIOError:  # the listener's queue is full
+        except BlockingIOError:  # the queue of a process that listens is full
             pass
     return True
 
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Yield a listening socket at `path`, mode 0600. The process that created it removes it. An existing file is stale
-    and is replaced.
+    """Yield a listening socket at `path`, mode 0600. Only the process that created it removes it. A file that exists
+    already belongs to a dead process and is replaced.
     """
     owner = os.getpid()
     path.unlink(missing_ok=True)

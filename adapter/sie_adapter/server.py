@@ -1,6 +1,6 @@
 """Unix socket of the adapter: one thread per connection, one request at a time on each connection.
 
-    accept ──► peer's uid ──► frame ──► RunBatch ──► lane, which answers on the connection itself
+    accept ──► peer's uid ──► frame ──► RunBatch ──► device thread, which answers on the connection itself
                                    └──► other requests ──► answered here, so a ping never waits for a load or a batch
 
 Every request gets exactly one final reply. A malformed frame ends its connection only.
@@ -35,11 +35,13 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_CONNECTIONS = 256
 SEND_TIMEOUT_S = 30.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the peer
+_CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the process at the other end
 
 
 class AdapterServer:
-    """Server of `engine` on the socket `listener`. Owns the connections, not the listener."""
+    """Server that answers requests to `engine` on the socket `listener`. It closes the connections, but not the
+    listener.
+    """
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
         """Create the server. `drain` is called when a sidecar requests the end of the process. `trust` limits the code
@@ -53,7 +55,7 @@ class AdapterServer:
         self._connections: set[socket.socket] = set()
 
     def serve(self, wake: socket.socket) -> None:
-        """Accept connections until `wake` is readable."""
+        """Accept connections until `wake` becomes readable, which is a signal to end or a drain."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(wake, selectors.EVENT_READ)
@@ -72,7 +74,7 @@ class AdapterServer:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # the peer has closed the connection already
+                pass  # the sidecar has already closed the connection
 
     def _accept(self) -> None:
         try:
@@ -100,12 +102,12 @@ class AdapterServer:
                     self._run_batch(connection, request)
                     continue
                 if isinstance(request, ipc.Cancel):
-                    continue  # the batch of this connection has already ended
+                    continue  # a Cancel that arrived after its batch had ended has no effect
                 try:
                     _send(connection, self._answer(request))
                 finally:
                     if isinstance(request, ipc.Drain):
-                        self._drain()  # after the reply, since the end closes all connections
+                        self._drain()  # the reply is sent first, because the drain closes all connections
         except EOFError:
             pass
         except FrameError as error:
@@ -128,12 +130,13 @@ class AdapterServer:
                 return
             try:
                 _send(connection, reply)
-            except FrameError as error:  # no byte of the reply was sent
+            except FrameError as error:
+                # the reply is too large, and no byte of it was sent, so a smaller reply can follow
                 _send(connection, Refused(InternalFailure(str(error), reason="reply_too_large").info(), request.batch))
             except OSError as error:
                 broken.append(error)
 
-        # created before the batch waits for a lane, so that a model that is used in that time is not dropped
+        # created before the batch waits for a device thread, so that a model that is used in that time is not dropped
         permission = self._engine.residency.permission(request.may_drop)
         if self._engine.writes(request):
             self._write(request, answer, permission, functools.partial(_is_gone, connection))
@@ -160,7 +163,7 @@ class AdapterServer:
         permission: Permission,
         is_gone: Callable[[], bool],
     ) -> None:
-        """Run a batch that generates text outside of the lanes. The calling thread blocks until the batch has ended."""
+        """Run a batch that generates text, on no device thread. The calling thread blocks until the batch has ended."""
         answer(ipc.BatchStarted(request.batch))
         job = DeviceJob(request, answer, is_started=True)
         reply, began_ns, ended_ns = timed(lambda: self._engine.execute(request, permission=permission, is_gone=is_gone))
@@ -175,7 +178,7 @@ class AdapterServer:
         except SIEError as error:
             reply_error = public(error.info())
             if reply_error.message != error.message:
-                # only the log has the path; the reply leaves it out
+                # the error names a path of this machine, which only the log may have: the reply goes to a client
                 _logger.warning("%s was refused: %s", type(request).__name__, error.message)
             return Refused(reply_error, dropped=permission.dropped)
         except Exception:
@@ -214,8 +217,8 @@ class AdapterServer:
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
-        """Return an entry that arrived over the socket if this adapter's own settings allow its claims. Raises
-        ModelLoadFailed.
+        """Return the catalogue entry of a request, if this adapter's own settings allow it to run the code, and to read
+        the paths, that the entry names. Raises ModelLoadFailed.
         """
         entry = parse_entry(raw)
         refused = self._trust.refused(entry, is_here=True)
@@ -233,8 +236,8 @@ def _send(connection: socket.socket, reply: Reply) -> None:
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether the peer closed its end, or sent a frame while its batch runs; that frame can only be a Cancel.
-    Never waits.
+    """Return whether the batch must stop: the peer closed the connection, or sent a frame, which can only be a Cancel
+    while a batch runs. Never waits.
     """
     poll = select.poll()
     poll.register(connection, select.POLLIN | getattr(select, "POLLRDHUP", 0))

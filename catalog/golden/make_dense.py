@@ -1,9 +1,10 @@
-"""Golden vectors of the public oracle for one entry: sentence-transformers in float32 on the CPU, written as JSON.
+"""Golden vectors for one entry, computed by sentence-transformers in float32 on the CPU and written as JSON.
 
     python catalog/golden/make_dense.py FOLDER OUT.json
 
-Vectors are normalised and rounded to nine digits, which float32 does not exceed. A case with `is_query` would be in the
-prompt of its side; these are bare texts: short and long, empty, cut at the limit, with a line break and beyond ASCII.
+Vectors are normalised and rounded to nine digits, more than float32 has. The texts have no prompt, because no case has
+`is_query`. They are short and long, empty, longer than the limit of the model, with a line break, and with
+characters beyond ASCII.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main(folder: str, out: str) -> None:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(folder, device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32})
-    # one by one, so that no text is padded
+    # texts are encoded one by one, so that no text is padded
     vectors = [model.encode([text], normalize_embeddings=True, show_progress_bar=False)[0] for text in TEXTS]
     cases = [
         {"text": text, "vector": [float(f"{value:.9g}") for value in vector]}

@@ -30,12 +30,13 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     gateway_url: str
     config_url: str = ""
     broker_url: str = ""  # URL without user and password
-    broker_monitor_url: str = ""  # secret path: the monitor of the server has no passwords
+    broker_monitor_url: str = ""  # URL with a secret path, because the monitor of the broker has no passwords
     operator_password: str = ""
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    unread_stream: str = ""  # stream whose files the broker has been reading for a long time
+    # name of a stream whose files the broker has been reading for a long time; empty if there is none
+    unread_stream: str = ""
 
     def __repr__(self) -> str:
         return (
@@ -93,8 +94,8 @@ def read(data_dir: Path) -> Access | None:
 
 
 def _is_unlocked(lock: Path) -> bool:
-    """Return whether the lock file exists and no process has locked it. A lock file that this user may not read is
-    treated as locked.
+    """Return whether the lock file exists and no process has locked it. A lock file that this user may not read counts
+    as locked.
     """
     try:
         with open(lock) as file:
@@ -105,5 +106,5 @@ def _is_unlocked(lock: Path) -> bool:
 
 
 def as_operator(broker_url: str) -> str:
-    """Return the broker's address with the user for operator commands."""
+    """Return the broker's address with the user name and password for operator commands."""
     return broker_url.replace("://", f"://{OPERATOR}@", 1)

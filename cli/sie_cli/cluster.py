@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-CONNECT_S = 5.0  # seconds to connect to the broker
-FIRST_S = 5.0  # seconds of attempts to connect to a gateway
-SOURCE = "data directory"  # source of an address or a credential that a `sie serve` wrote
+CONNECT_S = 5.0  # seconds after which an attempt to connect to the broker fails
+FIRST_S = 5.0  # seconds for which a command tries to connect to a gateway
+# name of the source of an address or credential that a `sie serve` wrote to its data directory
+SOURCE = "data directory"
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Part of a cluster: its name, its setting, and the field of Access with its address."""
+    """Process of a cluster: its name, the setting with its address, and the field of Access with its address."""
 
     name: str
     field: str
@@ -58,8 +59,9 @@ _PARTS: Mapping[str, _ClusterPart] = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Parts of a cluster. `settings`: addresses and credentials. `sources`: the origin of each setting. `data_dir`:
-    data directory of the `sie serve` to look for. `is_named`: the user named the directory.
+    """Addresses of a cluster's processes, and the credentials for them. `settings`: addresses and credentials.
+    `sources`: where each setting comes from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the
+    user named the directory.
     """
 
     settings: Settings
@@ -103,7 +105,8 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # if the user named another cluster, the addresses of this `sie serve` do not belong to it
+        # if an address that the user named is not one of this `sie serve`, the user means another cluster, so no
+        # address of this `sie serve` is used
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():
@@ -125,7 +128,7 @@ class Cluster:
 
     @property
     def serve(self) -> str:
-        """Return the command line that starts `sie serve` with this data directory."""
+        """Return the command line that starts a `sie serve` with this data directory."""
         return f"sie serve{self.data_dir_option}"
 
     @property
@@ -164,7 +167,7 @@ class Cluster:
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 
     def without_gateway(self, url: str, error: BaseException) -> str:
-        """Return the error of a command that got `error` instead of an answer of the gateway at `url`."""
+        """Return the error to show if the gateway at `url` did not answer, but the connection failed with `error`."""
         cause = "" if is_refused(error) else f" ({cause_of(error)})"
         advice = (
             f"start one with `{self.serve}`, or name another address with --url"
@@ -198,7 +201,9 @@ class Cluster:
         return broker
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-        """Return the result of `work` with a connection. End with status 2 if no broker answers."""
+        """Connect to the broker, call `work` with the connection, and return its result. Exit with status 2 if no
+        broker answers.
+        """
         from sie_broker import BrokerError
 
         async def run() -> T:
@@ -217,7 +222,9 @@ class Cluster:
     # ---- advice if no process runs
 
     def missing(self, name: str) -> str:
-        """Explain why the address of the part with the setting `name` is unknown, with a remedy."""
+        """Explain why the address of a part of the cluster (gateway, config service or broker) is unknown, and how to
+        set it. `name`: the setting of this address.
+        """
         part = _PARTS[name].name
         running = self.local()
         if running is None:
@@ -275,7 +282,7 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
 
 
 def data_dir_option(command: F) -> F:
-    """Add --data-dir, which selects a `sie serve` of this machine."""
+    """Add the option --data-dir, which selects a `sie serve` of this machine."""
     return click.option("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", default=None, help=DATA_DIR)(
         command
     )

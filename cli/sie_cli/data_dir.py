@@ -15,20 +15,20 @@ from sie_cli.access import LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # bytes of the path of a socket; limit of the kernel (unix(7))
+MAX_SOCKET_BYTES = 100  # limit for the bytes of the path of a socket; the kernel allows a few more (unix(7))
 _LONGEST = "worker-999.sock"
 
 
 def default_data_dir() -> Path:
-    """Return `sie` in the user's folder for data (XDG Base Directory Specification)."""
+    """Return the folder `sie` in the user's folder for data (XDG Base Directory Specification)."""
     named = os.environ.get("XDG_DATA_HOME", "")
     base = named if os.path.isabs(named) else os.path.expanduser("~/.local/share")
     return Path(base) / "sie"
 
 
 def sockets_folder(data_dir: Path) -> Path:
-    """Return `run` in the data directory. If its path is too long for a socket, return a folder for it in the directory
-    for temporary files.
+    """Return the folder `run` in the data directory. If its path is too long for a socket, return a folder for it in
+    the directory for temporary files.
     """
     own = data_dir / "run"
     if len(os.fsencode(own / _LONGEST)) <= MAX_SOCKET_BYTES:
@@ -57,7 +57,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class InUse(SettingError):
-    """Error for a data directory in use by another `sie serve`, which serves at `url`."""
+    """Error for a data directory that another `sie serve` uses; `url` is the address of its gateway."""
 
     def __init__(self, data_dir: Path, url: str = "") -> None:
         at = f" at {url}" if url else ""
@@ -88,7 +88,8 @@ class DataDir:
             sockets = sockets_folder(self._path)
             try:
                 private_folder(sockets)
-            except SettingError:  # any user may write to the directory for temporary files
+            except SettingError:
+                # the folder is in the directory for temporary files, where another user may have created it first
                 raise SettingError(
                     "--data-dir", f"{sockets}, for sockets, is another user's; name a directory with a shorter path"
                 ) from None

@@ -48,7 +48,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def document(value: Any) -> str:
-    """Encode a value as JSON. Characters that a terminal would obey are escaped."""
+    """Encode a value as JSON for a terminal. Control characters are escaped."""
     text = msgspec.json.format(msgspec.json.encode(value)).decode()
     return re.sub(r"[^ -~]", lambda match: _escaped(match[0]), text)
 
@@ -68,8 +68,8 @@ def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
 
 
 def transfers() -> Progress:
-    """Return a display of bars of bytes on standard error if it is a terminal, else without output. Use it as a context
-    manager.
+    """Return progress bars that count bytes, as a context manager. They are shown on standard error if it is a
+    terminal, else nowhere.
     """
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
@@ -77,8 +77,8 @@ def transfers() -> Progress:
 
 
 def items() -> Progress:
-    """Return a display of bars of counts on standard error if it is a terminal, else without output. Use it as a
-    context manager.
+    """Return progress bars that count items, as a context manager. They are shown on standard error if it is a
+    terminal, else nowhere.
     """
     from rich.progress import MofNCompleteColumn
 

@@ -1,4 +1,4 @@
-"""Command `sie dlq`: it lists dead letters and puts their work into the queue again."""
+"""Command `sie dlq`: list dead letters, which hold work that was given up, and publish this work again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-NOTE_S = 5.0  # seconds between two notes that a replay still waits
+NOTE_S = 5.0  # seconds between two lines that say that the replay still waits
 
 
 def _letters(broker: Broker, pool: str) -> Letters:
@@ -36,7 +36,7 @@ def _letters(broker: Broker, pool: str) -> Letters:
 
 
 async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
-    """Return the letter whose id begins with `name`. Raises CommandRefused unless exactly one letter matches."""
+    """Return the dead letter whose id begins with `name`. Raises CommandRefused unless exactly one letter matches."""
     letter = await letters.named(name)
     if len(letter) != 1:
         raise CommandRefused(
@@ -48,7 +48,7 @@ async def _letter(letters: Letters, name: str) -> DeadLetterEntry:
 
 
 def _at(letter: DeadLetterEntry) -> str:
-    """Format the time at which the letter was given up, in UTC."""
+    """Format the time at which the work of the letter was given up, in UTC."""
     at = datetime.fromtimestamp(letter.letter.at_s, UTC)
     return at.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
 
@@ -58,20 +58,20 @@ _options = cluster_options(BROKER_URL, "SIE_POOL")
 
 @click.group(cls=AnyPosition, short_help="Work that was given up: look at it, run it again.")
 def dlq() -> None:
-    """Work that was given up: inputs that end every adapter, messages that nobody can read, models that are gone.
+    """Work that was given up: inputs that crash every adapter, unreadable messages, requests for deleted models.
 
     \b
-    sie dlq list               what there is
-    sie dlq show ID            one of them; --with-input shows the client's text
-    sie dlq replay ID          put it into the queue again and wait for its answer
-    sie dlq purge [ID]         forget one, or all
+    sie dlq list               list the dead letters; each holds work that was given up
+    sie dlq show ID            show one dead letter; --with-input shows the client's text too
+    sie dlq replay ID          put its work into the queue again and wait for the answer
+    sie dlq purge [ID]         delete one dead letter, or all
     """
 
 
 @dlq.command("list")
 @_options
 def list_command(cluster: Cluster) -> None:
-    """When, which model, why, and how often it was tried."""
+    """List the dead letters. The columns are time, model, reason and number of deliveries."""
 
     async def body(broker: Broker) -> list[DeadLetterEntry]:
         return [letter async for letter in _letters(broker, cluster.settings.pool).all()]
@@ -101,7 +101,7 @@ def list_command(cluster: Cluster) -> None:
 @click.option("--with-input", is_flag=True, help="Also what the client sent: texts, query, options.")
 @_options
 def show(cluster: Cluster, name: str, with_input: bool) -> None:
-    """Everything that is known of one dead letter."""
+    """Show all fields of one dead letter."""
     message = _on(cluster, lambda broker: _letter(_letters(broker, cluster.settings.pool), name))
     letter, item = message.letter, message.item
     lines = {
@@ -139,9 +139,10 @@ def show(cluster: Cluster, name: str, with_input: bool) -> None:
 )
 @_options
 def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
-    """Publish the work again and wait. What was answered is removed; the status is 1 if an input failed.
+    """Run the work of a dead letter again. The work is published, and the command waits for the answer. If an input
+    fails, the letter is kept, and the status is 1. Otherwise the letter is removed.
 
-    A content that is known as poison gets a new chance: if it still ends its adapter, that costs two deaths more.
+    An input that was given up because it crashed adapters runs again too: if it still crashes them, two adapters end.
     """
     outcomes = _on(cluster, lambda broker: replayed(broker, cluster.settings, name, timeout_s)).outcomes
     failed = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
@@ -153,8 +154,8 @@ def replay(cluster: Cluster, name: str, timeout_s: float) -> None:
 
 
 async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: float) -> WorkResult:
-    """Run the work again and return its result. The letter is removed if every input has a result. Raises
-    CommandRefused, BrokerError.
+    """Run the work of a dead letter again and return its result. The letter is removed if every input has a value.
+    Raises CommandRefused, BrokerError.
     """
     from sie_gateway.metrics import Metrics
     from sie_gateway.operations.replay import Unreadable, open_replays
@@ -169,7 +170,7 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
 
 
 async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
-    """Wait, with a note on the terminal each NOTE_S. Raises CommandRefused after the time limit."""
+    """Wait for the answer and print a line every NOTE_S seconds. Raises CommandRefused if `timeout_s` ends first."""
     task = asyncio.ensure_future(answer)
     passed_s = 0.0
     while not (await asyncio.wait({task}, timeout=NOTE_S))[0]:
@@ -179,8 +180,7 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
         return await task
     except TimeoutError:
         raise CommandRefused(
-            f"no answer within {timeout_s:.0f} s; the dead letter remains, and the work runs if a worker is ready in "
-            "time"
+            f"no answer within {timeout_s:.0f} s; the dead letter remains. Run the command again when a worker is ready"
         ) from None
 
 
@@ -189,7 +189,7 @@ async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
 def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
-    """Forget one dead letter, or all of the pool. What it held is gone."""
+    """Delete one dead letter, or all of the pool. The work in it is lost."""
     pool = cluster.settings.pool
 
     async def chosen(broker: Broker) -> list[DeadLetterEntry]:
@@ -210,14 +210,18 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run the command against the broker. Raises CommandRefused if the broker has no dead letters of the pool."""
+    """Run the command with a connection to the broker. Raises CommandRefused if the broker has no dead letters of the
+    pool.
+    """
 
     pool = cluster.settings.pool
 
     async def run(broker: NatsBroker) -> T:
         stream = letter_stream(pool)
         if all(info.config.get("name") != stream for info in await broker.stream_infos()):
-            raise CommandRefused(f"this broker has no stream {stream}: no gateway of pool {pool} was ever here")
+            raise CommandRefused(
+                f"this broker has no stream {stream}: check --pool; no gateway of pool {pool} has used this broker"
+            )
         return await body(broker)
 
     return cluster.at_broker("sie-dlq", run)

@@ -1,4 +1,4 @@
-"""Client of the gateway for commands, and the end of a command if the gateway does not answer."""
+"""Client of the gateway for commands. It ends the command if the gateway does not answer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
-    """Return a client for a command that needs a token with these scopes. A patient client waits while a gateway
-    restarts. A refused connection to this machine ends the command at once if no `sie serve` is known that may be
-    starting. Errors are handled as in `gateway_errors`.
+    """Open a client for a command that needs a token with these scopes; errors are handled as in `gateway_errors`. A
+    patient client waits while the gateway restarts. Otherwise it waits only as long as a `sie serve` may be starting.
     """
     from sie_client import SIEClient
 
@@ -38,7 +37,9 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
-    """End with status 2 if no gateway answers or it refuses the token. Other errors become CommandRefused."""
+    """End the command with status 2 if no gateway answers or if it refuses the token. Other errors of the client become
+    CommandRefused.
+    """
     from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
     try:
@@ -55,7 +56,9 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Hide the client's warnings about attempts: they would disturb the display, and the final error has the reason."""
+    """Hide the client's warnings about repeated attempts: they would disturb the display, and the last error has the
+    reason.
+    """
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)

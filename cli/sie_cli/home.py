@@ -1,4 +1,4 @@
-"""Home folder for a user who has none: a container often runs with a user id without a name or a folder.
+"""Home folder for a user who has none. A container often runs under a user id that has neither a name nor a folder.
 
 Libraries need both: torch the name, Hugging Face the folder. So both are set in the environment, which child processes
 inherit.
@@ -42,7 +42,7 @@ def settle(environ: MutableMapping[str, str]) -> None:
     except SettingError:
         why = f"{named or 'unset'}, and {folder} is another user's: name a folder where this user may write"
         raise SettingError("HOME", why) from None
-    except OSError:  # no folder is writable; a command that writes files names the setting of its folder
+    except OSError:  # no folder is writable; a command that writes files later reports the setting of its folder
         return
     state = "is unset" if not named else f"is {named}, where this user may not write"
     sys.stderr.write(f"HOME {state}: data and caches are in {folder}, until it is cleared\n")
@@ -68,5 +68,5 @@ def _temporary() -> Path:
     try:
         parent = tempfile.gettempdir()
     except FileNotFoundError:  # no folder for temporary files is writable
-        parent = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108  nothing is written
+        parent = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 only a name: no file is written there
     return Path(parent, f"sie-{os.geteuid()}")

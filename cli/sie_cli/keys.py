@@ -1,4 +1,4 @@
-"""`sie keys`: who may use the gateways, in SIE_AUTH_MODE=token."""
+"""`sie keys`: create, list and revoke the keys of the gateways' clients, for SIE_AUTH_MODE=token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sie_runtime.keys import Key, KeyBuckets, KeyLimits
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"
-MAX_KEYS = 10_000  # every gateway has all keys in memory
+MAX_KEYS = 10_000  # limit of the number of keys, because every gateway has all keys in memory
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
 
@@ -52,7 +52,7 @@ _options = cluster_options(BROKER_URL, "SIE_STREAM_REPLICAS")
 
 @click.group(cls=AnyPosition, short_help="Tokens for clients, with scopes and limits.")
 def keys() -> None:
-    """Manage the keys of clients: each client has a key with scopes, an end and limits. For
+    """Manage the keys of clients. A key has scopes, a time at which it expires, and limits. For
     SIE_AUTH_MODE=token.
 
     \b
@@ -60,19 +60,19 @@ def keys() -> None:
     sie keys create nightly --scopes infer --expires 90d --tokens-per-minute 2000000
     sie keys create ops --scopes config,read               may change the catalogue
     sie keys admin                                         the administrator's token of a `sie serve` of this user
-    sie keys list                                          what there is, never a token
-    sie keys revoke ID                                     no gateway takes it from a second later on
-    sie keys revoke --token                                the same for a token that was found somewhere
+    sie keys list                                          show all keys, but no tokens
+    sie keys revoke ID                                     end a key: within a second, all gateways refuse it
+    sie keys revoke --token                                the same for a token that leaked
 
-    Keys are kept in the broker, as digests: whoever may write there may make keys, so this command speaks with the
-    broker and not with a gateway, and needs no token. It finds the broker of a `sie serve` of this user by itself
+    Keys are stored in the broker, as digests. This command connects to the broker, not to a gateway, and needs no
+    token: whoever may write to the broker may create keys. It finds the broker of this user's `sie serve` by itself
     (--data-dir, if that is not the default), any other by --url or SIE_NATS_URL, with SIE_NATS_PASSWORD.
-    Gateways take keys with SIE_AUTH_MODE=token, beside SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
+    Gateways accept keys if SIE_AUTH_MODE=token, and also SIE_AUTH_TOKEN, SIE_AUTH_TOKENS and SIE_ADMIN_TOKEN.
 
     \b
     infer    encode, score, extract and the same by every other API      pools    make, renew and delete reservations
     read     models, health, status, scaling, pools, config              config   change the catalogue
-    admin    all that only an administrator may; pools too with SIE_POOL_WRITE_ROLE=admin
+    admin    every right of an administrator; includes pools if SIE_POOL_WRITE_ROLE=admin
     """
 
 
@@ -107,9 +107,9 @@ def create(
     rate: int | None,
     as_json: bool,
 ) -> None:
-    """Make a key and print its token, this once: nothing keeps it.
+    """Create a key and print its token. The token is shown only now, because it is not stored.
 
-    The token is all that standard output gets, so `sie keys create NAME > file` is a way to store it. Clients send it
+    Standard output gets only the token, so `sie keys create NAME > file` stores it in a file. Clients send it
     as `Authorization: Bearer TOKEN`. A client over its limits gets 413, 400 `too_many_items`, or 429 `RATE_LIMITED`
     with `Retry-After`.
     """
@@ -144,8 +144,8 @@ def create(
 @keys.command("admin")
 @data_dir_option
 def admin_command(data_dir: Path | None) -> None:
-    """The administrator's token of the `sie serve` that this user runs: its console asks for it. It holds until that
-    server ends, or for as long as SIE_ADMIN_TOKEN does.
+    """Print the administrator's token of a `sie serve`. It is the `sie serve` of this user, whose console asks for the
+    token. The token is valid until that server ends; if SIE_ADMIN_TOKEN is set, that is the token.
     """
     try:
         cluster = Cluster.locate(loaded({}), data_dir)
@@ -164,7 +164,9 @@ def admin_command(data_dir: Path | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
 def list_command(cluster: Cluster, as_json: bool) -> None:
-    """All keys: id, name, scopes, when made, until when, limits. Tokens are not known."""
+    """List all keys. The columns are id, name, scopes, times of creation and end, and limits. The tokens are not
+    stored, so they are not shown.
+    """
     keys, now_s = _all(cluster)
     listed = sorted(keys, key=lambda key: key.created_s)
     if as_json:
@@ -192,9 +194,9 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
 @click.option("--forget", is_flag=True, help="Remove its record too, so that `list` does not show it any more.")
 @_options
 def revoke(cluster: Cluster, identifier: str | None, by_token: bool, forget: bool) -> None:
-    """End a key now. Gateways refuse it within a second; requests that run are finished. It cannot be undone.
+    """End a key now. Gateways refuse it within a second; requests in progress are finished. This cannot be undone.
 
-    A name means the key in use that has it.
+    A name selects the key with this name that has not ended.
     """
     if (identifier is None) != by_token:
         raise click.UsageError("give the ID or the name of a key (`sie keys list` shows them), or --token")
@@ -228,7 +230,9 @@ def _prompted_token() -> str:
 
 
 async def _opened(broker: Broker, cluster: Cluster) -> tuple[KeyBuckets, float]:
-    """Return the keys. Also return the broker's time, which decides when keys expire. Raises BrokerError."""
+    """Open the buckets of the keys. Return them and the broker's time, which decides when keys expire. Raises
+    BrokerError.
+    """
     buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
     return buckets, await broker.server_time(f"KV_{topology.KEYS_BUCKET}")
 

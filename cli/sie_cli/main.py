@@ -1,4 +1,4 @@
-"""Command `sie`: one command for every process of the cluster, and for its inspection."""
+"""Command `sie`: one program that starts every process of a cluster, inspects a cluster and changes it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,14 @@ from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """Group that ends the process when called. `main`, which tests call, raises SystemExit like every group."""
+    """Group of all commands. A call of it ends the process at once; its method `main`, which tests call, raises
+    SystemExit.
+    """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command. Raises UsageError, with the group of a name that only exists in that group."""
+        """Return the command. Raises UsageError; if another group has a command of this name, the message names that
+        group.
+        """
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -53,11 +57,13 @@ class _Program(AnyPosition):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ctrl-C ends the process with the status of a shell, also while the command is imported."""
+        """Run the command. Ctrl-C, also while the command is imported, ends the process with the status that shells
+        use.
+        """
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo(err=True)  # end the line in which the terminal shows ^C
+            click.echo(err=True)  # end the line in which the terminal printed ^C
             raise SystemExit(INTERRUPTED) from None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -70,19 +76,19 @@ class _Program(AnyPosition):
             extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
-            # With torch imported, the interpreter needs a second to end. Threads of the object store's runtime outlive
-            # it, and a thread that calls it meanwhile aborts the process.
+            # os._exit, because the interpreter's own end takes a second with torch imported.
+            # It may also abort, because threads of the object store's runtime outlive the interpreter and call into it.
             if not isinstance(ended.code, int | None):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            with contextlib.suppress(BrokenPipeError):  # the reader of the pipe has closed it
+            with contextlib.suppress(BrokenPipeError):  # the reader of a pipe may have closed it
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(ended.code or 0)
 
 
-# extras for commands that need other packages than `serve`
+# extra of the package `sie-cluster` that a command needs, if not `serve`
 EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
@@ -118,27 +124,27 @@ def main() -> None:
 
     \b
     sie serve                  the whole cluster on this machine
-    sie serve MODEL            the same with a model of the catalogue, an id of the Hugging Face Hub, or a folder
+    sie serve MODEL            the same, with a model: of the catalogue, of the Hugging Face Hub, or in a folder
     sie serve --standalone     the same without a broker
-    sie run MODEL "text"       what a model answers; one that is missing is added to the server that runs
-    sie pull MODEL             a model into the catalogue, and its weights onto this disk
-    sie settings               every setting, its value and where it came from
-    sie doctor                 what is wrong with a cluster, and what mends it
-    sie try MODEL "text"       what a model answers, shown for a person
-    sie jobs submit MODEL FILE work on whole files; `watch`, `pause`, `cancel`, `retry` and `result` of a job
-    sie migrate ALIAS MODEL    an alias moves to another encoder; the corpus is encoded anew before
-    sie top                    workers, models and queues, live
-    sie dlq list               work that was given up
-    sie keys create NAME       a token for a client; `list` and `revoke` it
-    sie models inspect DIR     what a model folder is; `sie models add` puts it into the catalogue, `sie models set`
+    sie run MODEL "text"       print a model's answer; a missing model is added to the running server
+    sie pull MODEL             add a model to the catalogue, and its weights to this disk
+    sie settings               all settings, with value and origin
+    sie doctor                 find the faults of a cluster and their remedies
+    sie try MODEL "text"       show a model's answer for people
+    sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
+    sie migrate ALIAS MODEL    move an alias to another encoder, after encoding the corpus with it
+    sie top                    show workers, models and queues, live
+    sie dlq list               list work that was given up
+    sie keys create NAME       create a token for a client; `list`, `revoke`
+    sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there
-    sie weights push MODEL     weights into the bucket that all workers share; `list`, `verify` and `rm` them
-    sie airgap create          models for a site without a network, in one file; `load` and `serve` them there
-    sie eval MODEL -t TASK     how good a model is, beside other servers and what is expected
-    sie bench replay TRACE     what other settings would do to recorded or generated traffic
-    sie backup FILE            keys, catalogue and jobs in one file; `sie restore FILE` writes them back
-    sie repair STREAM          a stream anew whose files are damaged, which `sie doctor` names
-    sie topology show          streams and consumers at the broker; `check` compares them, `migrate` changes them
+    sie weights push MODEL     copy weights to the bucket that all workers share; `list`, `verify`, `rm`
+    sie airgap create          pack models into a file for a site without a network; `load` and `serve` there
+    sie eval MODEL -t TASK     measure a model, and compare it with other servers and with targets
+    sie bench replay TRACE     predict the effect of settings on recorded or generated traffic
+    sie backup FILE            save keys, catalogue and jobs in a file; `sie restore FILE` writes them back
+    sie repair STREAM          create a damaged stream again; `sie doctor` names the damaged streams
+    sie topology show          show streams and consumers of the broker; `check` compares, `migrate` changes
     """
 
 
@@ -173,7 +179,9 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 @click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Of the `sie serve` it is a part of.")
 @settings_options("gateway")
 def gateway(host: str, port: int, **values: Any) -> None:
-    """The HTTP edge: validates, routes, queues, collects."""
+    """Run the gateway. It validates HTTP requests, sends their work to workers over the queue, and returns the
+    results.
+    """
     from sie_gateway.process import run
 
     own = {name: values.pop(name) for name in ("nats_monitor_url", "drain_s", "lame_duck_s", "data_dir")}
@@ -193,7 +201,7 @@ def gateway(host: str, port: int, **values: Any) -> None:
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @settings_options("config")
 def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
-    """The config service: the catalogue's only writer."""
+    """Run the config service: the only process that writes the catalogue."""
     from sie_config_service.process import run
 
     settings = loaded(values).settings
@@ -210,7 +218,9 @@ def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:
 @click.option("--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: 9]")
 @settings_options("sidecar")
 def sidecar(host: str, record_trace: Path | None, drain_s: float | None, **values: Any) -> None:
-    """The worker's scheduler: pulls, tokenises, batches, settles."""
+    """Run the sidecar of a worker. It pulls work, tokenises it, sends batches to the adapter, and publishes the
+    results.
+    """
     from sie_sidecar.device import recording
     from sie_sidecar.process import run
 
@@ -230,7 +240,7 @@ def sidecar(host: str, record_trace: Path | None, drain_s: float | None, **value
 @click.option("--spare/--no-spare", default=True, show_default=True, help=SPARE)
 @settings_options("adapter")
 def adapter(spare: bool, **values: Any) -> None:
-    """The worker's engine: holds models, runs forward passes."""
+    """Run the adapter of a worker. It loads models and runs their forward passes."""
     from sie_adapter.process import run
 
     settings = loaded(values).settings
@@ -246,7 +256,7 @@ def adapter(spare: bool, **values: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter")
 def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
-    """Every setting: its value, where that came from, what it means. Secrets are shown as stars."""
+    """Show all settings: value, origin and meaning. Secrets are shown as stars."""
     loaded_settings = loaded(values, "standalone" if standalone else "queue")
     rows = [
         {
@@ -276,7 +286,7 @@ def settings_command(standalone: bool, as_json: bool, **values: Any) -> None:
 @main.command(hidden=True, context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def standalone(arguments: tuple[str, ...]) -> None:
-    """The in-process part of `sie serve --standalone`; imported only when it is asked for."""
+    """Run the in-process part of `sie serve --standalone`. It is imported here, so that other commands start faster."""
     from sie_cli.serve.standalone import standalone as command
 
     command.main(list(arguments), prog_name="sie standalone")

@@ -1,4 +1,4 @@
-"""Times on the command line: parsing and format."""
+"""Times on the command line: parse them and format them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 def future(text: str) -> float:
-    """Return seconds since 1970: of a date or time (UTC without a zone), or of a length of time from now."""
+    """Return a future time in seconds since 1970. `text`: a date or time (UTC if it has no zone), or a duration from
+    now. Raises BadParameter.
+    """
     return Deadline.parse(text).after(time.time())
 
 
 class Deadline(NamedTuple):
-    """Time in seconds since 1970, or a length of time (`is_span`). `text`: the user's text."""
+    """Point in time, in seconds since 1970, or with `is_span` a duration in seconds. `text`: what the user typed."""
 
     text: str
     seconds: float
@@ -26,7 +28,7 @@ class Deadline(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Deadline:
-        """Parse a text. Raises BadParameter."""
+        """Parse a duration such as 12h, or a date or time. Raises BadParameter."""
         span = re.fullmatch(r"(\d{1,6})([mhdw])", text.strip().lower())
         if span is not None:
             return cls(text[:40], int(span[1]) * _UNITS[span[2]], is_span=True)
@@ -48,7 +50,7 @@ class Deadline(NamedTuple):
 
 
 def moment(at_s: float) -> str:
-    """Format a time in UTC, to the minute."""
+    """Format a time as date, hour and minute in UTC."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")
 
 
@@ -59,7 +61,9 @@ def local(at_s: float, now_s: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a length of time in the largest unit of which it has at least two."""
+    """Format a duration in the largest unit (days, h, min) of which it has at least two; a shorter one in the
+    smallest.
+    """
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Settings as command-line options: one option per setting, created from the settings table."""
+"""Command-line options for settings: one option per setting, created from the settings table."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def url_option(name: str, subject: str) -> Callable[[F], F]:
 
 
 class SettingOption(click.Option):
-    """Option of a setting. --help shows it under the heading of its group."""
+    """Command-line option for a setting. --help shows it under the heading of its group."""
 
     def __init__(self, *args: Any, heading: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -92,10 +92,10 @@ def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -
 
 
 class ManyOptions(click.Command):
-    """Command with the options of many settings. --help sorts them by group and alphabet.
+    """Command with the options of many settings. --help sorts them alphabetically in groups.
 
-    The options in `first` come before them, under FIRST and in that order, then the command's own options. With
-    `first`, --help ends there, and --help-all shows all of them.
+    The settings in `first` are shown before the groups, in their order, under the heading FIRST, and then the command's
+    own options. If `first` is not empty, --help ends there, and --help-all shows all groups.
     """
 
     FIRST, OWN, ALL = "Most used options", "Options", "--help-all"
@@ -166,7 +166,7 @@ class AnyPosition(click.Group):
 
 
 def behind(args: list[str]) -> list[str]:
-    """Move options in _ANYWHERE from before the first name to the end of the arguments."""
+    """Move the options in _ANYWHERE that stand before the name of the command to the end of the arguments."""
     lines: list[str] = []
     moved: list[str] = []
     rest = list(args)
@@ -204,7 +204,7 @@ def _failpoints(context: click.Context, parameter: click.Parameter, value: str |
 
 
 def flags_of(values: dict[str, Any]) -> dict[str, str]:
-    """Return the raw texts of the flags that were set, by variable name."""
+    """Return the text of each flag that was set, by the name of its environment variable."""
     rows = {row.field: row for row in ROWS}
     options = {name: value for name, value in values.items() if name in rows and value is not None}
     return {

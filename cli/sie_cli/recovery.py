@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from sie_broker.nats.api import StreamInfo
 
 FORMAT = b"sie backup 1 "
-BATCH = 200  # entries of one batch; a batch of the broker has at most 1,000 messages
+BATCH = 200  # entries that are written in one batch; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# buckets to restore; shards are first, because the leader of a job reads them
+# buckets that a restore fills, in order: a job's shards come first, because its leader reads them as soon as it starts
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
-DAMAGED = "damaged"  # folder in the data directory for files of streams that the broker cannot read
+DAMAGED = "damaged"  # folder in the data directory to which files of unreadable streams are moved
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """Content of a backup. `entries`: entries of the buckets of jobs, with the stored values."""
+    """Content of a backup. `entries`: keys and stored values by the name of their bucket, for the buckets of jobs."""
 
     version: str
     made_s: float
@@ -62,12 +62,12 @@ _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @_options
 def backup(cluster: Cluster, file: Path, force: bool) -> None:
-    """Write the control plane of a running cluster into a file: API keys, models and aliases that were written over the
+    """Write the control plane of a running cluster to a file: API keys, models and aliases that were written over the
     API with their history, and the records of jobs, shards and files.
 
-    The file has no payloads (inputs of clients, bytes of files, output of jobs): copy the payload store beside it. It
-    has no models of folders either, no queue and no dead letters. It holds digests of tokens and names of clients, so
-    its mode is 0600: keep it as you keep secrets.
+    The file has no payloads (inputs of clients, bytes of files, output of jobs): back up the payload store separately.
+    It has no models from folders, no queued work and no dead letters. It has digests of tokens and names of clients, so
+    its mode is 0600: protect it like a secret.
     """
     if file.exists() and not force:
         raise CommandRefused(f"{file} exists: name another file, or replace it with --force")
@@ -76,7 +76,7 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         replicas = cluster.settings.stream_replicas
         buckets = await KeyBuckets.open(broker, replicas)
         entries = {}
-        # a shard without its job would never be removed, so shards are backed up first
+        # shards are read before their jobs, because a shard whose job is missing would never be removed
         for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):
             stored = await (await broker.key_value(name, replicas=replicas)).entries()
             entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
@@ -123,10 +123,10 @@ def _contents(snapshot: Backup) -> str:
 @_file
 @_options
 def restore(cluster: Cluster, file: Path) -> None:
-    """Write what a backup has and the cluster lacks, into a running cluster, empty or not.
+    """Write the entries of a backup that a running cluster lacks. The cluster may be empty or in use.
 
-    Nothing that the cluster has is replaced by something older: a model stays at its revision if that is as high, a job
-    stays as it is, a revoked key stays revoked. To go back in time, restore into an empty cluster: stop it, move its
+    No entry of the cluster is replaced by an older one: a model with the same or a higher revision stays, a job
+    stays unchanged, a revoked key stays revoked. To go back in time, restore into an empty cluster: stop it, move its
     broker's folder away, start it, restore.
     """
     saved = read_backup(file)
@@ -149,8 +149,8 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write these keys, or stricter records, to both buckets. Returns the number of keys that were missing in the
-    bucket.
+    """Write the keys to both buckets. If a bucket already has a key, the stricter record is kept. Returns the number of
+    keys that were written to the main bucket.
     """
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
@@ -166,7 +166,7 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
 
 
 async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
-    """Write the entries whose keys are missing in the bucket. Returns their number."""
+    """Write the entries whose keys the bucket lacks. Returns the number of these entries."""
     present = {entry.key for entry in await bucket.entries()}
     missing = [Write(key, value, 0) for key, value in entries if key not in present]
     batch: list[Write] = []
@@ -182,18 +182,18 @@ async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> 
 @click.argument("stream")
 @cluster_options(BROKER_URL, *_SETTINGS, required=False)
 def repair(cluster: Cluster, stream: str) -> None:
-    """Make a stream or bucket of the broker anew. `sie doctor` names the damaged ones, and `sie topology show` all.
+    """Create a stream or bucket again. `sie doctor` names the damaged ones, `sie topology show` lists all.
 
     \b
-    KV_sie_keys, KV_sie_keys_copy              from each other: the stricter record of a key counts
-    KV_sie_catalogue                           from its copy; the config service adds what the folders have
-    KV_sie_catalogue_copy                      from the catalogue
-    KV_sie_jobs, KV_sie_shards, KV_sie_pools   with what can be read; then `sie restore FILE` writes the rest
+    KV_sie_keys, KV_sie_keys_copy              filled from each other; the stricter record of a key is used
+    KV_sie_catalogue                           filled from its copy; the config service adds the models of folders
+    KV_sie_catalogue_copy                      filled from the catalogue
+    KV_sie_jobs, KV_sie_shards, KV_sie_pools   filled with the readable entries; `sie restore FILE` writes the rest
     all others                                 empty: placement, demand, leases, poison, work and dead letters
 
-    Requests whose work was in a stream of work end with an error, and clients may send them again. Where the broker of
-    `sie serve` does not start because of the files of a stream, stop `sie serve` and name its --data-dir: then the
-    files are moved to the folder `damaged` in it, and the next start makes the stream anew.
+    Requests whose work was in a stream of work end with an error, and clients may send them again. If the broker of
+    `sie serve` does not start because of a stream's files, stop `sie serve` and give its --data-dir: then the
+    files are moved to its folder `damaged`, and the next start creates the stream again.
     """
     if cluster.settings.nats_url is None:
         click.echo(_set_aside(cluster, stream))
@@ -211,7 +211,7 @@ def repair(cluster: Cluster, stream: str) -> None:
 
 
 def _set_aside(cluster: Cluster, stream: str) -> str:
-    """Move the files of a stream to another folder while the broker does not run."""
+    """Move the files of a stream to the folder `damaged`, while the broker does not run."""
     folders = [path for path in (cluster.data_dir / "nats" / "jetstream").glob("*/streams/*") if path.name == stream]
     if not folders:
         raise CommandRefused(f"there are no files of a stream {stream} in {cluster.data_dir / 'nats'}")

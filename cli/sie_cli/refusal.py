@@ -1,4 +1,4 @@
-"""Refusals of commands: one line and an exit status."""
+"""Errors that end a command with one line and an exit status."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import click
 from sie_cli.display import printable
 from sie_contracts.errors import SIEError
 
-MAX_CHARS = 20_000  # largest number of characters of a refusal
+MAX_CHARS = 20_000  # limit of the characters of an error message
 INTERRUPTED = 130  # exit status of a shell command after Ctrl-C
 
 
 class CommandRefused(click.ClickException):
-    """Refusal of a command with status 1. The message names the next step."""
+    """Error that ends a command with status 1. Its message names the next step."""
 
     def format_message(self) -> str:
-        """Format a message for a terminal. Control characters are replaced, because parts of it are from servers and
-        files.
+        """Format a message for a terminal. Control characters are replaced, because servers and files supply parts of
+        it.
         """
         return printable(self.message[:MAX_CHARS], lines=True)
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Convert faults of a model or a file to CommandRefused."""
+    """Raise CommandRefused for an error of a model (SIEError) or of a file (OSError) in the context."""
     try:
         yield
     except SIEError as error:

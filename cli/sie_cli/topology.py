@@ -1,5 +1,5 @@
-"""`sie topology`: streams and consumers at the broker, how they differ from what this version wants, and the way from
-one to the other.
+"""`sie topology`: show streams and consumers at the broker, compare them with those of this version, and migrate
+them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _SETTINGS = (
 
 @click.group(cls=AnyPosition, short_help="Streams and consumers at the broker.")
 def topology() -> None:
-    """Look at the streams and consumers at the broker, compare them, and change them.
+    """Show the streams and consumers at the broker, compare them with those of this version, and migrate them.
 
     \b
-    sie topology show       what is there: streams, their settings and backlog, consumers by lane
-    sie topology check      how it differs from what this version and these settings want; status 1 if it does
-    sie topology migrate    the steps from one to the other, and with --yes their execution
+    sie topology show       streams with settings and backlog; consumers by lane (pool, machine profile, bundle)
+    sie topology check      differences from the topology of this version and these settings; status 1 if any
+    sie topology migrate    the steps that remove the differences; --yes runs them
 
-    It finds the broker of a `sie serve` of this user by itself (--data-dir, if that is not the default), any other by
-    --url or SIE_NATS_URL, with SIE_NATS_PASSWORD. Settings are those of the gateways: give the same ones.
+    The broker of this user's `sie serve` is found automatically (or with --data-dir), any other broker is given with
+    --url or SIE_NATS_URL, and SIE_NATS_PASSWORD. Give the same settings as for the gateways.
     """
 
 
@@ -57,9 +57,9 @@ def _options(command: F) -> F:
 @_options
 @click.option("--consumers", "with_consumers", is_flag=True, help="Every consumer, not their sums by lane.")
 def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
-    """Print all streams, and consumers by lane with their backlog.
+    """Print streams and consumers with their backlog. The consumers are summed by lane (pool, machine profile, bundle).
 
-    `own` consumers are those of one model, `shared` ones are slots of many. Messages wait or are leased to a worker.
+    An `own` consumer serves one model, a `shared` consumer several models. Messages wait, or are leased to a worker.
     """
     present = cluster.at_broker("sie-topology", _shown)
     if as_json:
@@ -84,10 +84,10 @@ def show(cluster: Cluster, as_json: bool, with_consumers: bool) -> None:
 @topology.command()
 @_options
 def check(cluster: Cluster, as_json: bool) -> None:
-    """Compare with what this version wants, field by field.
+    """Compare the broker with the topology of this version. Streams and consumers are compared field by field.
 
-    Status 0: equal. 1: something differs, or messages lie where no consumer takes them. 2: the broker could not be
-    asked.
+    Status 0: equal. 1: there are differences, or messages that no consumer delivers. 2: the broker could not be
+    reached.
     """
     steps = cluster.at_broker("sie-topology", lambda broker: steps_at(broker, cluster.settings))
     _print(steps, as_json)
@@ -100,12 +100,12 @@ def check(cluster: Cluster, as_json: bool) -> None:
 @_options
 @click.option("--yes", is_flag=True, help="Do it. Without it the plan is only shown.")
 def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
-    """Show the steps to what this version wants; --yes does them.
+    """Migrate the broker to the topology of this version. Without --yes, the steps are only shown.
 
-    No step costs a message: what cannot be changed in place, or not while the queue holds what it holds, is refused
-    with its reason and what helps. Gateways of this version do the same at their start for streams of an older one;
-    those of the older version go on. Status 0: nothing is left to do. 1: something is (without --yes: anything). 2: the
-    broker could not be asked.
+    No step loses a message: a change that is impossible in place, or with the present content of the queue, is refused
+    with its reason and a remedy. Gateways of this version take the same steps at their start for streams of an older
+    version; gateways of the older version continue. Status 0: no step remains. 1: steps remain, or were only shown. 2:
+    the broker could not be reached.
     """
     steps = cluster.at_broker("sie-topology", lambda broker: steps_at(broker, cluster.settings))
     _print(steps, as_json)
@@ -124,8 +124,8 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Plan the changes of all present streams of work and dead letters, and of the streams that the settings require.
-    Raises BrokerError.
+    """Return the steps to the topology of this version, for all work and dead-letter streams of the broker and for the
+    streams that the settings require. Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec
@@ -134,7 +134,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
     for pool in sorted({name.removeprefix(_WORK) for name in present if name.startswith(_WORK)} | own):
-        # a reservation: its dead letters are in another stream
+        # pool of a reservation: it has no stream of its own for dead letters
         reserved = pool not in own and f"DEAD_{pool}" not in present
         facts = await read_facts(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
@@ -148,7 +148,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
 
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
-    """Run the steps that are not refused. Returns the steps that remain afterwards."""
+    """Run the steps that are not refused. Returns the steps that still remain."""
     from sie_broker.nats.operator import apply
 
     for step in steps:

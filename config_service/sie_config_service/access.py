@@ -1,4 +1,4 @@
-"""Access control of the config service: the scopes of `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
+"""Access control of the config service: the scopes in `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
 keys of clients.
 
 SIE_ADMIN_TOKEN permits all calls, SIE_CONFIG_READ_TOKEN permits reads, and a key permits the calls of its scopes. No
@@ -18,7 +18,7 @@ from sie_runtime.keys import Key, Keys
 
 
 class ConfigGate:
-    """Checks the credentials of a call. Both tokens are always compared, each in constant time."""
+    """Check of the credentials of a request. Both tokens are always compared, each in constant time."""
 
     def __init__(self, settings: Settings) -> None:
         self._admin = settings.admin_token
@@ -27,15 +27,15 @@ class ConfigGate:
         self._keys: Keys | None = None
 
     def go_by(self, keys: Keys) -> None:
-        """Use the keys of the broker from now on."""
+        """Set the client keys, which the broker stores. From now on, `check` accepts their tokens."""
         self._keys = keys
 
     def check(self, method: str, match: Match[Any], authorization: str) -> str:
-        """Check whether a call may use its route. Returns the name of the caller, in the form for the history of a
-        model.
+        """Check whether a request may use its route. Returns the name of the caller, as the history of a model shows
+        it.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady while the keys are unknown. If the caller may read, it
-        also raises NotFound, and HTTPException 405 with `Allow`.
+        Raises Unauthenticated, PermissionDenied, and NotReady while the keys have not been read. Only a caller with
+        read access gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a wrong method.
         """
         row = match.route(method)
         token = bearer(authorization)
@@ -67,8 +67,8 @@ class ConfigGate:
         return f"key {key.name} ({key.id})" if key else "SIE_ADMIN_TOKEN" if is_admin else "SIE_CONFIG_READ_TOKEN"
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
-        """Return the key of the token; None for an unknown token. Raises PermissionDenied for a key without the scope,
-        Unauthenticated for a key that is no longer valid, NotReady.
+        """Return the key with this token; None for an unknown token. Raises PermissionDenied for a key without the
+        scope, Unauthenticated for a key that has ended, NotReady while the keys have not been read.
         """
         if not self._by_key or not token or is_known:
             return None

@@ -3,9 +3,9 @@
     a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
-The index is one key of the bucket, with the targets of each alias. A write of an alias, a write of a model that an
-alias names, and a removal of a model all write the index by compare-and-set in the same batch. So two replicas cannot
-write an alias of a model that is being removed, or remove a model that a new alias names.
+The index is one key of the bucket. For each alias, it has a row with the alias's targets. A write of an alias, a write
+of a model that an alias names, and a removal of a model all write the index by compare-and-set in the same batch. So
+two replicas cannot write an alias of a model that is being removed, or remove a model that a new alias names.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from sie_config_service.mirror import CatalogueSnapshot, HeldModel
 
 INDEX_KEY = "aliases"
-VECTORS_CHANGED = "alias_vectors_changed"  # warning code: vectors indexed through the alias do not fit its new vectors
-ALIAS_BROKEN = "alias_broken"  # warning code: a forced write made an alias invalid
+# code of the warning that vectors indexed before do not fit the alias's new target
+VECTORS_CHANGED = "alias_vectors_changed"
+ALIAS_BROKEN = "alias_broken"  # code of the warning that a forced write made an alias invalid
 _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
 
 
 @dataclass(frozen=True)
 class AliasIndex:
-    """Targets of each alias, and the bucket's revision of this index for compare-and-set."""
+    """Index of aliases. `models`: targets of each alias. `sequence`: the bucket's revision of the index, for
+    compare-and-set.
+    """
 
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: int = 0
@@ -44,12 +47,12 @@ class AliasIndex:
         return cls(_index.decode(value) if value else {}, sequence)
 
     def naming(self, model: str) -> list[str]:
-        """Return the aliases that name a model."""
+        """Return the aliases that have this model as a target."""
         folded = model.casefold()
         return sorted(alias for alias, models in self.models.items() if folded in map(model_of, models))
 
     def written(self, changes: Mapping[str, Alias | None] | None = None) -> Write:
-        """Return the write of the index after `changes`. In `changes`, None is a removed alias."""
+        """Return the write of the index after these changes: a new or changed alias, or None for a removed one."""
         models = dict(self.models)
         for name, alias in (changes or {}).items():
             models.pop(name, None)
@@ -60,8 +63,8 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """Additions to a permitted write. `index`: a write of the index, if the guarded write requires an unchanged index.
-    `reply_fields`: more fields of the reply.
+    """Additions to a write that `guard` permits. `index`: a write of the index in the same batch, if the decision
+    depends on the index. `reply_fields`: additional fields for the reply.
     """
 
     index: Write | None = None
@@ -78,11 +81,11 @@ async def guard(
     *,
     force: bool,
 ) -> GuardedWrite:
-    """Check a write before it is stored. `entry` is the checked document, or None for a removal. `held` is the model
-    that it replaces. `index` and `read` are the present index and models. `catalogue` reads the whole catalogue, which
-    is needed only for the message of an error.
+    """Check a write of a model or alias before it is stored. `entry`: the new document, or None for a removal. `held`:
+    the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: reads and parses the
+    whole catalogue, which only an error text needs.
 
-    With `force`, a model may be written or removed although an alias needs it unchanged. Raises ValidationFailed for an
+    With `force`, a model may be written or removed even if that makes an alias invalid. Raises ValidationFailed for an
     invalid alias, and ContentConflict, which names the aliases that need the model.
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
@@ -96,7 +99,8 @@ async def guard(
         try:
             check(after, concerned)
         except ValidationFailed:
-            check(after, await catalogue())  # checked again, so that the error can suggest similar names
+            # check again with the whole catalogue, so that the error can suggest similar names
+            check(after, await catalogue())
             raise
         changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
         bundles = {concerned.resolve(target.model).bundle for target in after.alias}
@@ -131,8 +135,8 @@ async def guard(
 
 
 def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
-    """Return the part of the catalogue with these names, in any case and with any revision or profile. So only a few of
-    ten thousand documents are parsed.
+    """Return a catalogue of only the models with these names; case, revision and profile of a name are ignored. This
+    avoids parsing all of maybe ten thousand documents.
     """
     models = {model_of(name) for name in names}
     entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
@@ -142,8 +146,8 @@ def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
 
 
 def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
-    """Parse a stored document. Returns None if there is no document, or if it is not valid any more because an older
-    schema permitted it. A later write replaces an invalid document.
+    """Parse a stored document. Return None if there is none, or if it is invalid, since an older schema may have
+    permitted it; a later write replaces such a document.
     """
     try:
         return None if entry is None else parse_document(entry)
@@ -152,7 +156,9 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """Return the aliases that are valid now and would be invalid if the model were `after`, each with the reason."""
+    """Return the aliases in `named` that are valid now and would be invalid if the model became `after`, each with the
+    reason.
+    """
     changed = present.with_model(model, after, 0, "")
     problems = {}
     for name in named:
@@ -164,7 +170,7 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 
 
 def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
-    """Return the invalid aliases among the aliases that name one of these models or have its id, each with the
+    """Return the invalid aliases whose id is one of these models, or that have one of them as a target, each with the
     reason.
     """
     folded = {model.casefold() for model in models}
@@ -187,7 +193,7 @@ def _fault(alias: Alias, catalogue: Catalogue) -> str | None:
 
 
 def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
-    """Check the aliases of the folders. Raises ValidationFailed, which names the alias and the fault."""
+    """Check all aliases in the folders. Raises ValidationFailed, which names the alias and the fault."""
     catalogue = Catalogue.from_documents(documents, {}, {}, "")
     for name, alias in sorted(catalogue.aliases.items()):
         if (why := _fault(alias, catalogue)) is not None:
@@ -195,7 +201,7 @@ def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
 
 
 def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | None]:
-    """Convert a batch of documents to a map of aliases. The value is None for a model, and for a removed document."""
+    """Return the alias in each document of a batch. The value is None for a model and for a removed document."""
     aliases: dict[str, Alias | None] = {}
     for name, entry in models.items():
         document = parse_document(entry) if entry is not None and is_alias(entry) else None
@@ -204,8 +210,8 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """Build the index from the aliases of the catalogue. For an alias that cannot be parsed, the row in `index`
-    remains.
+    """Build the rows of the index from all aliases of the catalogue. If a stored alias is invalid, its row in `index`
+    is kept.
     """
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():

@@ -1,4 +1,4 @@
-"""Config service over HTTP: its parts, and the application that handles every request.
+"""HTTP application of the config service: every request passes access control, and then the handler of its route.
 
 request ──► ConfigGate ──► handler of its route ──► reply
 """
@@ -35,9 +35,10 @@ from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probe
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 
-PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"  # origins of the files of FastAPI's /docs
-CLIENT_GONE = 499  # status of a request whose client disconnected; used only in metrics, as in a gateway
-_POLLED = ("epoch", "export")  # endpoints that every gateway and worker polls; they are not traced
+# sources of the scripts and styles that FastAPI's page /docs loads
+PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"
+CLIENT_GONE = 499  # status, only in metrics, of a request whose client disconnected; gateways use the same number
+_POLLED = ("epoch", "export")  # endpoints without traces, because every gateway and worker polls them
 _logger = logging.getLogger("sie.config")
 
 
@@ -63,7 +64,7 @@ def create_app(service: ConfigService) -> App:
         received_s = time.perf_counter()
         request_id = scope[REQUEST_ID]
         headers = headers_of(scope)
-        status, code = 0, b""  # the request has no reply yet
+        status, code = 0, b""  # 0: no reply was sent yet
         tracer = None if endpoint in _POLLED else service.tracer
         _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
         if span is not None:
@@ -91,13 +92,13 @@ def create_app(service: ConfigService) -> App:
                 body = decoded(scope["method"], headers, receive) if "content-encoding" in headers else receive
                 request = Request({**scope, "path_params": match.parameters}, body)
                 await (await route.handler(service, request))(scope, receive, tagged)
-        except ClientDisconnect:  # the client disconnected while it sent the body, so nobody reads an answer
+        except ClientDisconnect:  # the client disconnected before it had sent the whole body
             status = CLIENT_GONE
-        except Exception as error:  # noqa: BLE001  the root of a request; FastAPI raises answered errors again
+        except Exception as error:  # noqa: BLE001 outermost handler; FastAPI raises answered errors too
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
-            # a request without a status was cancelled, because this process ends
+            # no status means that the end of this process cancelled the request
             status = status or InternalFailure.status
             service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
             if span is not None:
@@ -111,8 +112,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """Return the reply to any exception. An exception that is not an SIEError is a fault of this service: it is logged
-    with its traceback, and the reply is INTERNAL_ERROR.
+    """Return the reply to an exception. Any exception except an SIEError is a fault of this service: it is logged with
+    its traceback, and the reply has the code INTERNAL_ERROR.
     """
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
@@ -124,7 +125,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
         )
     elif isinstance(error, BrokerError):
         _logger.warning("request %s: %s", request_id, error)
-        error = QueueUnavailable("the broker could not be reached")
+        error = QueueUnavailable("the config service could not reach the broker: try again")
     if not isinstance(error, SIEError):
         _logger.error("request %s failed", request_id, exc_info=error)
         error = InternalFailure("the config service failed; its log has the details under this request id")
@@ -132,7 +133,7 @@ def _answer_to(error: Exception, request_id: str) -> Response:
     if error.retryable:
         headers["Retry-After"] = str(max(1, error.retry_after_s))
     if error.reason == "content_encoding":
-        headers["Accept-Encoding"] = "gzip"  # this header is defined in RFC 7694
+        headers["Accept-Encoding"] = "gzip"  # RFC 7694: the reply to an unknown encoding names the supported ones
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     status, body = configs.config_shape(error, request_id, None)

@@ -1,7 +1,8 @@
-"""Model configurations in YAML or JSON: they are read, checked by the schema of the workers, merged and compared.
+"""Parser for model configurations in YAML or JSON. It also checks them against the schema of the workers, merges and
+compares them.
 
-bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
-                                  └ ValidationFailed: the field, what is wrong with it, and for YAML the line
+    bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
+                                      └ ValidationFailed: the field, what is wrong with it, and for YAML the line
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
 MAX_DEPTH = 64
-# events of YAML, which take a third of a second; for JSON, time and memory are hundreds of times smaller
+# limit of the YAML parser's events; parsing so many takes a third of a second. JSON, which is faster, has no such limit
 MAX_EVENTS = 50_000
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # use the C loader if it is installed: it is ten times as fast
 _GOT = re.compile(r", got (a string|a whole number|a number)$")
-MAX_SHOWN = 60  # characters of a value in a message
-_ANY_KEY = "[...]"  # text that msgspec writes in a path instead of the key of a map
+MAX_SHOWN = 60  # characters of an invalid value that an error text shows
+_ANY_KEY = "[...]"  # msgspec writes this in the path of a fault where a map's key should be
 
 
 @dataclass(frozen=True)
 class ParsedDocument:
-    """A decoded document. `node` has the lines of the fields of a YAML document; it is None for JSON."""
+    """Decoded document. `node`: tree of a YAML document, which knows the line of each field; None for JSON."""
 
     value: Any
     node: yaml.Node | None = None
 
     def line(self, loc: str) -> int | None:
-        """Return the line of a field, from 1. If the field is missing, return the line of the longest existing part of
-        its path. Return None if no line is known.
+        """Return the line of a field, counted from 1. For a missing field, return the line of the nearest parent in the
+        document. Return None if no lines are known.
         """
         return None if self.node is None else _line(self.node, loc.removeprefix("$"))
 
@@ -77,8 +78,8 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
 
 
 def _check_events(body: bytes) -> None:
-    """Refuse a document that is nested too deep or has too many values, before a tree is built from it: building needs
-    a C call for each level, without any limit. Raises ValidationFailed.
+    """Refuse a YAML document that is nested too deeply or has too many values. This is checked before a tree is built,
+    since building it uses C recursion without a limit. Raises ValidationFailed.
     """
     depth = 0
     for number, event in enumerate(yaml.parse(body, _LOADER)):
@@ -118,7 +119,7 @@ def _too_deep(line: int | None = None) -> ValidationFailed:
 
 
 def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed:
-    """Return the error for a fault of one field."""
+    """Return a ValidationFailed for the fault of one field."""
     place = {} if line is None else {"line": line}
     where = loc if line is None else f"{loc} (line {line})"
     return ValidationFailed(
@@ -127,8 +128,8 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """Return the entry in `raw`: the value of `document`, a part of it, or its merge into a stored entry. The line of a
-    fault is found in `document`. Raises ValidationFailed.
+    """Parse and return the entry `raw`. `raw` is the value of `document`, a part of it, or the result of merging it
+    into a stored entry. The line of a fault is looked up in `document`. Raises ValidationFailed.
     """
     entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
@@ -140,7 +141,7 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
 
 
 def checked_bundle(document: ParsedDocument) -> BundleEntry:
-    """Return the bundle in a document. Raises ValidationFailed."""
+    """Parse and return the bundle in a document. Raises ValidationFailed."""
     return _parsed(document.value, document, parse_bundle, BundleEntry)
 
 
@@ -154,7 +155,9 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the end of a message about a wrong type: the text or number at the path; empty for other messages."""
+    """Return the text or number at a path, in the form of an ending for the error text `message`. Return an empty text
+    if the error is not about a wrong type.
+    """
     if not _GOT.search(message):
         return ""
     while path:
@@ -168,14 +171,14 @@ def _value_at(value: Any, path: str, message: str) -> str:
         value, path = value[step[0]], step[1]
     if isinstance(value, str):
         return f": {value[:MAX_SHOWN]!r}"
-    # Python does not convert an integer with too many digits to text
+    # a longer integer may have too many digits for Python's conversion to text
     is_short = isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
     return f": {value!r}" if is_short else ""
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in a path by the key with the fault. This is the key that gives the same fault if the map
-    has no other key.
+    """Replace each `[...]` in the path of a fault by the map key that has the fault. To find this key, parse the
+    document with only one key in the map.
     """
     loc = message
     while _ANY_KEY in loc:
@@ -193,7 +196,7 @@ def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
 
 
 def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield copies of `value` in which the map at `path` has only one key, for each of its keys."""
+    """Yield, for each key of the map at `path`, the key and a copy of `value` in which the map has only this key."""
     if not isinstance(value, dict):
         return
     if not path:
@@ -206,8 +209,8 @@ def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys with which `path` may begin, each with the remaining path. The longest key is first, because a key
-    may contain dots.
+    """Yield the keys with which `path` can begin, each with the rest of the path. A key may contain dots, so several
+    keys may fit; the longest is yielded first.
     """
     for key in sorted((key for key in keys if isinstance(key, str)), key=len, reverse=True):
         rest = path.removeprefix(f".{key}")
@@ -247,8 +250,8 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def difference(before: Any, after: Any) -> list[dict[str, Any]]:
-    """List the fields that differ, at most MAX_DIFFERENCES. Each entry has `path`, `before` and `after`; a side without
-    the field is left out.
+    """Return the fields that differ, at most MAX_DIFFERENCES. Each has `path`, `before` and `after`. If one document
+    lacks the field, `before` or `after` is left out.
     """
     changes: list[dict[str, Any]] = []
     for change in _differences(before, after, "$"):

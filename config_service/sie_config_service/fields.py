@@ -1,4 +1,4 @@
-"""Permitted values of fields, for messages that explain how to correct a document.
+"""Error texts that explain how to correct a field: permitted values and similar names, from the type of the document.
 
 type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
 """
@@ -19,10 +19,10 @@ _MAX_NAMES = 30
 
 
 def described(kind: type, loc: str, message: str) -> tuple[str, str]:
-    """Return the path and the message of a fault in a document of `kind`, both in a clearer form.
+    """Return the path and the text of a fault in a document of the type `kind`, both clearer than those of msgspec.
 
-    The name of an unknown field is added to the path. The message of an unknown field suggests a known name. The
-    message of an invalid value lists the permitted values.
+    For an unknown field, the path ends with its name, and the text suggests a known field. For an invalid value, the
+    text lists the permitted values.
     """
     node = _node(_type_of(kind), loc.removeprefix("$"))
     names = _names(node)
@@ -37,8 +37,8 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """Suggest a replacement for a name that is not in `names`: a similar name, the same name in another part of the
-    document, or all names.
+    """Return a suggestion for an unknown field: a similar name in `names`, the path of a similar field elsewhere in the
+    document, or all `names`.
     """
     if like := difflib.get_close_matches(name, names, 1, 0.6):
         return f"did you mean `{like[0]}`?"
@@ -72,7 +72,7 @@ def _walk(node: inspect.Type, path: str, depth: int) -> Iterator[str]:
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
-    """Return the types of a union without None, or the type itself if it is not a union."""
+    """Return the member types of a union, or the type itself if it is no union; nothing for None."""
     return node.types if isinstance(node, inspect.UnionType) else () if node is None else (node,)
 
 
@@ -81,7 +81,9 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """Return the type at a path. A key of a map may contain dots, so each possible end of the key is tried."""
+    """Return the type of the field at a path; None if there is none. A map key may contain dots, so each possible end
+    of the key is tried.
+    """
     if not path:
         current: inspect.Type | None = node
         return current

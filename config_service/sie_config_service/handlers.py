@@ -1,4 +1,4 @@
-"""Handlers of the catalogue's routes: reads, and writes, which only this service accepts.
+"""Handlers for the routes of the catalogue: reads and writes. Only this service accepts writes.
 
 request ──► body, at most 1 MiB ──► ParsedDocument ──► CatalogueWriter ──► reply with the new revision as ETag
 """
@@ -35,7 +35,7 @@ MAX_KEY_CHARS = 255
 
 
 async def models(service: ConfigService, _request: Request) -> Response:
-    """Return all models."""
+    """List all models of the catalogue."""
     live = (await service.require().snapshot()).live
     return json_response(
         {
@@ -103,7 +103,7 @@ async def status(service: ConfigService, request: Request) -> Response:
 
 
 async def model(service: ConfigService, request: Request) -> Response:
-    """Return one model."""
+    """Return the configuration of one model. Its revision is the ETag."""
     model = request.path_params["id"]
     held = await service.require().held(model)
     if held.entry is None:
@@ -112,12 +112,12 @@ async def model(service: ConfigService, request: Request) -> Response:
 
 
 async def bundles(service: ConfigService, _request: Request) -> Response:
-    """Return all bundles."""
+    """List all bundles of the catalogue."""
     return json_response(configs.bundle_list(await service.require().bundles()))
 
 
 async def bundle(service: ConfigService, request: Request) -> Response:
-    """Return one bundle."""
+    """Return the configuration of one bundle."""
     bundle = request.path_params["id"]
     return _document(request, configs.bundle_of(await service.require().bundles(), bundle), configs.YAML)
 
@@ -129,7 +129,7 @@ async def resolve(service: ConfigService, request: Request) -> Response:
 
 
 async def epoch(service: ConfigService, _request: Request) -> Response:
-    """Return the epoch: equal epochs mean equal catalogues."""
+    """Return the epochs and hashes of the catalogue. Equal epochs mean equal catalogues."""
     return json_response(msgspec.to_builtins(await service.require().catalogue_epoch()))
 
 
@@ -142,7 +142,7 @@ async def export(service: ConfigService, _request: Request) -> Response:
 
 
 async def create(service: ConfigService, request: Request) -> Response:
-    """Add a model, or profiles to one."""
+    """Add a model, or add profiles to an existing model."""
     parameters, body = await _read(request)
     edits = await service.edits()
     document, ignored = await edits.public(parameters)
@@ -152,14 +152,14 @@ async def create(service: ConfigService, request: Request) -> Response:
 
 
 async def rollback(service: ConfigService, request: Request) -> Response:
-    """Write the content of an earlier revision as the newest revision."""
+    """Write the content of an earlier revision of a model as its newest revision."""
     model = request.path_params["id"]
     parameters, body = await _read(request)
     return await _write(service, request, "rollback", model, (await service.edits()).rollback(model, parameters), body)
 
 
 async def put(service: ConfigService, request: Request) -> Response:
-    """Replace a model."""
+    """Replace the configuration of a model."""
     model = request.path_params["id"]
     parameters, body = await _read(request)
     edits = await service.edits()
@@ -175,7 +175,7 @@ async def patch(service: ConfigService, request: Request) -> Response:
 
 
 async def delete(service: ConfigService, request: Request) -> Response:
-    """Remove a model."""
+    """Remove a model from the catalogue."""
     model = request.path_params["id"]
     return await _write(service, request, "delete", model, (await service.edits()).delete(model), b"")
 
@@ -190,7 +190,7 @@ async def _write(
     profiles: Collection[str] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Execute one write and send its reply."""
+    """Run one write, and return its reply."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
         WriteRequest(
@@ -213,12 +213,12 @@ async def _write(
 
 async def _read(request: Request) -> tuple[ParsedDocument, bytes]:
     body = await _body(request)
-    # runs in a thread, because parsing large YAML takes long
+    # in a thread, because parsing a large YAML document would block the event loop
     return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body
 
 
 async def _body(request: Request) -> bytes:
-    """Read the whole body. Raises PayloadTooLarge, GatewayTimeout."""
+    """Read and return the whole body. Raises PayloadTooLarge, GatewayTimeout."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -256,8 +256,8 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags in the query of a write. Any other parameter is refused: otherwise a write with a misspelt
-    `dry_run` would be executed.
+    """Read the flags of a write from its query. Any unknown parameter is refused, because a write with a misspelt
+    `dry_run` would otherwise be stored.
     """
     for name in request.query_params:
         if name not in names:

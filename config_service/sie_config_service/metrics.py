@@ -1,4 +1,4 @@
-"""Metrics of the config service: its requests, and the catalogue that it read last."""
+"""Metrics of the config service: its requests, and the size of the catalogue at its last read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 
 
 class ConfigMetrics(Collector):
-    """Metrics of the config service. `last_read` returns the catalogue that was read last, None before the first
-    read.
-    """
+    """Metrics of the config service. `last_read`: returns the snapshot of the last read; None before the first read."""
 
     def __init__(self, last_read: Callable[[], CatalogueSnapshot | None]) -> None:
         make = MetricMaker("config")

@@ -1,19 +1,19 @@
-"""Copy of the bucket in a replica. The whole bucket is read once, then only later writes, so that a read of ten
-thousand models costs no more than a read of one.
+"""Copy of the catalogue's bucket in the memory of a replica. The whole bucket is read once, and then only later writes,
+so that a read of ten thousand models costs no more than a read of one.
 
     bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
                                          └─► CatalogueSnapshot: all models at one epoch, and the number of the
                                              last write that concerned each bundle
 
-This is not a `sie_broker.record.Record`, which watches a bucket and may be behind it for a moment: a reply of the
-config service after a write must contain that write. So each read asks the leader of the bucket for its last revision
-and then for the writes up to that revision, and applies all of them or none.
+`sie_broker.record.Record` is not used here, because it may be behind its bucket for a moment: a reply of the config
+service after a write must contain that write. So each read asks the leader of the bucket for its last revision and then
+for the writes up to that revision, and applies all of them or none.
 
-The epoch is the time when the bucket was created, and the number of the last write of the catalogue in it. The write of
-a stored reply does not change the epoch.
+The epoch has two parts: the time when the bucket was created, and the number of the last write of the catalogue in it.
+The write of a stored reply does not change the epoch.
 
-A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or somebody deletes it), it gets a new
-bucket, which is empty at first. The mirror then refuses to read the new bucket and stays `is_lost`.
+A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or somebody deletes it), the broker gets
+a new bucket, which is empty at first. The mirror refuses to read the new bucket; `is_lost` stays True.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from sie_contracts.models.bundles import DEFAULT, BundleEntry, serving
 from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
-REPLIES = "replies"  # first part of the keys of stored replies, which are not models
-BEHIND_S = 2.0  # seconds for which a replica of the broker may lack writes that its leader has
+REPLIES = "replies"  # first part of the keys that hold stored replies; such keys are no models
+BEHIND_S = 2.0  # seconds for which a replica of the broker may lack writes that the leader already has
 _PAUSE_S = 0.02
 _logger = logging.getLogger("sie.config")
 _Record = TypeVar("_Record")
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """Revision of a model. `entry` is None for a removal. `source`: packaged, overlay or api; seeding changes only
-    models of the first two sources.
+    """Revision of a model. `entry` is None for a removal. `source`: packaged or overlay (a folder), or api. Seeding,
+    which copies the folders to the bucket, never changes a model of the source api.
     """
 
     entry: dict[str, Any] | None
@@ -53,14 +53,14 @@ class StoredModel(msgspec.Struct, frozen=True):
     operation: str = ""
     created_at: str = ""
     model: str = ""
-    author: str = ""  # name of the token of the write; empty for a seeded record, or a record of an older version
-    note: str = ""  # reason of a write that no person decided
+    author: str = ""  # name of the token that wrote it; empty for a seeded revision or one of an older version
+    note: str = ""  # why the config service wrote this revision by itself; empty otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class HeldModel:
-    """A model in the bucket, and the bucket's revision for compare-and-set. `stored` is None if the model never
-    existed.
+    """Model in the bucket. `sequence`: the bucket's revision of its key, for compare-and-set. `stored` is None if the
+    model never existed.
     """
 
     stored: StoredModel | None = None
@@ -72,13 +72,13 @@ class HeldModel:
 
     @property
     def revision(self) -> int:
-        """Return the number of the model's last revision, counted from 1; 0 if the model never existed."""
+        """Return the number of the model's newest revision, counted from 1; 0 if the model never existed."""
         return 0 if self.stored is None else self.stored.revision
 
     @property
     def written(self) -> int:
-        """Return the number of the model's last write in epochs. It is the number of the record in the history, which
-        the bucket stores after the model.
+        """Return the number that the model's last write has in epochs. A batch stores the model and directly after it
+        the record in the history; epochs use the number of this record.
         """
         return self.sequence + 1
 
@@ -89,8 +89,8 @@ _bundle = msgspec.json.Decoder(BundleEntry)
 
 @dataclass(frozen=True)
 class CatalogueSnapshot:
-    """Models of the catalogue at one epoch, including removed ones. `concerned`: the number of the last known write
-    that affected each bundle. `unknown`: any write up to this number may have affected any bundle.
+    """Models of the catalogue at one epoch, including removed ones. `concerned`: for each bundle, the number of the
+    last write known to affect it. `unknown`: every write up to this number may have affected any bundle.
     """
 
     epoch: str = ""
@@ -101,7 +101,7 @@ class CatalogueSnapshot:
 
     @cached_property
     def live(self) -> dict[str, StoredModel]:
-        """Return the models without the removed ones."""
+        """Return the models that exist, without the removed ones."""
         return {
             model: held.stored
             for model, held in self.held.items()
@@ -113,11 +113,11 @@ class CatalogueSnapshot:
         return self.epoch.rpartition(":")[0]
 
     def since(self, bundle: str) -> str:
-        """Return the epoch of the last write that changed models of a bundle."""
+        """Return the epoch of the last write that may have changed the models of a bundle."""
         return f"{self.created}:{max(self.unknown, self.concerned.get(bundle, 0))}"
 
     def revisions(self, bundle: str) -> dict[str, int]:
-        """Return the revisions of the models that a bundle can serve."""
+        """Return the revisions of the models that a bundle can serve, by id."""
         return self._revisions.get(bundle, {})
 
     @cached_property
@@ -130,7 +130,7 @@ class CatalogueSnapshot:
 
     @cached_property
     def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epoch and the hashes that readers of the catalogue compare with their own."""
+        """Return the epochs and hashes that gateways and workers compare with their own."""
         hashes = {bundle: configs.bundle_hash(revisions) for bundle, revisions in self._revisions.items()}
         return ConfigEpoch(
             self.epoch,
@@ -151,14 +151,14 @@ def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> 
 
 def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
     """Return the bundles that a change affects: bundles that could serve the model before or can serve it now. If there
-    is none, the default bundle is returned, so that gateways get a delta for each change.
+    is none, the default bundle is returned, so that gateways get a message about each change.
     """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
 
 
 def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
-    """Decode a record of the bucket. Raises NotReady for a record that cannot be read: an unreadable catalogue is not
-    an empty one.
+    """Decode a record of the bucket. Raises NotReady for an unreadable record, which must not count as a missing
+    one.
     """
     try:
         return decoder.decode(entry.value or b"")
@@ -171,28 +171,28 @@ def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
 
 
 class Mirror:
-    """Reads the new writes of the bucket at each call. If they cannot be read, the last snapshot is returned."""
+    """Copy of the bucket. Each call of `snapshot` first reads the new writes from the broker."""
 
     def __init__(self, bucket: RecordBucket) -> None:
         self._bucket = bucket
         self._lock = asyncio.Lock()
         self._now = CatalogueSnapshot()
-        self._read = 0  # revision of the bucket at the last read
+        self._read = 0  # number of the last write in the bucket that was applied
         self._created = ""  # time when the bucket was created; empty before the first read
-        self.is_lost = False  # the broker has another bucket now
-        self.suspect = asyncio.Event()  # set if the bucket may be lost; `check` finds out
-        self.before = CatalogueSnapshot()  # last snapshot before `invalidate`
+        self.is_lost = False  # True if the broker now has another bucket of this name
+        self.suspect = asyncio.Event()  # set if the bucket may be lost, which `check` then examines
+        self.before = CatalogueSnapshot()  # last snapshot before `invalidate` discarded it
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without asking the broker; None before the first read, and if the next read must
-        read the whole catalogue.
+        """Return the last snapshot without a request to the broker. None before the first read, and after `invalidate`
+        until the next read.
         """
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at the last revision of the broker's leader. Raises BrokerError; NotReady, also if the
-        bucket is lost.
+        """Return all models at the newest write that the broker's leader has. Raises BrokerError, and NotReady for an
+        unreadable record or a lost bucket.
         """
         async with self._lock:
             try:
@@ -212,8 +212,8 @@ class Mirror:
             return self._now
 
     async def invalidate(self) -> None:
-        """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
-        an older copy.
+        """Discard the snapshot, so that the next read reads everything. Called after a reconnect, because the broker
+        may now have an older copy of the bucket.
         """
         async with self._lock:
             if self._now.epoch:
@@ -222,7 +222,7 @@ class Mirror:
         self.suspect.set()
 
     async def check(self) -> bool:
-        """Open the bucket again and read it. Returns whether the bucket is lost, or lacks writes that were read before.
+        """Open the bucket again and read it. Returns True if the bucket is lost, or lacks writes that were read before.
         Raises BrokerError, NotReady.
         """
         await self._bucket.open()
@@ -237,10 +237,10 @@ class Mirror:
         )
 
     async def write(self, writes: Sequence[Write]) -> tuple[CatalogueSnapshot | None, int]:
-        """Write a batch. Returns the snapshot just before the batch, None if it is unknown, and the bucket's last
-        revision.
+        """Write a batch. Returns the snapshot directly before the batch (None if it is unknown), and the number of the
+        batch's last write.
 
-        Raises WrongRevision if no write was stored, and BrokerError if it is unknown whether the batch was stored.
+        Raises WrongRevision if nothing was stored, and BrokerError if it is unknown whether the batch was stored.
         """
         async with self._lock:
             last = await self._bucket.write(list(writes))
@@ -255,7 +255,9 @@ class Mirror:
             return before if before.epoch else None, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and all bundles. It is unknown which bundles the writes up to `last` changed."""
+        """Read all models and bundles. `last`: number of the bucket's last write. Which bundles the writes up to it
+        changed is unknown.
+        """
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
         bundles = [decoded(_bundle, entry) for entry in entries]
@@ -270,7 +272,7 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Read the writes after the last read, at least up to revision `last`. If the bucket has lost that write,
+        """Read the writes after the last read, up to the write `last` or later. If the bucket has lost that write,
         return the writes that it still has. Raises BrokerUnavailable.
         """
         entries: list[Entry] = []
@@ -278,12 +280,13 @@ class Mirror:
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))
             if entries and entries[-1].revision >= last:
                 return entries
-            # wait until another replica of the broker answers, or until this replica has caught up
+            # a replica of the broker that is behind may have answered: try again until it has caught up
             await asyncio.sleep(_PAUSE_S)
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
-            raise BrokerUnavailable(f"the catalogue's bucket does not show its write {last}")
+            raise BrokerUnavailable(f"the catalogue's bucket has its write {last}, but does not return it")
         _logger.warning(
-            "%s is damaged: its last write, %d, is missing; models of the folders and of its copy are written again",
+            "bucket %s is damaged: its last write, %d, is missing; "
+            "it is filled again from the model folders and its copy",
             self._bucket.name,
             last,
         )
@@ -303,9 +306,10 @@ class Mirror:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
-                    continue  # the revision is lower than before, so it was restored from a backup
+                    continue  # an old revision that was restored from a backup: it goes only into the history
                 if stored.revision > before.revision + 1:
-                    unknown = read  # the revisions between `before` and `stored` are no longer in the bucket
+                    # The bucket has lost the revisions between these two, so it is unknown which bundles they changed.
+                    unknown = read
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
                 held[stored.model] = HeldModel(stored, read - 1)
@@ -317,5 +321,5 @@ class Mirror:
                     bundles[bundle_now.id] = bundle_now
         self._read = read
         epoch = f"{self._now.created}:{number}"
-        if epoch != self._now.epoch:  # else: the snapshot and its cached properties stay valid
+        if epoch != self._now.epoch:  # otherwise keep the snapshot, with its cached properties
             self._now = CatalogueSnapshot(epoch, held, bundles, concerned, unknown)

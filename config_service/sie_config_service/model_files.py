@@ -1,4 +1,4 @@
-"""Files of models on this machine: a write is checked against them."""
+"""Check of a write against the model's files on this machine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ _logger = logging.getLogger("sie.config")
 
 
 class ModelFiles:
-    """Finder of the files of a model. It finds the same files as a worker with the same settings, and downloads
-    none.
-    """
+    """Finder of a model's files. It finds them where a worker with the same settings does, and downloads nothing."""
 
     def __init__(self, settings: Settings) -> None:
         self._sources = WeightSources(settings.cache_folder, may_download=False)
 
     async def check(self, raw: dict[str, Any]) -> None:
-        """Raise ValidationFailed for an entry that a load would refuse because of its files. If the files are not on
-        this machine, or cannot be read, the load decides.
+        """Raise ValidationFailed if a load would refuse the entry because of the model's files. If the files are not on
+        this machine, or cannot be read, the entry is accepted.
         """
         entry = parse_document(raw)
         if isinstance(entry, ModelEntry) and (mismatch := await asyncio.to_thread(self._fault, entry)) is not None:
@@ -37,5 +35,5 @@ class ModelFiles:
             located = self._sources.locate(entry)
             return fault(located.folder, entry, entry.load)
         except ModelLoadFailed as error:
-            _logger.info("%s is not checked against its files: %s", entry.id, error.message)
+            _logger.info("model %s is not checked against its files: %s", entry.id, error.message)
             return None

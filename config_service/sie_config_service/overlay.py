@@ -1,5 +1,5 @@
-"""Packaged catalogue and an operator's folder. Entries of the folder replace packaged ones. Both are read at the start,
-and the folder again when it changes.
+"""Packaged catalogue, and an operator's folder whose entries replace packaged ones. Both are read at the start, and the
+folder again when it changes.
 
     packaged models, bundles ──┐
     SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
@@ -39,7 +39,7 @@ from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
 BUNDLES = "bundles"
 MAX_TOLD = 20
 _logger = logging.getLogger("sie.config")
-PLUG_INS = "sie.adapters"  # group of entry points: families of other distributions
+PLUG_INS = "sie.adapters"  # group of entry points under which other distributions register families
 
 Signature = Mapping[str, tuple[int, int, int]]
 """State of each file, by its path in the folder: (time of the last change, size, number of the file or its tag)."""
@@ -47,8 +47,8 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """Contents of the folders: models and aliases with their origin, `packaged` or `overlay`, and the files of the
-    overlay by model.
+    """Contents of the folders. `models`: each model and alias with its source, `packaged` or `overlay`. `files`: for
+    each model of the overlay, its file.
     """
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
@@ -57,7 +57,9 @@ class Folders:
 
 
 class Overlay:
-    """The folder or bucket of SIE_MODELS_DIR. The document of a file is cached until the file changes."""
+    """Reader of the folder or bucket of SIE_MODELS_DIR. The parsed document of a file is kept until the file
+    changes.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -67,11 +69,11 @@ class Overlay:
         self._bucket = BucketFolder(self.name, SUFFIXES) if self.is_remote else None
         self._packaged: dict[str, tuple[ModelEntry | Alias, str]] = {}
         self._cached: dict[str, tuple[tuple[int, int, int], Any]] = {}
-        self.last: Folders | None = None  # last folders that could be read
+        self.last: Folders | None = None  # contents at the last read without an error
 
     def describe(self) -> str:
-        """Describe the folder in use, for the log of a start. Logs a warning if another user may write to it. Raises
-        SettingError, OSError.
+        """Describe the folder in use, for the log at the start. Logs a warning if another user may write to the folder.
+        Raises SettingError, OSError.
         """
         if warning := examined(self._allowed):
             _logger.warning("%s", warning)
@@ -83,8 +85,8 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """Return the trust for entries that are written over HTTP. It is based on the last read of the package and the
-        folder.
+        """Return the rules about which code and paths an entry that is written over HTTP may use. They depend on the
+        models of the package and the folder that were read last.
         """
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
@@ -96,8 +98,8 @@ class Overlay:
         return [document for document in documents if isinstance(document, ModelEntry)]
 
     def read_signature(self) -> Signature:
-        """Return the present state of the files. Raises SettingError if the folder that the setting names does not
-        exist or the store fails, and OSError.
+        """Return the current state of each file: its time, its size, and its inode or tag. Raises SettingError if the
+        folder of the setting does not exist or the store fails, and OSError.
         """
         if self._bucket is not None:
             return self._bucket.list_files()
@@ -123,7 +125,7 @@ class Overlay:
 
     def folders(self) -> Folders:
         """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line."""
-        if not self._packaged:  # the package does not change
+        if not self._packaged:  # read only once, because the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
             }
@@ -163,7 +165,9 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """Read these files. If a file in a bucket is too large, only one byte more than the limit is read."""
+        """Read these files. Of a too large file in a bucket, only one byte more than the limit is read, so that it is
+        refused.
+        """
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
@@ -187,8 +191,8 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add the families of other installed distributions to the packaged bundle: on one machine, its workers run in the
-    same environment as this process.
+    """Add the families of other installed distributions to the packaged bundle, because on one machine its workers run
+    in the same environment as this process.
     """
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (

@@ -1,5 +1,5 @@
-"""The config service process: connect, seed the catalogue, serve it, follow the folder of models. If the broker loses
-the catalogue, it is seeded again.
+"""Process of the config service: connect, seed the catalogue (write the models of the folders to the bucket), serve it,
+and follow the folder of models. If the broker loses the catalogue, it is seeded again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class PreparedCatalogue:
-    """Seeded catalogue, and the folder with its state at the time of seeding."""
+    """Catalogue after seeding. `overlay`: the folder of models. `signature`: the state of its files when they were
+    read.
+    """
 
     store: CatalogueStore
     overlay: Overlay
@@ -41,8 +43,8 @@ class PreparedCatalogue:
 
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
-    """Open the store and seed it with the contents of the folders. `cached_overlay`: the result of an earlier read of
-    the folders, which is used if they cannot be read now. Raises SettingError, BrokerError, NotReady.
+    """Open the store, and seed it with the models of the folders. `cached_overlay`: has the last readable contents of
+    the folders, which are used if the folders cannot be read now. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
@@ -55,14 +57,18 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
             if isinstance(error, SettingError):
                 raise
             raise SettingError("SIE_MODELS_DIR", f"{overlay.name}: {error}") from error
-        _logger.error("the models are seeded as they were read last: %s: %s", overlay.name, error)
+        _logger.error(
+            "the folder of models cannot be read, so the models of the last read are seeded: %s: %s",
+            overlay.name,
+            error,
+        )
         folders = overlay.last
     store = await open_store(broker, settings)
-    await store.snapshot()  # from now on the store accepts only this bucket, and no bucket that is created later
+    await store.snapshot()  # this read binds the store to the present bucket: a bucket that is created later is refused
     if lost := await retry_conflicts(store.recover):
         names = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
         _logger.warning(
-            "%s had lost %d entries that were written over the API; they were written again from %s: %s",
+            "bucket %s had lost %d entries that were written over the API; they were restored from bucket %s: %s",
             topology.CATALOGUE_BUCKET,
             len(lost),
             topology.CATALOGUE_COPY_BUCKET,
@@ -80,10 +86,11 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
 async def keep(
     service: ConfigService, settings: Settings, broker: Broker, prepared: PreparedCatalogue, stop: Stop
 ) -> None:
-    """Serve the catalogue and watch the folder of models. If the broker loses the catalogue, seed it again.
+    """Serve the catalogue and watch the folder of models, until `stop`. If the broker loses the catalogue, seed it
+    again.
 
-    Each replica runs this function, and compare-and-set decides between them. Models that are written over the API in
-    the meantime remain.
+    Each replica runs this function, and compare-and-set decides between their writes. Models that are written over the
+    API meanwhile are kept.
     """
     while True:
         service.begin(prepared.store, prepared.overlay.trust())
@@ -104,15 +111,19 @@ async def keep(
         recovered = set(again.store.written_over_api())
         if lost := [name for name in prepared.store.written_over_api() if name not in recovered]:
             listed = ", ".join(lost[:MAX_TOLD]) + (", ..." if len(lost) > MAX_TOLD else "")
-            _logger.warning("%d changes over the API were lost with the catalogue, repeat them: %s", len(lost), listed)
+            _logger.warning(
+                "%d models that were written over the API were lost with the catalogue; write them again: %s",
+                len(lost),
+                listed,
+            )
         prepared = again
 
 
 async def seeded(
     service: ConfigService, settings: Settings, broker: Broker, stop: Stop, overlay: Overlay | None = None
 ) -> PreparedCatalogue | None:
-    """Repeat `prepare` until it succeeds and return its result; return None if `stop` is set. Before that, /readyz has
-    the reason why the service is not ready. Raises SettingError.
+    """Repeat `prepare` until it succeeds, and return its result; None if `stop` is set first. Meanwhile, /readyz shows
+    why the service is not ready. Raises SettingError.
     """
 
     async def attempt() -> PreparedCatalogue:
@@ -133,7 +144,7 @@ async def seeded(
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Create streams and buckets on request of all processes until `stop`, over a separate connection."""
+    """Create the streams and buckets that other processes request, over a connection of its own, until `stop`."""
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:
@@ -150,8 +161,8 @@ async def run(
     lame_duck_s: float = 0.0,
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
-    """Serve until `stop`, then for another `lame_duck_s` seconds, then finish the running requests. Raises
-    SettingError.
+    """Run the service until `stop`, then accept requests for another `lame_duck_s` seconds, then finish the running
+    ones. Raises SettingError.
     """
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
@@ -170,7 +181,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # background tasks do not end with `stop`: they are cancelled after the last request
+    served = Stop()  # a stop of its own for background tasks, because they must run until the last request has ended
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")
@@ -192,10 +203,13 @@ async def run(
             await stop.wait()
             service.leaving = True
             server.leave()
-            if lame_duck_s and service.store is not None:  # a process that was never ready has no clients
-                _logger.info("config service is a lame duck for %g s", lame_duck_s)
+            if lame_duck_s and service.store is not None:  # only if it was ready once; otherwise it has no clients
+                _logger.info(
+                    "config service is stopping: for %g s it still accepts requests and reports not ready", lame_duck_s
+                )
                 await stop.lame_duck(lame_duck_s)
-            await server.stop()  # before the broker is closed, so that writes in progress are finished
+            # stop the server before the broker's connection closes, so that writes in progress can finish
+            await server.stop()
             await tasks.cancel()
     finally:
         await tasks.cancel()

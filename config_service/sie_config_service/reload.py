@@ -1,11 +1,11 @@
-"""Changes of SIE_MODELS_DIR become writes of source `overlay`, without a restart.
+"""Watch of SIE_MODELS_DIR: changed files become writes of source `overlay`, without a restart.
 
     look ──changed, and equal at the next look──► all files read and checked ──► seeded ──► read back, logged
       ▲            └ one is invalid: no change, the log names file, field and line                 │
       └── until workers have it, or WATCHED_S have passed: logged ◄───────────────────────────────────┘
 
-Names, sizes and times are compared, which also works on file systems that send no events. The looks use at most a
-hundredth of the time.
+Names, sizes and times of the files are compared, which also works on file systems that send no events. These
+comparisons use at most a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from sie_contracts.wire import configs
 from sie_runtime.process import Stop, Trouble
 
 LOOK_S = 0.5
-BUCKET_LOOK_S = 30.0  # seconds between two checks of a bucket: each check lists all objects
+BUCKET_LOOK_S = 30.0  # seconds between two comparisons of a bucket; it is long because each one lists all objects
 IDLE_SHARE = 0.01
 WATCHED_S = 30.0
 _logger = logging.getLogger("sie.config")
 
 
 def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
-    """Log the files that are not applied because a person wrote their models over the API."""
+    """Log a warning for each file that is not applied because the same model was written over the API, which has
+    priority.
+    """
     for model, path in folders.files.items():
         stored, packaged = read.held.get(model, HeldModel()).stored, folders.models.get(model)
         if (
@@ -46,20 +48,22 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
             and stored.entry != normalised(packaged[0])
         ):
             does = "removed" if stored.entry is None else "written"
-            _logger.warning("%s is not applied: %s was %s over the API; change it over the API", path, model, does)
+            _logger.warning(
+                "%s is not applied, because %s was %s over the API; change the model over the API", path, model, does
+            )
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log the aliases that are not valid after these changes. A change of the folder is accepted even if it makes an
-    alias invalid that was written over the API.
+    """Log the aliases that these changes made invalid. A change of the folder is applied even if it breaks an alias
+    that was written over the API.
     """
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
-        _logger.error("the alias %s is not valid with the models of the folder: %s", alias, why)
+        _logger.error("the alias %s is now invalid, because a model of the folder has changed: %s", alias, why)
 
 
 @dataclass
 class _Watched:
-    """A stored change that is watched until the workers of its bundles have its epoch."""
+    """Stored change that is watched until all gateways, and the workers of `bundles`, have reached `epoch`."""
 
     outcome: str
     epoch: str
@@ -69,9 +73,9 @@ class _Watched:
 
 @dataclass
 class Reload:
-    """Watch of the folder, beginning with its state at the time of seeding. `workers`: None if there are no reports
-    about workers that have a change. `check` raises ValidationFailed for an entry that no worker could load; None: only
-    the load decides.
+    """Watch of the folder of models. `signature`: the state of its files when they were seeded. `workers`: reports
+    about which processes have a change; None if there are none. `check`: raises ValidationFailed for an entry that no
+    worker could load; None to check nothing.
     """
 
     store: CatalogueStore
@@ -79,12 +83,12 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = None  # a refused state of the folder; its reason is logged only once
+    _refused: Signature | None = None  # refused state of the files, kept so that its error is logged only once
     _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
     _watched: list[_Watched] = field(default_factory=list)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the folder until `stop`."""
+        """Compare the folder again and again, and apply its changes, until `stop`."""
         look_s = BUCKET_LOOK_S if self.overlay.is_remote else LOOK_S
         last, pause_s = self.signature, look_s
         while not await stop.wait_for(pause_s):
@@ -94,13 +98,13 @@ class Reload:
             except (SettingError, OSError) as error:
                 now = {"": (0, 0, 0)}
                 if self._refused != now:
-                    _logger.error("the models stay as they were: %s", error)
+                    _logger.error("the folder of models cannot be read, so the catalogue is not changed: %s", error)
                 self._refused = now
                 continue
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
-                self._trouble.passed()  # an earlier failure belongs to an earlier change
-            elif now not in (self.signature, self._refused):  # two looks are equal, so no process is still writing
+                self._trouble.passed()  # a new change: forget the failure of the earlier one
+            elif now not in (self.signature, self._refused):  # equal at two looks, so no process is still writing files
                 await self._apply(now)
             last = now
             self._report()
@@ -109,7 +113,7 @@ class Reload:
         try:
             folders = await asyncio.to_thread(self.overlay.folders)
             if await asyncio.to_thread(self.overlay.read_signature) != now:
-                return  # the folder has changed again
+                return  # the folder changed again while it was read; the next look applies it
             await self._check_files(folders)
             bundles = await self.store.seed_bundles(folders.bundles)
             done = await self.store.seed(folders.models)
@@ -117,10 +121,12 @@ class Reload:
         except (BrokerError, SIEError, SettingError, OSError) as error:
             if (
                 not isinstance(error, SIEError) or error.retryable
-            ):  # the error may disappear without a change of a file: the next look tries again
+            ):  # a temporary error, for example of the broker: the next look tries again
                 self._trouble.met(error)
                 return
-            _logger.error("%s was changed, and the models stay as they were: %s", self.overlay.name, error)
+            _logger.error(
+                "%s was changed, but cannot be applied, so the catalogue is not changed: %s", self.overlay.name, error
+            )
             self._refused = now
             return
         self._trouble.passed()
@@ -130,8 +136,8 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for an entry that no worker could load: then workers continue with the former
-        entry.
+        """Raise ValidationFailed for a changed entry that no worker could load. The folder is then refused, so that
+        workers keep the entry that they have.
         """
         if self.check is None:
             return
@@ -145,13 +151,20 @@ class Reload:
                     ) from None
 
     async def _read_back(self, folders: Folders, done: list[CatalogueChange]) -> None:
-        """Read the changed models from the broker, and log their present revisions."""
+        """Read the changed models from the broker again, log their revisions, and watch for the workers to have
+        them.
+        """
         read = await self.store.snapshot()
         for change in done:
             held = read.held[change.model]
             where = folders.files.get(change.model, "the packaged catalogue")
             if held.entry != change.entry:
-                _logger.warning("%s of %s was overwritten at once by revision %d", change.model, where, held.revision)
+                _logger.warning(
+                    "the change of %s in %s was overwritten by another writer with revision %d",
+                    change.model,
+                    where,
+                    held.revision,
+                )
                 continue
             outcome = f"{change.model} is at revision {held.revision}, " + (
                 "removed" if held.entry is None else f"as in {where}"
@@ -165,7 +178,9 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Log which changes have reached all gateways and all workers of their bundles, and which have not in time."""
+        """Log the changes that all gateways and all workers of their bundles have, and those that some do not have
+        after WATCHED_S.
+        """
         left = []
         for watched in self._watched if self.workers is not None else ():
             assert self.workers is not None
@@ -182,5 +197,7 @@ class Reload:
             elif time.monotonic() < watched.due_s:
                 left.append(watched)
             else:
-                _logger.warning("%s; after %g s it is not on %s", watched.outcome, WATCHED_S, ", ".join(lag))
+                _logger.warning(
+                    "%s; after %g s these processes do not have it: %s", watched.outcome, WATCHED_S, ", ".join(lag)
+                )
         self._watched = left

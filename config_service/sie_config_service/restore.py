@@ -1,4 +1,4 @@
-"""Restore of models: if workers cannot load a revision, it is replaced by the revision that they had loaded before.
+"""Restore of models: if workers cannot load a revision, the revision that they had loaded before is written again.
 
     heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
@@ -30,8 +30,8 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """A model whose `revision` no worker can load. `loaded`: the last revision that was loaded. `why`: the reason of
-    the failure.
+    """Model of which no worker can load `revision`. `loaded`: the last revision that a worker had loaded. `why`: the
+    error of the load.
     """
 
     model: str
@@ -41,8 +41,8 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models with a permanent load failure at a revision that no worker has loaded, if an earlier revision
-    was loaded.
+    """Return the models whose newest revision failed permanently and is loaded on no worker, if a worker had loaded an
+    earlier revision.
     """
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
@@ -59,7 +59,7 @@ def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
 
 
 class Restore:
-    """Follows the states of models in the heartbeats of workers."""
+    """Watch of the models' states in the workers' heartbeats. It restores models that cannot be loaded."""
 
     def __init__(self, workers: CatalogueReaders, store: CatalogueStore, writer: CatalogueWriter) -> None:
         self._workers = workers
@@ -96,6 +96,6 @@ class Restore:
         restore = WriteRequest(
             OPERATION, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        with contextlib.suppress(ContentConflict):  # another writer was quicker
+        with contextlib.suppress(ContentConflict):  # another writer changed the model first
             await self._writer.write(restore)
             _logger.error("%s: %s", failed.model, note)

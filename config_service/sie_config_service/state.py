@@ -1,4 +1,4 @@
-"""State of the config service that the handlers of routes use."""
+"""State of the config service that all handlers share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker no l
 
 
 class ConfigService:
-    """State for all routes. `store` is None until the broker is connected and the catalogue is seeded, and again after
+    """State for all routes. `store` is None until the broker is connected and the catalogue is seeded, and also after
     the broker has lost the catalogue.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.trouble = ""  # reason why the last attempt to build the catalogue failed
-        self.leaving = False  # true: /readyz refuses, so that no new connections arrive; requests are still answered
+        self.trouble = ""  # why the last attempt to seed the catalogue failed
+        self.leaving = False  # if True, /readyz fails, so that no new connections arrive; requests are still answered
         self.broker: Broker | None = None
         self.store: CatalogueStore | None = None
         self.writer: CatalogueWriter | None = None
@@ -41,18 +41,18 @@ class ConfigService:
         self.metrics = ConfigMetrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
-        """Serve the catalogue of `store`. `trust` decides which code and paths are allowed in an entry that is written
-        over HTTP.
+        """Serve the catalogue of `store` from now on. `trust`: rules about the code and paths that an entry written
+        over HTTP may use.
         """
         self.store, self.writer, self.trust = store, CatalogueWriter(store, self.files.check), trust
         self.trouble = ""
 
     def end(self) -> None:
-        """Stop serving the catalogue: requests are refused until it is seeded again."""
+        """Stop serving the catalogue. Requests are refused until the catalogue is seeded again."""
         self.store = self.writer = None
 
     async def reconnected(self) -> None:
-        """Inform the store that the connection to the broker was lost and restored."""
+        """Inform the store that the connection to the broker was lost and is restored."""
         if self.store is not None:
             await self.store.reconnected()
 
@@ -66,7 +66,9 @@ class ConfigService:
 
     def require(self) -> CatalogueStore:
         if self.store is None:
-            raise QueueUnavailable("the catalogue is not built yet: no broker")
+            raise QueueUnavailable(
+                "the config service has not read the catalogue yet: try again when its /readyz is 200"
+            )
         return self.store
 
     def require_writer(self) -> CatalogueWriter:

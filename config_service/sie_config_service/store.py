@@ -1,5 +1,5 @@
 """Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run; compare-and-set
-decides between them.
+decides between their writes.
 
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
@@ -11,12 +11,13 @@ decides between them.
     replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
     aliases                the targets of each alias; an alias itself is stored like a model
 
-Files of the broker can be damaged. Seeded models are still in the folders. Models that were written over the API are
-also in a second bucket, the copy, under the same key `model.<id>`. The copy is written after the bucket, so the bucket
-must have everything that the copy has: `recover` writes missing models again.
+To seed is to write the models of the folders to the bucket. Seeding never changes a model that an operator wrote or
+removed over the API, whatever the folders say. A removed model remains as a record without an entry, so that its
+revisions are counted on.
 
-A removed model remains as a record without an entry, so that the count of its revisions continues. Seeding never
-changes a model that an operator wrote or removed over the API, whatever the folders say.
+Files of the broker can be damaged. Seeded models can then be read from the folders again. Models that were written over
+the API are also in a second bucket, the copy, under the same key `model.<id>`. The copy is written after the bucket, so
+the bucket must have everything that the copy has: `recover` writes missing models again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from sie_runtime.process import Stop, retry
 
 PRODUCER = "sie-config"
 SEED_ATTEMPTS = 5
-SEED_BATCH = 200  # models of one batch; a batch of the broker has at most 1,000 messages
+SEED_BATCH = 200  # models that are written in one batch: each needs two messages, and the broker accepts at most 1,000
 REVISIONS_KEPT = 100
 REPLY_SLOTS = 256
 REPLIES_PER_SLOT = 64
@@ -81,12 +82,12 @@ class CatalogueChange:
     note: str = ""
 
     def bundles(self, bundles: Mapping[str, BundleEntry]) -> set[str]:
-        """Return the bundles that the change affects."""
+        """Return the bundles that could serve the model before the change or can serve it now."""
         return concerns(bundles, self.entry, self.held.entry)
 
 
 class RecordedReply(msgspec.Struct, frozen=True):
-    """The stored reply to a write. `key` and `request` are digests: of the Idempotency-Key, and of the request."""
+    """Stored reply to a write. `key`, `request`: digests of the Idempotency-Key and of the request."""
 
     key: str
     request: str
@@ -96,7 +97,9 @@ class RecordedReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplySlot:
-    """Replies that are stored under one key of the bucket."""
+    """Stored replies under one key of the bucket. `number`: the number in this key. `sequence`: the bucket's revision
+    of it.
+    """
 
     number: int
     replies: tuple[RecordedReply, ...]
@@ -106,8 +109,8 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Return the write that adds a reply. It drops replies that are older than REPLY_KEPT_S, and the oldest ones if
-        there are more than REPLIES_PER_SLOT.
+        """Return the write that adds a reply. Replies older than REPLY_KEPT_S are dropped, and the oldest ones beyond
+        REPLIES_PER_SLOT.
         """
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
             -REPLIES_PER_SLOT + 1 :
@@ -132,13 +135,13 @@ def _slot_key(number: int) -> str:
 
 
 def normalised(entry: ModelEntry | Alias) -> dict[str, Any]:
-    """Return an entry in the form in which it is stored, exported and shown: equal entries have equal maps."""
+    """Return an entry as a map, in the form in which it is stored and exported. Equal entries have equal maps."""
     document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(entry))
     return document
 
 
 class CatalogueStore:
-    """Reads and writes of the bucket. All data in memory can be read from the bucket again."""
+    """Reader and writer of the catalogue's bucket. It keeps in memory only what it can read again from the bucket."""
 
     def __init__(self, broker: Bus, bucket: RecordBucket, copy: RecordBucket) -> None:
         self._broker = broker
@@ -152,28 +155,27 @@ class CatalogueStore:
         return (await self.snapshot()).epoch
 
     async def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epoch of the catalogue, for the processes that read the catalogue."""
+        """Return the epochs and hashes of the catalogue, for gateways and workers."""
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at the last epoch of the broker's leader. Raises BrokerError, NotReady."""
+        """Return all models at the newest write that the broker's leader has. Raises BrokerError, NotReady."""
         return await self._mirror.snapshot()
 
     @property
     def last_read(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without asking the broker."""
+        """Return the last snapshot without a request to the broker; None if there is none."""
         return self._mirror.last
 
     async def reconnected(self) -> None:
-        """Make the next read begin from the start: the connection to the broker was lost, and the broker may now have
-        an older copy, or none.
+        """Discard the snapshot, so that the next read reads everything. After a reconnect the broker may have an older
+        copy of the bucket, or none.
         """
         await self._mirror.invalidate()
 
     async def lost(self, stop: Stop) -> bool:
-        """Wait until the broker has lost the bucket, then return True; return False at `stop`.
-
-        The check runs only after a reconnect and after a failed read.
+        """Wait until the broker has lost the bucket, and return True; return False if `stop` is set first. The bucket
+        is checked only after a reconnect and after a failed read.
         """
         while not await stop.wait_woken(self._mirror.suspect):
             action = "looking whether the broker still has the catalogue"
@@ -182,8 +184,8 @@ class CatalogueStore:
         return False
 
     def written_over_api(self) -> list[str]:
-        """Return the models and aliases that were written or removed over the API, from the last read. No file has
-        them.
+        """Return the ids of models and aliases that were written or removed over the API, as of the last read. No
+        folder has them.
         """
         held = (self._mirror.last or self._mirror.before).held
         return sorted(
@@ -208,8 +210,8 @@ class CatalogueStore:
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """Return the catalogue in the form in which gateways resolve names. Raises ValidationFailed for a stored entry
-        that is no longer valid.
+        """Return the parsed catalogue, which resolves names as in a gateway. Raises ValidationFailed for a stored entry
+        that the current schema does not permit.
         """
         read = await self.snapshot()
         if self._parsed[0] is not read:
@@ -217,7 +219,7 @@ class CatalogueStore:
         return self._parsed[1]
 
     async def held(self, model: str) -> HeldModel:
-        """Return one model at the last revision of the broker's leader."""
+        """Return one model at the newest write that the broker's leader has."""
         entry = await self._bucket.get(model_key(model))
         return (
             HeldModel()
@@ -229,7 +231,9 @@ class CatalogueStore:
         return await self._bucket.use(lambda bucket: bucket.entries(within))
 
     async def not_found(self, model: str) -> ModelNotFound:
-        """Return the error for a model that does not exist: it was removed, or similar names are suggested."""
+        """Return the error for a model that does not exist. It names the revision that removed the model, or similar
+        names.
+        """
         held = await self.held(model)
         if held.stored is not None:
             fix = "roll back to an earlier revision, which /history lists, or POST it again"
@@ -251,8 +255,8 @@ class CatalogueStore:
         return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
-        """Return a function from an epoch to the model's revision at that epoch: 0 before the first revision, None if
-        the epoch is older than the history.
+        """Return a function that maps an epoch to the model's revision at that epoch. It returns 0 for an epoch before
+        the first revision, None if the epoch is older than the stored history.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -274,14 +278,16 @@ class CatalogueStore:
         return stored if stored is not None and stored.revision == revision else None
 
     async def backup(self) -> list[StoredModel]:
-        """Return all kept revisions of the models that were written over the API. No models folder has them."""
+        """Return all stored revisions of the models that were written over the API, which no folder has."""
         models = [
             name for name, held in (await self.snapshot()).held.items() if held.stored and held.stored.source == "api"
         ]
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Return the slot for the reply to a write whose Idempotency-Key has the digest `key`. It may be empty."""
+        """Read the stored replies among which a reply to this Idempotency-Key would be. `key`: digest of the
+        Idempotency-Key.
+        """
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
         return (
@@ -295,7 +301,7 @@ class CatalogueStore:
         await self._bucket.write([reply])
 
     async def alias_index(self) -> AliasIndex:
-        """Return the index of aliases at the last revision of the broker's leader."""
+        """Return the index of aliases at the newest write that the broker's leader has."""
         entry = await self._bucket.get(INDEX_KEY)
         return AliasIndex() if entry is None else AliasIndex.read(entry.value, entry.revision)
 
@@ -307,12 +313,12 @@ class CatalogueStore:
         *,
         tell: bool = True,
     ) -> tuple[int, int]:
-        """Write the changes, each of a different model, in one atomic batch. With `tell`, each change is broadcast;
-        without it, readers find the changes when they poll. Returns the number of sent deltas, and the number of all
-        deltas.
+        """Write the changes, each of a different model, in one atomic batch. With `tell`, a delta of each change is
+        broadcast; otherwise readers find the changes when they poll. Returns the number of deltas sent, and the number
+        that should have been sent.
 
-        Raises WrongRevision if another writer has written any of the models or slots, or the index of aliases; then no
-        write is stored.
+        Raises WrongRevision if another writer has changed one of the models, the stored replies or the index of
+        aliases. Then nothing is written.
         """
         writes: list[Write] = []
         revisions: list[StoredModel] = []
@@ -346,7 +352,7 @@ class CatalogueStore:
         )
 
     async def _write_copy(self, stored: StoredModel) -> None:
-        """Write a revision into the copy, unless the copy has this or a later revision."""
+        """Write a revision to the copy, the second bucket, unless the copy has this or a later revision."""
         key = model_key(stored.model)
 
         async def attempt() -> None:
@@ -359,15 +365,20 @@ class CatalogueStore:
         try:
             await retry_conflicts(attempt)
         except BrokerError as error:
-            _logger.warning("%s lacks %s until the next start: %s", self._copy.name, stored.model, error)
+            _logger.warning(
+                "bucket %s lacks model %s until the next start of the config service: %s",
+                self._copy.name,
+                stored.model,
+                error,
+            )
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write models of the copy or a backup into the bucket, if they are missing there, and models of the bucket
-        into the copy, if they are missing there. Then write the index of aliases if it differs from the aliases.
-        Returns the models that the bucket had lost, or had at an earlier revision.
+        """Write models that only the copy or a backup has into the bucket, and models that only the bucket has into the
+        copy. Then correct the index of aliases. Returns the models that the bucket had lost, or had at an earlier
+        revision.
 
-        `backup`: revisions of models, including earlier ones. Raises WrongRevision if another replica recovers at the
-        same time.
+        `backup`: revisions of models, including old ones. Raises WrongRevision if another replica recovers at the same
+        time.
         """
         entries = await self._copy.use(lambda bucket: bucket.entries())
         copies = {stored.model: stored for stored in map(_copied, entries) if stored is not None}
@@ -416,8 +427,9 @@ class CatalogueStore:
         first: int,
         with_index: bool,
     ) -> tuple[int, int]:
-        """Send one delta for each change and each affected bundle. If `before` is unknown, the deltas make each reader
-        request the catalogue. Returns the number of sent deltas, and the number of all deltas.
+        """Send a delta, a message about one change, for each change and each affected bundle. If `before` is unknown,
+        the deltas make readers request the whole catalogue. Returns the number of deltas sent, and the number that
+        should have been sent.
         """
         previous, since = (
             (before.epoch, {bundle: before.since(bundle) for bundle in before.bundles})
@@ -439,13 +451,17 @@ class CatalogueStore:
                     await self._broker.send(topology.config_subject(bundle), messages.encode(delta))
                     sent += 1
                 except BrokerError as error:  # readers will find the change when they poll
-                    _logger.warning("a delta of bundle %s was not sent: %s", bundle, error)
+                    _logger.warning(
+                        "a change of bundle %s was not broadcast; its readers find it at their next poll: %s",
+                        bundle,
+                        error,
+                    )
             previous = epoch
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
-        """Make the bucket have these bundles and no others. Returns whether it was changed. Raises WrongRevision if
-        other writers changed it in each of SEED_ATTEMPTS attempts.
+        """Replace the bundles in the bucket by these bundles. Returns whether the bucket was changed. Raises
+        WrongRevision if other writers were faster in each of SEED_ATTEMPTS attempts.
         """
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
@@ -464,12 +480,12 @@ class CatalogueStore:
         return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
     async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """Return the changes that `seed` would make."""
+        """Return the changes that `seed` would write."""
         return _to_seed((await self.snapshot()).held, packaged)
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """Make the bucket have the models of the folders; models written over the API are not changed. Returns the
-        changes. Raises WrongRevision if other writers changed the catalogue in each of SEED_ATTEMPTS attempts.
+        """Write the models of the folders to the bucket, except models that were written over the API. Returns the
+        changes. Raises WrongRevision if other writers were faster in each of SEED_ATTEMPTS attempts.
         """
         done: list[CatalogueChange] = []
 
@@ -483,7 +499,7 @@ class CatalogueStore:
                     if is_alias(change.entry) or is_alias(change.held.entry)
                 }
                 index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                # only the last batch is broadcast: gateways and workers need to read only once
+                # broadcast only the last batch: after its delta, readers fetch all earlier changes too
                 await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
                 done.extend(batch)
 
@@ -494,7 +510,7 @@ class CatalogueStore:
 def _to_seed(
     present: Mapping[str, HeldModel], packaged: Mapping[str, tuple[ModelEntry | Alias, str]]
 ) -> list[CatalogueChange]:
-    """Return the changes from `present` to the models of the folders; models written over the API are left out."""
+    """Return the changes that turn `present` into the models of the folders, except models written over the API."""
     changes: list[CatalogueChange] = []
     for model, (entry, source) in packaged.items():
         held, document = present.get(model, HeldModel()), normalised(entry)
@@ -516,7 +532,7 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
             written=held.written,
             raw_yaml=msgspec.json.encode(
                 held.entry
-            ).decode(),  # JSON is YAML too, and is written a hundred times faster
+            ).decode(),  # JSON is valid YAML, and is encoded a hundred times faster
         )
         for model, held in sorted(read.held.items())
         if held.entry is not None
@@ -528,16 +544,21 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
 
 
 def _copied(entry: Entry | None) -> StoredModel | None:
-    """Return the revision in an entry of the copy. A damaged entry counts as absent, and is then written again."""
+    """Decode an entry of the copy. A damaged entry counts as missing, so that it is written again."""
     try:
         return None if entry is None or entry.value is None else _stored.decode(entry.value)
     except msgspec.DecodeError as error:
-        _logger.warning("%s: %s cannot be read: %s", topology.CATALOGUE_COPY_BUCKET, entry and entry.key, error)
+        _logger.warning(
+            "bucket %s: key %s cannot be decoded and is written again: %s",
+            topology.CATALOGUE_COPY_BUCKET,
+            entry and entry.key,
+            error,
+        )
         return None
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return the SHA-256 of several parts, in hex. Each part is hashed with its length, so that different parts never
+    """Return the SHA-256 of several parts, in hex. The length of each part is hashed too, so that different parts never
     give the same bytes.
     """
     digest = hashlib.sha256()
@@ -551,7 +572,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the store; create its bucket if it does not exist."""
+    """Open the catalogue's store, and create its bucket if it does not exist."""
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

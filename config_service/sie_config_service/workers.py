@@ -1,4 +1,4 @@
-"""Live workers and gateways, and the epoch and bundle in their reports."""
+"""Heartbeats of workers and announcements of gateways: which processes are alive, and which epoch each has reached."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _logger = logging.getLogger("sie.config")
 
 
 class CatalogueReaders:
-    """Last heartbeat of each worker, and last announcement of each gateway. A process that is silent for `timeout_s` is
-    removed.
+    """Last heartbeat of each worker, and last announcement of each gateway. A process that sends none for `timeout_s`
+    seconds is removed.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,10 +28,12 @@ class CatalogueReaders:
         self._clock = clock
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._gateways: dict[str, tuple[float, GatewayBeat]] = {}
-        self.failed = asyncio.Event()  # set when a worker reports a failed load
+        self.failed = asyncio.Event()  # set when a heartbeat reports a failed load of a model
 
     async def follow(self, bus: Bus, stop: Stop) -> None:
-        """Subscribe to heartbeats and announcements. This is repeated until the broker answers, or until `stop`."""
+        """Subscribe to heartbeats and announcements. Repeat this until the broker accepts the subscriptions, or until
+        `stop`.
+        """
         for subject, handler in (
             (topology.HEALTH_SUBJECT, self._on_heartbeat),
             (topology.GATEWAY_SUBJECT, self._on_gateway),
@@ -48,13 +50,13 @@ class CatalogueReaders:
         try:
             self.note(heartbeats.decode_heartbeat(message.data))
         except msgspec.DecodeError as error:
-            _logger.warning("a heartbeat could not be read: %s", error)
+            _logger.warning("a worker's heartbeat cannot be decoded and is ignored: %s", error)
 
     async def _on_gateway(self, message: CoreMessage) -> None:
         try:
             self.note_gateway(heartbeats.decode_gateway(message.data))
         except msgspec.DecodeError as error:
-            _logger.warning("a gateway's announcement could not be read: %s", error)
+            _logger.warning("a gateway's announcement cannot be decoded and is ignored: %s", error)
 
     def note(self, beat: Heartbeat) -> None:
         now_s = self._clock()
@@ -75,13 +77,13 @@ class CatalogueReaders:
             self._gateways[beat.gateway] = (now_s, beat)
 
     def statuses(self) -> list[ModelStatus]:
-        """Return the status of each model of each worker."""
+        """Return the state of each model on each worker."""
         now_s = self._clock()
         beats = (beat for seen_s, beat in self._seen.values() if now_s - seen_s < self._timeout_s)
         return [status for beat in beats for status in beat.models]
 
     def of_bundle(self, bundle: str) -> list[Heartbeat]:
-        """Return the heartbeats of the workers of a bundle that accept work."""
+        """Return the last heartbeats of the workers of a bundle, without workers that accept no work."""
         now_s = self._clock()
         return [
             beat
@@ -90,7 +92,7 @@ class CatalogueReaders:
         ]
 
     def gateways(self) -> dict[str, str]:
-        """Return the epoch of each gateway."""
+        """Return the epoch of the catalogue that each gateway has, by the gateway's name."""
         now_s = self._clock()
         return {
             name: beat.config_epoch
@@ -99,5 +101,7 @@ class CatalogueReaders:
         }
 
     def epochs(self, bundle: str) -> dict[str, str]:
-        """Return the epoch of each worker of a bundle that accepts work."""
+        """Return the epoch of the catalogue that each worker of a bundle has, by the worker's name, without workers
+        that accept no work.
+        """
         return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}

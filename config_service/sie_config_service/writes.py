@@ -1,12 +1,13 @@
-"""Writes of an operator. Each write is one compare-and-set on the present model, and is repeated if another writer was
-faster.
+"""Writes over the API. Each write is a compare-and-set on the model's current revision. If another writer was faster,
+the write is repeated.
 
     request ──► known Idempotency-Key? its reply
-            └─► present model ──► If-Match? ──► edited, checked ──► one batch ──► deltas
+            └─► current model ──► If-Match? ──► edited, checked ──► one batch ──► deltas
                    ▲                                                    │
                    └────────────── another writer was faster ◄──────────┘
 
-Each attempt applies the request to the present model, so no update is lost: a patch, for example, is merged again.
+Each attempt applies the request to the current model, so no other update is lost: a patch, for example, is merged
+again.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from sie_contracts.models.entries import ModelEntry, is_id
 from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
-MAX_IDS = 50_000  # models and aliases whose revisions are kept, including removed ones
-MAX_ENTRY_BYTES = 256 << 10  # largest number of bytes of one entry; the bucket has up to 100 revisions of each entry
-WRITE_S = 10.0  # seconds: time limit for one write, including the wait for earlier writes of this replica
-# operations that need no existing model; for the others, a missing model is a 404
+MAX_IDS = 50_000  # limit of the models and aliases in the bucket, including removed ones, whose history is kept
+MAX_ENTRY_BYTES = 256 << 10  # limit of the bytes of an entry, because the bucket keeps up to 100 revisions of each
+WRITE_S = 10.0  # seconds that a write may take, including the wait for earlier writes of this replica
+# operations for models that need not exist; with any other operation, a missing model is a 404
 _FROM_NOTHING = ("create", "rollback")
 _logger = logging.getLogger("sie.config")
 
@@ -53,8 +54,8 @@ Edit = Callable[[HeldModel], Awaitable[dict[str, Any] | None]]
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """A write. `request` is a digest of the write: only equal writes have equal digests. `if_match` is the revision
-    that the model must have.
+    """Write of a model. `request`: digest of the HTTP request, to recognise a repetition. `key`: the Idempotency-Key.
+    `if_match`: the revision that the model must have.
     """
 
     operation: str
@@ -64,18 +65,18 @@ class WriteRequest:
     key: str = ""
     if_match: int | None = None
     dry_run: bool = False
-    profiles: Collection[str] | None = None  # profiles in the write; None: all profiles
-    force: bool = False  # true: write although an alias needs the model unchanged
+    profiles: Collection[str] | None = None  # names of the profiles that the write changes; None: all
+    force: bool = False  # if True, write even if an alias then becomes invalid
     author: str = ""  # name of the caller
-    note: str = ""  # reason of a write that no person requested
+    note: str = ""  # why the config service writes by itself; empty for a request over the API
     source: str = "api"
-    warnings: tuple[str, ...] = ()  # warnings about the document
+    warnings: tuple[str, ...] = ()  # codes of the warnings for the reply
 
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the reply is the reply to an
-    earlier write with the same Idempotency-Key.
+    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the stored reply to an earlier
+    write with the same Idempotency-Key.
     """
 
     body: dict[str, Any]
@@ -84,18 +85,18 @@ class WriteReply:
 
 
 class CatalogueWriter:
-    """Does all writes of one replica, one at a time. Between replicas compare-and-set decides."""
+    """Writer of one replica. It runs one write at a time. Compare-and-set decides between replicas."""
 
     def __init__(self, store: CatalogueStore, check: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-        """Create the writer. `check` raises ValidationFailed for an entry that no worker could load."""
+        """Store the arguments. `check` raises ValidationFailed for an entry that no worker could load."""
         self._store = store
         self._check = check
         self._lock = asyncio.Lock()
         self.id = f"sie-config-{secrets.token_hex(4)}"
 
     async def write(self, request: WriteRequest) -> WriteReply:
-        """Do one write. Raises ModelNotFound, ContentConflict, ValidationFailed, PermissionDenied, IdempotencyMismatch,
-        QueueUnavailable, BrokerError.
+        """Run one write and return its reply. Raises ModelNotFound, ContentConflict, ValidationFailed,
+        PermissionDenied, IdempotencyMismatch, QueueUnavailable, BrokerError.
         """
         try:
             async with asyncio.timeout(WRITE_S), self._lock:
@@ -159,8 +160,8 @@ class CatalogueWriter:
         return await guard(index, read, self._store.catalogue, request.model, held, entry, force=request.force)
 
     async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
-        """Raise PayloadTooLarge for an entry that is too large for the bucket, ContentConflict if the bucket has too
-        many ids.
+        """Raise PayloadTooLarge for an entry of more than MAX_ENTRY_BYTES, and ContentConflict for a new id if the
+        bucket has MAX_IDS ids.
         """
         if (size := len(msgspec.json.encode(entry))) > MAX_ENTRY_BYTES:
             message = f"{model} takes {size} bytes, at most {MAX_ENTRY_BYTES} are kept: split its profiles"
@@ -193,8 +194,8 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for a model whose revision differs from If-Match. `diff`: the changes since that revision,
-        if it is still stored.
+        """Return the error for a write whose If-Match names another revision than the current one. Its `diff` has the
+        changes since that revision, if that revision is still stored.
         """
         base = await self._store.revision(model, expected)
         return ContentConflict(
@@ -205,16 +206,16 @@ class CatalogueWriter:
 
 
 def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of an entry by profile. A field outside of `profiles` belongs to the profile `default`."""
+    """Return the fields of an entry by profile. The fields outside of `profiles` are those of the profile `default`."""
     if entry is None:
         return {}
     return {"default": {key: value for key, value in entry.items() if key != "profiles"}, **entry.get("profiles", {})}
 
 
 class Edits:
-    """Operations that change the stored document of a model.
+    """Factory of edits: functions that compute a model's new document from its stored document.
 
-    Every stored document has passed `checked` and has a bundle that serves it. It uses only allowed code and paths.
+    Every new document has passed `checked`, has a bundle that serves it, and uses only allowed code and paths.
     """
 
     def __init__(self, store: CatalogueStore, bundles: Mapping[str, BundleEntry], trust: Trust) -> None:
@@ -223,7 +224,9 @@ class Edits:
         self._trust = trust
 
     def entry(self, raw: Any, document: ParsedDocument) -> dict[str, Any]:
-        """Check a document and return it in its stored form. Raises ValidationFailed, PermissionDenied."""
+        """Check a document, and return it in the form in which it is stored. Raises ValidationFailed,
+        PermissionDenied.
+        """
         return normalised(self._allowed(self._routable(checked(raw, document), document)))
 
     def _allowed(self, entry: ModelEntry | Alias) -> ModelEntry | Alias:
@@ -239,8 +242,8 @@ class Edits:
         return entry
 
     def create(self, desired: dict[str, Any]) -> Edit:
-        """Return an edit that adds a model, or profiles to an existing model. The edit raises ContentConflict if the
-        model has one of these profiles with different fields.
+        """Return an edit that adds a model, or adds profiles to an existing model. The edit raises ContentConflict if
+        the model already has one of these profiles with different fields.
         """
 
         async def edit(held: HeldModel) -> dict[str, Any]:
@@ -263,8 +266,9 @@ class Edits:
         return edit
 
     async def public(self, document: ParsedDocument, model: str = "") -> tuple[ParsedDocument, tuple[str, ...]]:
-        """Translate a model file of the public SIE into a document of this catalogue, for `model` if the file names no
-        model. Also returns the ignored fields. Any other document is returned unchanged. Raises ValidationFailed.
+        """Translate a model file of the public SIE into a document of this catalogue. Return it with the names of
+        ignored fields. `model` is its id if the file names none. A document in another format is returned unchanged.
+        Raises ValidationFailed.
         """
         if not is_public(document.value):
             return document, ()
@@ -300,7 +304,7 @@ class Edits:
 
     def delete(self, model: str) -> Edit:
         async def edit(held: HeldModel) -> None:
-            if held.stored is None:  # a model that was removed before stays removed
+            if held.stored is None:  # a model that was removed earlier is no error: it stays removed
                 raise await self._store.not_found(model)
 
         return edit
@@ -324,7 +328,7 @@ class Edits:
             if document is None:
                 revisions = [revision.revision for revision in await self._store.history(model)]
                 raise ModelNotFound(
-                    f"{model} has no revision {target}; kept are {', '.join(map(str, revisions[:20]))}",
+                    f"{model} has no revision {target}; the stored revisions are {', '.join(map(str, revisions[:20]))}",
                     reason="revision_not_found",
                     param="revision",
                     extras={"revisions": revisions},

@@ -1,4 +1,4 @@
-"""Metrics that Prometheus reads from the parts of the gateway at each scrape."""
+"""Metrics whose values are read from the gateway's objects each time Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector of metrics whose values are attributes of the gateway's parts. Workers and demand that have ended have
-    no series.
+    """Collector that reads the values of metrics from attributes of the gateway's objects. A worker that has gone, or a
+    demand that has ended, has no series.
     """
 
     def __init__(

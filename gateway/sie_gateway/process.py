@@ -60,8 +60,8 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-_LATE_S = 1.0  # seconds for sending the answer of a request whose budget has ended
-_SETTINGS = {  # setting that the error names if a field of the stream differs, by field
+_LATE_S = 1.0  # seconds for sending the last answers, added to the longest budget of a request in a drain
+_SETTINGS = {  # field of a stream -> setting that the error names if an existing stream has another value in this field
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
     "max_bytes": "SIE_QUEUE_MAX_BYTES",
@@ -85,9 +85,10 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds, and complete the accepted ones for at
-    most `drain_s` seconds (by default as long as any request may take). Images at URLs are fetched over `network`.
-    `data_dir` is the data folder of the `sie serve` that this gateway is a part of.
+    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds. Then finish the accepted requests for at
+    most `drain_s` seconds, by default as long as any request may take.
+
+    Images at URLs are fetched over `network`. If a `sie serve` runs this gateway, `data_dir` is its data folder.
 
     Return the exit status. Raises SettingError.
     """
@@ -108,8 +109,10 @@ async def serve(
     inbox = ResultInbox(broker, metrics, on_late=lambda result: admission.answered_late(result))
 
     def on_lost() -> None:
-        _logger.error("the broker lost a work stream; %d open requests fail", len(inbox))
-        inbox.fail_all(QueueUnavailable("the broker lost the queue"))
+        _logger.error("the broker lost a work stream, so %d open requests fail", len(inbox))
+        inbox.fail_all(
+            QueueUnavailable("the broker lost the queue with the work of this request: send the request again")
+        )
 
     store = open_store(settings.payload_store_url)
     offload = (
@@ -195,7 +198,7 @@ async def serve(
         raise
     tasks = Tasks(_logger, stop.request)
     drained_s = 0.0
-    drained = Stop()  # ends the background tasks; requests in progress need them until the drain has ended
+    drained = Stop()  # set at the end of the drain, and ends the background tasks: requests need them until then
     measuring: asyncio.Task[None] | None = None
     owning: asyncio.Task[None] | None = None
     await side.start()
@@ -213,9 +216,8 @@ async def serve(
             await retry(listening, errors=(BrokerError,), stop=stop, logger=_logger, task=purpose)
         own = functools.partial(_own_streams, queue, placer, settings, record, jobs.bucket)
         owning = asyncio.create_task(retry(own, errors=(BrokerError,), stop=stop, logger=_logger, task="work streams"))
-        # Connections already queue at the port.
-        # A request that arrives during a restart waits a moment here, instead of being refused because the gateway is
-        # not ready.
+        # The operating system already accepts connections on the port, but none is served yet. A request that arrives
+        # during a restart waits here for a moment, instead of getting the error that the gateway is not ready.
         loaded = asyncio.create_task(feed.first.wait())
         await asyncio.wait({owning, loaded}, timeout=FIRST_ANSWER_S)
         loaded.cancel()
@@ -256,10 +258,11 @@ async def serve(
         readiness.leaving = True
         main.leave()
         side.leave()
-        if lame_duck_s and readiness.started:  # a gateway that was never ready has no traffic
+        # a gateway that was never ready gets no traffic, so it needs no lame-duck time
+        if lame_duck_s and readiness.started:
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
-            # close the connections only after the lame-duck time: earlier, requests could still arrive on them
+            # not earlier: requests could still arrive on these connections during the lame-duck time
             await main.hang_up()
         readiness.draining = True
         inference.away.close()
@@ -291,17 +294,17 @@ async def serve(
 
 
 def longest_drain_s(settings: Settings) -> float:
-    """Return the seconds after which every accepted request has its answer."""
+    """Return the seconds after which every accepted request has been answered."""
     return settings.gateway_request_timeout + _LATE_S
 
 
 async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
-    """Create the buckets of tables, reservations and jobs, then the streams of this installation's own pools. Workers
-    wait for these streams.
+    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools, for
+    which workers wait.
 
-    A stream that exists with other settings is refused, never changed. Raises SettingError for this stream, BrokerError
+    An existing stream with other settings is refused, never changed. Raises SettingError for such a stream, BrokerError
     for other failures.
     """
     try:
@@ -331,8 +334,8 @@ async def run(
     lame_duck_s: float = 0.0,
     data_dir: Path | None = None,
 ) -> int:
-    """Run the gateway against NATS and return its exit status. Raises SettingError."""
-    require_tokens(settings)  # check before the connection, so that the error is raised even if NATS is down
+    """Connect to NATS and serve until SIGTERM. Return the exit status. Raises SettingError."""
+    require_tokens(settings)  # checked before the connection, so that the error also appears if NATS is down
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0

@@ -1,4 +1,4 @@
-"""Container of the parts of a gateway. `process` builds it, and the handlers of routes use it."""
+"""The object with all parts of a gateway. `process` creates it; the handlers of the routes get it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from sie_runtime.keys import Keys
 
 
 class GatewayReadiness:
-    """Readiness of this gateway, and the stage of its shutdown. `keys` is set only in auth mode token."""
+    """Readiness of this gateway for requests, and the stage of its shutdown. `keys`: the API keys, which must be read
+    before it is ready; None unless the auth mode is token.
+    """
 
     def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
         self._broker = broker
@@ -34,8 +36,8 @@ class GatewayReadiness:
         self.draining = False  # true after the start of the shutdown: new work is refused
 
     def not_ready(self) -> str | None:
-        """Return the reason why this gateway is not ready, or None if it is ready. Workers make no difference: they may
-        be scaled to zero.
+        """Return why this gateway is not ready for requests, or None if it is. It can be ready without workers, as they
+        may be scaled to zero.
         """
         if self.leaving:
             return "draining"
@@ -49,7 +51,7 @@ class GatewayReadiness:
 
 
 class Services(NamedTuple):
-    """Parts of a gateway that are not for inference."""
+    """Parts of a gateway for other purposes than inference: jobs, pools, status, files and so on."""
 
     doctor: Doctor
     dead_letters: DeadLetterOperations
@@ -59,7 +61,7 @@ class Services(NamedTuple):
 
 
 class Gateway:
-    """The parts of a gateway that handlers of routes use."""
+    """All parts of a gateway, for the handlers of its routes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The client for asyncio, with `jobs` and `files`: the methods of `SIEClient`, run by tasks."""
+"""Client for asyncio, with `jobs` and `files`. It has the methods of `SIEClient`, as coroutines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class AsyncJob(SeenJob):
-    """`Job` for asyncio."""
+    """A job on the server, with methods to control it, for asyncio. See `Job`."""
 
     def __init__(self, info: JobInfo, driver: TaskDriver, session: Session) -> None:
         super().__init__(info)
@@ -101,7 +101,7 @@ class AsyncJob(SeenJob):
 
 
 class AsyncJobs:
-    """`SIEClient.jobs` for asyncio."""
+    """Jobs, which process whole files on the server, for asyncio. See `SIEClient.jobs`."""
 
     def __init__(self, driver: TaskDriver, session: Session) -> None:
         self._driver = driver
@@ -136,7 +136,7 @@ class AsyncJobs:
 
 
 class AsyncFiles:
-    """`SIEClient.files` for asyncio."""
+    """Files on the server, for asyncio. See `SIEClient.files`."""
 
     def __init__(self, driver: TaskDriver, session: Session) -> None:
         self._driver = driver
@@ -170,7 +170,9 @@ class AsyncFiles:
 
 
 class SIEAsyncClient:
-    """`SIEClient` for asyncio, in one event loop. Use it as an async context manager, or `await close()`."""
+    """Client of one server for asyncio, with the methods of `SIEClient`. It belongs to one event loop. Use it as an
+    async context manager, or call `await close()`.
+    """
 
     def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:
         self._session = Session.from_options(transport.with_key(options))

@@ -1,5 +1,5 @@
-"""Chunks of a text by a rule, on this machine: the function that the server runs. Needs the packages of the extra
-`chunker`.
+"""Function that cuts a text into chunks on the client, in the same way as the server. It needs the packages of the
+extra `chunker`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from sie_contracts.wire.messages import ChunkRule
 
 
 def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking]) -> list[tuple[int, int]]:
-    """Return the first and the end code point of each chunk. `ends`: the end of each token of the text in code points,
-    ascending, as a tokenizer of Hugging Face gives them in its offsets. Raises InvalidInputError for a wrong rule.
+    """Return the start and the end of each chunk of `text`, in code points. `rule`: the fields of `Chunking`. `ends`:
+    the end of each token in code points, ascending; for a Hugging Face tokenizer, the second number of each offset.
+    Raises InvalidInputError for an invalid rule.
     """
     try:
         from sie_contracts import chunker
@@ -28,7 +29,7 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], **rule: Unpack[Chunking
         checked = msgspec.convert(rule, ChunkRule)
         if checked.overlap_tokens > checked.max_tokens // 2 or checked.min_tokens > checked.max_tokens:
             raise msgspec.ValidationError(
-                "expected overlap_tokens of at most half of max_tokens, and min_tokens of at most max_tokens"
+                "overlap_tokens must be at most half of max_tokens, and min_tokens at most max_tokens"
             )
     except msgspec.ValidationError as error:
         raise InvalidInputError(f"rule: {error}", code="INVALID_INPUT", details={"reason": "schema"}) from error

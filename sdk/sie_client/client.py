@@ -1,4 +1,4 @@
-"""Blocking client, with `jobs` and `files`. Its methods run plans in the calling thread. Requests that are sent at the
+"""Blocking client, with `jobs` and `files`. A method runs in the thread of its caller; requests that it sends at the
 same time run in additional threads.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Job(SeenJob):
-    """A job and its operations. `info` is its state at the client's last read."""
+    """A job on the server, with methods to control it. `info` is what the client last read about it."""
 
     def __init__(self, info: JobInfo, driver: ThreadDriver, session: Session) -> None:
         super().__init__(info)
@@ -52,71 +52,72 @@ class Job(SeenJob):
         self._session = session
 
     def refresh(self) -> Job:
-        """Read the state of the job again."""
+        """Read the job from the server again, and return it."""
         self.info = self._driver.run(jobs.get(self.id, self._session))
         return self
 
     def wait(self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None) -> Job:
-        """Wait until the job is completed. `on_progress` is called with the job's state after each poll, every few
-        seconds.
+        """Wait until the job is completed, and return it. The client reads the job every few seconds; `on_progress` is
+        called each time.
 
         Raises JobFailedError if the job fails, expires or is cancelled. Raises JobTimeoutError after `timeout_s`; the
-        job then continues.
+        job goes on.
         """
         self.info = self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
         return self
 
     def pause(self) -> Job:
-        """Pause the job: running parts finish, and no new part starts."""
+        """Pause the job: parts of the input that run now are finished, and no further part starts."""
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 
     def resume(self) -> Job:
-        """Resume the job after a pause."""
+        """Continue the job after a pause."""
         self.info = self._driver.run(jobs.steered(self.id, "resume", self._session))
         return self
 
     def cancel(self) -> Job:
-        """Cancel the job for ever. Its written output stays."""
+        """Stop the job for ever. The output that is already written remains."""
         self.info = self._driver.run(jobs.steered(self.id, "cancel", self._session))
         return self
 
     def retry(self) -> Job:
-        """Create another job for the rows that failed, and return it."""
+        """Create a new job for the rows of this job that failed. Return the new job."""
         return Job(self._driver.run(jobs.retried(self.id, self._session)), self._driver, self._session)
 
     def manifest(self) -> JobManifest:
-        """Return the list of all files of the job's output."""
+        """Return the list of the job's output files."""
         return self._driver.run(jobs.manifest(self.id, self._session))
 
     def rows(self, limit: int = 20, failed: bool | None = None) -> list[dict[str, Any]]:
-        """Return a sample of the answered rows, without vectors. `failed` True: only rows with an error."""
+        """Return up to `limit` rows of the output, without vectors. `failed` True: only rows with an error."""
         return self._driver.run(jobs.rows(self.id, limit, failed, self._session))
 
     def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
-        """Write the files of the job's output to a folder, and `manifest.json` last. Each file is checked by its digest
-        and appears when it is complete. A file that already exists and matches is not fetched again.
+        """Write the job's output files to a folder, `manifest.json` last, and return the paths of the files. A file
+        appears only when it is complete and its SHA-256 digest is right. A file that is already there with the right
+        digest is not downloaded again.
         """
         return self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
     def delete(self) -> None:
-        """Delete the job, which must have ended, and its output."""
+        """Delete the job and its output. The job must have ended."""
         self._driver.run(jobs.deleted(self.id, self._session))
 
 
 class Jobs:
-    """Jobs over whole files. The methods raise SIEError."""
+    """Jobs, which process whole files on the server. The methods raise SIEError."""
 
     def __init__(self, driver: ThreadDriver, session: Session) -> None:
         self._driver = driver
         self._session = session
 
     def submit(self, model: str, input: str | os.PathLike[str] | FileObject, **options: Unpack[JobOptions]) -> Job:
-        """Create a job over `input`: a local file, which is uploaded first, the id of an uploaded file, or an address
-        (`s3://`, `gs://`, `file:///`) that the server allows.
+        """Create a job that processes `input`: a local file (it is uploaded first), the id of an uploaded file, or a
+        URL (`s3://`, `gs://`, `file:///`) that the server is allowed to read.
         """
         return self._job(self._driver.run(jobs.submitted(model, input, options, self._session)))
 
@@ -124,7 +125,9 @@ class Jobs:
         return self._job(self._driver.run(jobs.get(job, self._session)))
 
     def list(self, state: str | None = None, page: int = jobs.PAGE) -> Iterator[Job]:
-        """Yield all jobs, the newest first, or the jobs in `state`. Requests `page` jobs at a time."""
+        """Yield all jobs, or only the jobs in `state`, the newest first. One request to the server reads `page`
+        jobs.
+        """
         after: str | None = None
         while True:
             jobs_page = self._driver.run(jobs.page(state, page, after, self._session))
@@ -155,8 +158,8 @@ class Files:
         on_progress: Callable[[Progress], None] | None = None,
         expires_after_s: int | None = None,
     ) -> FileObject:
-        """Upload a file, read from the disk piece by piece. `on_progress` is called with the bytes sent. The server
-        removes the file after `expires_after_s`, or keeps it if that is None.
+        """Upload a file, which is never completely in memory. `on_progress` is called with the bytes sent so far. The
+        server removes the file after `expires_after_s`; None: never.
         """
         return self._driver.run(files.uploaded(path, purpose, on_progress, self._session, expires_after_s))
 
@@ -164,13 +167,13 @@ class Files:
         return self._driver.run(files.get(file, self._session))
 
     def content(self, file: str) -> bytes:
-        """Return the whole content of a file, in memory. Use `save` for large files."""
+        """Return the content of a file as bytes. For large files use `save`, which does not hold them in memory."""
         return self._driver.run(files.content(file, self._session))
 
     def save(
         self, file: str, path: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> Path:
-        """Write a file to `path`. The file appears there only when it is complete."""
+        """Download a file to `path`. The file appears there only when it is complete."""
         return self._driver.run(files.saved(file, path, on_progress, self._session))
 
     def delete(self, file: str) -> None:
@@ -178,11 +181,12 @@ class Files:
 
 
 class SIEClient:
-    """Blocking client of one server. `options` are the defaults of its calls, see `types.ClientOptions`. `jobs`: jobs
-    over whole files. `files`: uploaded files.
+    """Blocking client of one server. `options` are the defaults for all of its calls, see `types.ClientOptions`. `jobs`
+    processes whole files, `files` uploads and downloads them.
 
-    Waits for capacity (a full queue, a loading model) up to 15 minutes unless `wait_for_capacity` is False. Safe to
-    share between threads. Close it, or use it as a context manager. All methods raise `SIEError`.
+    If the server has no capacity (a full queue, a model that is loading), a call waits up to 15 minutes, unless
+    `wait_for_capacity` is False. Several threads may use the same client. Close it, or use it as a context manager. All
+    methods raise `SIEError`.
     """
 
     def __init__(self, base_url: str | None = None, **options: Unpack[ClientOptions]) -> None:
@@ -209,8 +213,8 @@ class SIEClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[EncodeParams]
     ) -> Results[EncodeResult]: ...
     def encode(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[EncodeParams]) -> Any:
-        """Return the vectors of one item (a result) or of a list (a list of results, in order). An item that failed has
-        `error` in its result.
+        """Return the vectors of one item as one result, or those of a list as a list of results in the same order. The
+        result of an item that failed has `error`.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.encode(model, listed, params, self._session), params, len(listed))
@@ -219,8 +223,9 @@ class SIEClient:
     def embed(
         self, model: str, texts: Item | str | Iterable[Item | str], **params: Unpack[EncodeParams]
     ) -> NDArray[Any]:
-        """Return dense vectors as one array [texts, width]; for one text [width]. `texts` may be a list, an array, a
-        Series of pandas or polars, or an iterator, which is read while its parts are sent. Raises if a text failed.
+        """Return the dense vectors of texts as one array [texts, width], or [width] for a single text. `texts` may be a
+        list, an array, a Series of pandas or polars, or an iterator, which is read while earlier texts are sent. Raises
+        SIEError if any text fails.
         """
         listed, count = transport.as_iterable(texts)
         rows = self._driver.run(verbs.embed(model, listed, count, params, self._session), params, count)
@@ -229,8 +234,8 @@ class SIEClient:
     def score(
         self, model: str, query: Item | str, items: Item | str | Sequence[Item | str], **params: Unpack[Params]
     ) -> ScoreResult:
-        """Return the scores of items against a query. Raises if the query failed; an item that failed has `error` in
-        its entry.
+        """Return the score of each item for a query. The entry of an item that failed has `error`. Raises SIEError if
+        the query fails.
         """
         listed = transport.as_list(items)
         return self._driver.run(verbs.score(model, query, listed, params, self._session), params, len(listed))
@@ -244,8 +249,8 @@ class SIEClient:
         top_n: int | None = None,
         **params: Unpack[Params],
     ) -> list[Ranked]:
-        """Return the best `top_n` documents (default: all), best first, with their positions. Raises if a document
-        failed.
+        """Return the `top_n` documents with the highest scores (default: all), highest first, each with its position in
+        `documents`. Raises SIEError if any document fails.
         """
         listed = transport.as_list(documents)
         return self._driver.run(verbs.rerank(model, query, listed, top_n, params, self._session), params, len(listed))
@@ -259,63 +264,69 @@ class SIEClient:
         self, model: str, items: Sequence[Item | str], **params: Unpack[ExtractParams]
     ) -> Results[ExtractResult]: ...
     def extract(self, model: str, items: Item | str | Sequence[Item | str], **params: Unpack[ExtractParams]) -> Any:
-        """Extract from one item (returns a result) or from a list (returns a list of results, in order). An item that
-        failed has `error` in its result.
+        """Return what the model extracts from one item as one result, or from a list as a list of results in the same
+        order. The result of an item that failed has `error`.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:
-        """Return the models of the catalogue that match the filters."""
+        """Return the models of the server's catalogue, as dictionaries, that match the filters."""
         return self._driver.run(cluster.list_models(filters, self._session))
 
     def get_model(self, model: str) -> dict[str, Any]:
-        """Return one model or variant of the catalogue. Never loads it."""
+        """Return the description of one model of the server's catalogue, without loading it. `model` may name a
+        profile.
+        """
         return self._driver.run(cluster.get_model(model, self._session))
 
     def health(self) -> dict[str, Any]:
-        """Return the health of the cluster."""
+        """Return the health of the cluster: its workers and models."""
         return self._driver.run(cluster.health(self._session))
 
     def get_capacity(self, gpu: str | None = None) -> Capacity:
-        """Return the healthy workers of a machine profile, or all healthy workers."""
+        """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""
         return self._driver.run(cluster.capacity(gpu, self._session))
 
     def get_scaling(self, lane: str) -> dict[str, Any]:
-        """Return the load of a lane, `pool.machine_profile.bundle`, and the number of workers that it needs."""
+        """Return the load of a lane (the queue of one pool, machine profile and bundle, named
+        `pool.machine_profile.bundle`), and the number of workers that it needs.
+        """
         return self._driver.run(cluster.scaling(lane, self._session))
 
     def wait_for_capacity(self, model: str, **options: Unpack[CallOptions]) -> dict[str, Any]:
-        """Make a worker start and load the model. Return the model's catalogue entry when the model answers. Waits up
-        to `capacity_budget_s`.
+        """Send one small input, so that a worker starts and loads the model. Return the model's description when the
+        input was answered. Waits at most `capacity_budget_s`.
         """
         return self._driver.run(cluster.warmed(model, options, self._session), options)
 
     def create_pool(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Pool:
-        """Reserve workers; `gpus` has the number for each machine profile. A repeated call renews the lease."""
+        """Reserve workers, and return the pool. `gpus`: number of workers for each machine profile. A second call with
+        the same arguments renews the lease.
+        """
         return self._driver.run(cluster.create_pool(name, gpus, options, self._session))
 
     def list_pools(self) -> list[Pool]:
-        """Return all pools, including `default`."""
+        """Return all pools that the key may see, including `default`."""
         return self._driver.run(cluster.list_pools(self._session))
 
     def get_pool(self, name: str) -> Pool:
-        """Return one pool. Raises PoolNotFoundError also if its lease has lapsed."""
+        """Return one pool. Raises PoolNotFoundError if it does not exist or its lease has ended."""
         return self._driver.run(cluster.get_pool(name, self._session))
 
     def renew_pool(self, name: str) -> float:
-        """Renew a lease. Return its new end, seconds since 1970."""
+        """Renew the lease of a pool. Return the new end of the lease, in seconds since 1970."""
         return self._driver.run(cluster.renew_pool(name, self._session))
 
     def delete_pool(self, name: str) -> None:
-        """Delete a reservation. Its workers become available to others."""
+        """Delete a reserved pool. Its workers serve other requests again."""
         self._driver.run(cluster.delete_pool(name, self._session))
 
     @contextlib.contextmanager
     def reserve(self, name: str, gpus: Mapping[str, int], **options: Unpack[PoolOptions]) -> Iterator[Pool]:
-        """Reserve a pool for a `with` block: created, renewed in the background, deleted at the end. Use it as
-        `pool=name`.
+        """Reserve workers for a `with` block: the pool is created, its lease is renewed in the background, and it is
+        deleted at the end. In the block, send requests with `pool=name`.
         """
         created = self.create_pool(name, gpus, **options)
         end = self._driver.start(cluster.renewed(name, gpus, options, self._session))
@@ -326,7 +337,9 @@ class SIEClient:
             self._driver.run(cluster.released(name, self._session))
 
     def watch(self, path: str = watching.CLUSTER_STATUS) -> Iterator[dict[str, Any]]:
-        """Yield status frames, one per second, until the caller stops. Needs the package `websockets`."""
+        """Yield the status of the cluster about once per second, as dictionaries, until the caller stops. Needs the
+        package `websockets`.
+        """
         socket, request = watching.StatusSocket(self._driver.url), watching.request(path, self._session)
         with contextlib.closing(socket):
             while True:

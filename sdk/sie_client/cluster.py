@@ -1,4 +1,6 @@
-"""Calls other than the three verbs, as plans: models, health, capacity, pools."""
+"""Plans for models, health, capacity and pools. A plan is a generator without I/O that yields requests and pauses, see
+`core`.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from sie_client.types import Capacity, Item, Pool
 T = TypeVar("T")
 RENEW_EVERY_S = 60.0
 LEASE_S = 1200.0
-CLOSE_S = 5.0  # seconds for the deletion of a pool at the end of a reservation
+CLOSE_S = 5.0  # seconds that the deletion of a pool may take at the end of a `with client.reserve()` block
 _logger = logging.getLogger("sie_client")
-_DOT = bytes.fromhex(  # bytes of an image file with one pixel
+_DOT = bytes.fromhex(  # PNG file with one pixel
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63606060000000040001f61738550000000049454e44"
     "ae426082"
 )
@@ -69,7 +71,7 @@ def health(session: Session) -> Plan[dict[str, Any]]:
 
 
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
-    """Return the healthy workers of one machine profile, or all healthy workers."""
+    """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""
     reply = yield from json_call("GET", "/health", session)
     machine_profile = None if gpu is None else gpu.strip().lower()
     workers = [
@@ -93,9 +95,9 @@ def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
     """Send the smallest input that the model accepts, so that a worker starts and loads it. Return the model's
-    catalogue entry afterwards.
+    description afterwards.
 
-    Raises the errors of a call, and InvalidInputError for a model without an input that this function can build.
+    Raises the errors of a call, and InvalidInputError if this function cannot build an input for the model.
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)
@@ -103,7 +105,8 @@ def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dic
     item = next((smallest for name, smallest in _SMALLEST.items() if name in inputs), None)
     if item is None:
         raise InvalidInputError(
-            f"{model}: takes {', '.join(map(str, inputs))}, for which no test input can be made", code="INVALID_INPUT"
+            f"{model}: its inputs are {', '.join(map(str, inputs))}; the client cannot build a test input of them",
+            code="INVALID_INPUT",
         )
     if "encode" in tasks:
         yield from verbs.encode(model, [item], params, session)
@@ -150,19 +153,21 @@ def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Pla
 
 
 def released(name: str, session: Session) -> Plan[None]:
-    """Delete a pool with one attempt. If that fails, log a warning: the pool ends with its lease."""
+    """Delete a pool with one attempt. If it fails, only log a warning: the pool also ends when its lease is not
+    renewed.
+    """
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from delete_pool(name, session, CLOSE_S)
     except PoolNotFoundError:
         pass
     except SIEError as error:
-        _logger.warning("pool %s could not be deleted and is left to its lease: %s", name, error)
+        _logger.warning("pool %s could not be deleted; it ends when its lease ends: %s", name, error)
 
 
 def renewed(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
-    """Renew a reservation until the driver of this plan stops. If the lease lapsed, reserve again. A failure becomes
-    the cause of the next pause, which is logged.
+    """Renew the lease of a reservation for ever; the driver ends this plan. If the lease has ended, create the
+    reservation again. If a renewal fails, the driver logs the error with the next pause.
     """
     session, _ = session.for_call({"wait_for_capacity": False})
     lease_s = float(options.get("ttl_seconds") or LEASE_S)

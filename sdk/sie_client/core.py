@@ -1,11 +1,12 @@
-"""The client without I/O. A call is a plan: a generator that yields steps and gets the result of each step.
+"""The client without I/O. A call is a plan: a generator that yields steps. A driver executes each step and sends its
+result back into the generator.
 
-    Send ──► the driver does the HTTP ──► Received | TransportFailed
-    Pause ──► the driver sleeps       BlockingWork ──► the driver runs a function that may take long or read files
-    Together ──► the driver runs several plans, a limited number at a time ──► their results in order
-    HttpAnswer ──► the driver reports the progress of the call
+    Send ──► HTTP request ──► Received | TransportFailed
+    Pause ──► sleep                   BlockingWork ──► call of a function that may take long or read files
+    Together ──► several plans, a limited number at a time ──► their results in order
+    HttpAnswer ──► progress of the call is reported
 
-The sync and the async client are drivers of the same plans, so their behaviour cannot differ.
+The blocking client and the asyncio client are two drivers of the same plans, so they behave in the same way.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from sie_client.types import Progress
 from sie_contracts import __version__
 
 CONNECTION_BUDGET_S = 120.0
-# seconds for a port of this machine that refuses connections and has never answered: the server was probably not
-# started
+# seconds to retry if a port of this machine refuses connections and no server has answered there yet: probably no
+# server was started
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
 CONCURRENCY = 8
 SERVER_DEADLINE_S = 120.0
-CONTROL_S = 30.0  # seconds for a call other than inference
-GRACE_S = 30.0  # seconds that are added to the server's own deadline, so that the server's answer arrives first
+CONTROL_S = 30.0  # seconds that the answer of a call other than encode, score and extract may take
+# seconds that the client waits longer than the server's deadline, so that the server's error arrives first
+GRACE_S = 30.0
 CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S = 1.0, 5.0
 MAX_COSTLY_PAUSE_S = 30.0
 HEDGE_SHARE, MAX_HEDGES = 0.2, 10.0
@@ -47,8 +49,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UploadStream:
-    """Body of `size_bytes` that is never completely in memory. `pieces` starts the body again for each attempt. Each
-    piece may take long, and may raise SIEError.
+    """Request body of `size_bytes` that is never completely in memory. Each attempt to send it calls `pieces` and
+    starts from the beginning. Reading a piece may take long, and may raise SIEError.
     """
 
     pieces: Callable[[], Generator[bytes]]
@@ -56,22 +58,24 @@ class UploadStream:
 
 
 class BodySink(Protocol):
-    """Receiver of the body of a successful response, piece by piece. Its methods may take long, and may raise
-    SIEError.
+    """Receiver of the body of a successful response, piece by piece, for example a file. Its methods may block, and may
+    raise SIEError.
     """
 
     def begin(self) -> None:
-        """Start a new attempt: bytes of an earlier attempt do not count."""
+        """Prepare for the first piece. After a failed attempt this is called again: discard the pieces of that
+        attempt.
+        """
 
     def write(self, piece: bytes) -> None:
-        """Receive the next piece."""
+        """Receive the next piece of the body."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """HTTP request, relative to the base URL. Without an answer it fails after `within_s`. A second copy may be sent
-    after `hedge_after_s`. With a `sink`, the sink receives the body of a successful response, and the body of
-    `Received` is empty.
+    """HTTP request; `path` is relative to the base URL. It fails if there is no answer after `within_s`. After
+    `hedge_after_s`, a second copy may be sent. If `sink` is set, it receives the body of a successful response, and the
+    body of `Received` is empty.
     """
 
     method: str
@@ -85,8 +89,8 @@ class Send:
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait for `seconds`, then continue. `cause`: the reason for a log, empty if there is no fault. `error`: the error
-    in words. `remaining_s`: seconds that the call will still wait.
+    """Step to wait for `seconds`. `cause`: why, for the user's log; empty if nothing is wrong. `error`: text of the
+    error after which the call waits. `remaining_s`: seconds that the call may wait after this pause.
     """
 
     seconds: float
@@ -97,24 +101,26 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Request to call a function where it does not block other calls. The answer is the result of the function."""
+    """Step to call a function in a thread where it does not block other calls. Its result is the result of the
+    function.
+    """
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """Notice that `items` more items of the call were answered."""
+    """Step to report progress: `items` more items of the call were answered."""
 
     items: int
 
 
 @dataclass(frozen=True)
 class Together:
-    """Run these plans, `concurrency` at a time; the reply is the list of their results, in order. An exception of one
-    plan ends all of them.
+    """Step to run several plans, at most `concurrency` at a time. Its result is the list of their results, in order. If
+    one plan raises, the others are stopped.
 
-    To read the next plan may take long or read files, like `BlockingWork`.
+    Taking the next plan from the iterator may block, for example to read files.
     """
 
     plans: Iterator[Plan[Any]]
@@ -123,7 +129,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Received:
-    """A response, and its duration. Header names are in lower case."""
+    """An HTTP response, and the seconds until it arrived. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -133,10 +139,10 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """A failure without a response. The request may have run. Inference has no side effects, so the request is sent
-    again, unless the failure is permanent.
+    """Failure of a request without a response. The server may nevertheless have run the request. Unless `is_permanent`,
+    it is sent again, because inference changes nothing on the server.
 
-    `address`: the address of the server. `is_nobody`: a port of this machine refuses connections, and no server has
+    `address`: the address of the server. `is_nobody`: a port of this machine refused the connection, and no server has
     answered there before.
     """
 
@@ -153,8 +159,8 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits of the time that a call waits. `wait_for_capacity` False: the call does not wait at all.
-    `connection_budget_s` None: the default.
+    """Limits on how long a call waits for a connection and for capacity, in seconds. `wait_for_capacity` False: it does
+    not wait at all. `connection_budget_s` None: the default.
     """
 
     wait_for_capacity: bool = True
@@ -163,25 +169,27 @@ class Policy:
 
 
 class Patience:
-    """Waiting policy of all parts of a call: an answer to any part renews the budget of the other parts."""
+    """Waiting limits shared by all parts of a call. After each answer to a part, the limits of the other parts start
+    again.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.mark = object()  # replaced after each answer
+        self.mark = object()  # another object after each answer, by which each part notices that there was an answer
 
     def renew(self) -> None:
         self.mark = object()
 
 
 class LoggedWarnings:
-    """Warnings of the server that a client has logged: each is logged once, however many replies have it."""
+    """Warnings of the server that a client has already logged. Each text is logged once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._logged: set[str] = set()
 
     def warn(self, warnings: object) -> None:
-        """Log the new warnings; at most MAX_TOLD different ones."""
+        """Log the warnings that are new. After MAX_TOLD different ones, log no more."""
         for warning in warnings if isinstance(warnings, list) else ():
             with self._lock:
                 is_new = str(warning) not in self._logged and len(self._logged) < MAX_TOLD
@@ -191,8 +199,8 @@ class LoggedWarnings:
 
 
 class Hedges:
-    """Tokens for second copies of requests: one at the start, and one per five requests, so that hedging cannot double
-    a load that is already too high.
+    """Permits for second copies of slow requests. There is one permit at the start, and one more for each five
+    requests: an overloaded server gets at most a fifth more load by second copies.
     """
 
     def __init__(self) -> None:
@@ -204,7 +212,7 @@ class Hedges:
             self._tokens = min(MAX_HEDGES, self._tokens + HEDGE_SHARE)
 
     def acquire(self) -> bool:
-        """Return whether a second copy may be sent now, and remove a token for it."""
+        """Take a permit for a second copy. Return False if there is none."""
         with self._lock:
             if self._tokens < 1.0:
                 return False
@@ -214,8 +222,8 @@ class Hedges:
 
 @dataclass(frozen=True)
 class Session:
-    """State for all calls of a client. `for_call` returns a copy with the options of one call. Raises
-    InvalidInputError.
+    """Options and shared state of a client. `for_call` returns a copy with the options of one call. Raises
+    InvalidInputError for an invalid option.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -262,7 +270,9 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return the session of one call, and the parameters of the call that are sent to the server."""
+        """Return a session with the options of one call, and the remaining options, which are parameters for the
+        server.
+        """
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -274,11 +284,11 @@ class Session:
 
     @property
     def within_s(self) -> float:
-        """Return the seconds that an answer may take."""
+        """Return the seconds after which the client stops waiting for an answer."""
         return max(SERVER_DEADLINE_S, self.timeout_s or 0.0) + GRACE_S
 
     def sent_headers(self) -> dict[str, str]:
-        """Return the headers of every request, except the headers about the format of its body."""
+        """Return the headers for every request. The headers about the format of the body are added later."""
         headers = {"x-sie-client-version": __version__}
         if self.api_key:
             headers["authorization"] = f"Bearer {self.api_key.strip()}"
@@ -307,12 +317,12 @@ _OPTIONS = frozenset(field.name for field in fields(Session)) - {"hedges", "warn
 
 
 def call(request: Send, policy: Policy, patience: Patience | None = None) -> Plan[Received]:
-    """Send a request until it succeeds, fails for good, or the time to wait ends. Raises SIEError: the error of the
-    last attempt, chained to the one before.
+    """Send a request until it succeeds, fails with an error that a retry cannot mend, or the waiting time is used up.
+    Raises SIEError: the last error, with the one before as its cause.
     """
     patience = patience or Patience(policy)
     mark = patience.mark
-    # key True: seconds and tries for a connection; key False: for capacity
+    # key True: waits for a connection; key False: waits for capacity
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -339,7 +349,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
 
 
 def _in_a_line(answer: Received | TransportFailed) -> str:
-    """Return a one-line description of an attempt that failed without a code."""
+    """Return a one-line description of a failed attempt for which the server sent no error code."""
     if isinstance(answer, Received):
         return f"HTTP {answer.status}"
     return " ".join(f"{type(answer.cause).__name__}: {answer.cause}".split())[:MAX_ERROR]
@@ -353,13 +363,13 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
 
 _OF_PROXIES = (502, 503, 504)
 MAX_ERROR = 200  # characters of a library's error text that are logged
-# errors of requests that may have used the device: these requests are repeated with growing pauses
+# errors after which the device may have done the work for nothing: the pauses before further attempts grow
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
 def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:
-    """Return the exception of an attempt; the first and the longest pause, seconds; and whether the connection failed,
-    as opposed to a lack of capacity.
+    """Return the exception for a failed attempt, the shortest and the longest pause before the next one in seconds, and
+    True if the connection failed (False: the server answered with an error).
     """
     if isinstance(answer, TransportFailed):
         where = f"no answer from {answer.address}: " if answer.address else ""
@@ -370,7 +380,8 @@ def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float,
         failure.__cause__ = answer.cause
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     failure = failure_of(answer)
-    if not failure.code and answer.status in _OF_PROXIES:  # the answer of a proxy: no server runs at its target
+    # an answer without SIE's error code comes from a proxy: the server behind it does not run
+    if not failure.code and answer.status in _OF_PROXIES:
         failure.retryable = True
         return failure, CONNECTION_PAUSE_S, MAX_CONNECTION_PAUSE_S, True
     told_s = _retry_after_s(answer)
@@ -396,7 +407,7 @@ def failure_of(answer: Received) -> SIEError:
     details = dict(inner) if isinstance(inner, dict) else {}
     if isinstance(document.get("errors"), list):
         details["errors"] = document["errors"]
-    # routes in the format of another API have that API's code in the body
+    # the header comes first: in routes of another API's format, the code in the body is that API's code
     code = str(answer.headers.get("x-sie-error-code") or details.get("code", ""))
     request_id = str(details.get("request_id", answer.headers.get("x-sie-request-id", "")))
     message = str(
@@ -415,7 +426,7 @@ def failure_of(answer: Received) -> SIEError:
 
 @contextlib.contextmanager
 def reading(headers: Mapping[str, str]) -> Iterator[None]:
-    """Raise ServerError if a reply lacks a field or has a wrong type."""
+    """Convert exceptions that are raised while a reply is read, for example for a missing field, to ServerError."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, msgspec.DecodeError, RecursionError) as error:
@@ -426,12 +437,12 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def quoted(name: str) -> str:
-    """Return a name, for example the name of a model, as part of a path. Raises InvalidInputError."""
+    """Return a name, such as the name of a model, escaped for a URL path. Raises InvalidInputError."""
     try:
         return quote(str(name), safe="/:@")
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            "a name holds a lone surrogate, which is not valid Unicode", code="INVALID_INPUT"
+            "a name contains a lone surrogate character, which cannot be sent in a URL", code="INVALID_INPUT"
         ) from error
 
 
@@ -445,8 +456,8 @@ def json_call(
     headers: Mapping[str, str] | None = None,
     type: Any = Any,
 ) -> Plan[Any]:
-    """Make a call with a JSON reply. Its body, if it has one, is JSON too. Returns the reply as `type`, or raises
-    ServerError.
+    """Send a request, with `body` as JSON if there is one, and return the JSON reply converted to `type`. Raises
+    ServerError if the reply does not fit.
     """
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""

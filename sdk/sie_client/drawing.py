@@ -1,4 +1,6 @@
-"""Results on images: drawings with Pillow on a copy of the image, and regions of an image in the form for models."""
+"""Drawing of frames around detected objects on a copy of an image, with Pillow, and conversion of boxes to the text by
+which Florence-2 reads regions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _BINS = 1000
 
 
 def region(bbox: Sequence[float], size: tuple[int, int]) -> str:
-    """Return a box as the `instruction` of Florence-2's tasks about a region, for example `<REGION_TO_OCR>`.
+    """Return a box as text for the `instruction` of Florence-2's tasks about a region, for example `<REGION_TO_OCR>`.
 
     `bbox`: x, y, width and height in pixels of the upright image, as in results. `size`: width and height of that
     image. Raises InvalidInputError for a box without an area, and for a box that is not within the image.
@@ -37,15 +39,15 @@ def _bin(place: float, edge: int) -> int:
 
 
 _COLOURS = ("#e6194b", "#0082c8", "#3cb44b", "#f58231", "#911eb4", "#008080", "#aa6e28", "#800000")
-_DARKEST_FOR_BLACK = 150  # brightness of a colour, 0 to 255: text on a brighter colour is black, else white
+_DARKEST_FOR_BLACK = 150  # brightness from 0 to 255: text on brighter colours is black, on darker ones white
 
 
 def draw(image: Any, result: Mapping[str, Any], *, least: float = 0.0) -> Image:
-    """Return a copy of an image with a frame around each object and entity that has a box: upright, RGB.
+    """Return an upright RGB copy of an image, with a frame around each object and entity that has a box.
 
-    `image`: the image that was sent. `result`: the result of `extract` for it. `least`: the lowest score that is drawn.
-    Each label has one colour; if two frames overlap, the frame with the higher score is on top. Raises
-    InvalidInputError for an image that Pillow cannot read, RequestError without Pillow.
+    `image`: the image that was sent. `result`: the result of `extract` for it. `least`: only results with at least this
+    score are drawn. Each label has one colour. Of two frames that overlap, the one with the higher score is on top.
+    Raises InvalidInputError if Pillow cannot read the image, RequestError if Pillow is not installed.
     """
     try:
         from PIL import Image, ImageDraw, ImageFont, ImageOps
@@ -88,7 +90,9 @@ def _readable_on(colour: str) -> str:
 
 
 def _bytes_of(image: Any) -> bytes:
-    """Return the bytes of the image file. Raises InvalidInputError, ValueError."""
+    """Return the bytes of the image file. Raises InvalidInputError for an unreadable file, ValueError for a wrong data
+    URI.
+    """
     file = media(image, "image")
     data = file["data"] if isinstance(file, Mapping) else file
     if isinstance(data, bytes):

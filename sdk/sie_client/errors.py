@@ -1,4 +1,5 @@
-"""Exceptions that a call may raise. The client raises no others.
+"""Exceptions that a call may raise. Besides them, the client raises TypeError for an unknown
+argument, and ValueError for a base URL without a scheme.
 
 SIEError
 ├── SIEConnectionError              no server answered
@@ -48,10 +49,11 @@ _BY_CODE: dict[str, type[SIEError]] = {}
 
 
 class SIEError(Exception):
-    """Base of all errors. `code`: the server's error code, empty if it sent none. `status`: the HTTP status, 0 if there
-    was no response. `details`: the whole error map of the body.
+    """Base of all errors of the client. `code`: the server's error code, empty if it sent none. `status`: the HTTP
+    status, 0 if there was no response. `details`: all fields of the error in the response's body.
 
-    `retryable`: whether the same request may succeed later. `request_id`: the id of the request in the server's logs.
+    `retryable`: True if the same request may succeed later. `request_id`: id of the request, which the server's logs
+    have too.
     """
 
     def __init__(
@@ -77,21 +79,21 @@ class SIEError(Exception):
 
     @property
     def reason(self) -> str:
-        """Return the reason that refines the code; empty if there is none."""
+        """Return the server's reason, which says more than the code; empty if it sent none."""
         return str(self.details.get("reason") or "")
 
     @property
     def param(self) -> str:
-        """Return the path of the invalid field; empty if there is none."""
+        """Return the path of the invalid field in the request; empty if the error is not about a field."""
         return str(self.details.get("param") or "")
 
 
 class SIEConnectionError(SIEError):
-    """The server could not be reached, or the connection broke."""
+    """The server could not be reached, or the connection broke before its answer."""
 
 
 class RequestError(SIEError):
-    """The request can never succeed in this form."""
+    """The request can never succeed as it is: it must be changed first."""
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):
@@ -103,11 +105,11 @@ class AuthenticationError(RequestError, code="UNAUTHENTICATED"):
 
 
 class PermissionDeniedError(AuthenticationError, code="PERMISSION_DENIED"):
-    """The token lacks the scope."""
+    """The token is valid but lacks the scope that the path requires."""
 
 
 class PoolOperationForbiddenError(PermissionDeniedError, code="POOL_OPERATION_FORBIDDEN"):
-    """A limit of reservations is reached, or the pool is not a reservation."""
+    """The request exceeds a limit for reservations, or the pool is not a reservation, so it cannot be changed."""
 
 
 class NotFoundError(RequestError, code="NOT_FOUND"):
@@ -119,7 +121,7 @@ class ModelNotFoundError(NotFoundError, code="MODEL_NOT_FOUND"):
 
 
 class PoolNotFoundError(NotFoundError, code="POOL_NOT_FOUND"):
-    """The pool does not exist, or its lease has lapsed."""
+    """The pool does not exist, or its lease has ended."""
 
 
 class MethodNotAllowedError(RequestError, code="METHOD_NOT_ALLOWED"):
@@ -127,7 +129,7 @@ class MethodNotAllowedError(RequestError, code="METHOD_NOT_ALLOWED"):
 
 
 class ConflictError(RequestError):
-    """The request contradicts the current state."""
+    """The request does not fit the present state of the server's objects."""
 
 
 class BundleConflictError(ConflictError, code="BUNDLE_CONFLICT"):
@@ -135,7 +137,7 @@ class BundleConflictError(ConflictError, code="BUNDLE_CONFLICT"):
 
 
 class PoolConflictError(ConflictError, code="POOL_CONFLICT"):
-    """A pool of this name has another specification."""
+    """A pool of this name exists with another specification."""
 
 
 class ContentConflictError(ConflictError, code="CONTENT_CONFLICT"):
@@ -155,16 +157,16 @@ class ValidationFailedError(RequestError, code="VALIDATION_ERROR"):
 
 
 class IdempotencyMismatchError(RequestError, code="IDEMPOTENCY_MISMATCH"):
-    """The idempotency key was used for another request."""
+    """The idempotency key was used earlier for a different request."""
 
 
 class RateLimitedError(RequestError, code="RATE_LIMITED"):
-    """The key's quota was still used up when the client's time to wait ended."""
+    """The quota of the API key was used up, and did not recover within the time that the client waits."""
 
 
 class AllItemsFailedError(SIEError, code="ALL_ITEMS_FAILED"):
-    """Every item failed, for different causes. `details["errors"]` has the error of each item. `status` is 400, 500 or
-    503.
+    """Every item of the request failed, for different reasons. `details["errors"]` has the error of each item. `status`
+    is 400, 500 or 503.
     """
 
 
@@ -199,33 +201,33 @@ class LoraLoadFailedError(ServerError, code="LORA_LOAD_FAILED"):
 
 
 class ProvisioningError(ServerError, code="PROVISIONING"):
-    """No worker was ready when the client's time to wait ended. `details` has `gpu`, `bundle` and
+    """No worker became ready within the time that the client waits. `details` has `gpu`, `bundle` and
     `estimated_wait_s`.
     """
 
 
 class ModelLoadingError(ServerError, code="MODEL_LOADING"):
-    """The model was still loading when the client's time to wait ended."""
+    """The model was not loaded within the time that the client waits."""
 
 
 class LoraLoadingError(ServerError, code="LORA_LOADING"):
-    """The LoRA was still loading when the client's time to wait ended."""
+    """The LoRA was not loaded within the time that the client waits."""
 
 
 class ResourceExhaustedError(ServerError, code="RESOURCE_EXHAUSTED"):
-    """The device had too little memory for this request."""
+    """A device, a store or another limited resource of the server was full for this request."""
 
 
 class QueueFullError(ServerError, code="QUEUE_FULL"):
-    """The queue was still full when the client's time to wait ended."""
+    """The queue stayed full during the time that the client waits."""
 
 
 class QueueUnavailableError(ServerError, code="QUEUE_UNAVAILABLE"):
-    """The server's broker could not be reached."""
+    """The server could not reach its broker during the time that the client waits."""
 
 
 class NotReadyError(ServerError, code="NOT_READY"):
-    """The server had not read its catalogue yet."""
+    """The server had just started and had not read its catalogue yet."""
 
 
 class ShuttingDownError(ServerError, code="SHUTTING_DOWN"):
@@ -233,7 +235,7 @@ class ShuttingDownError(ServerError, code="SHUTTING_DOWN"):
 
 
 class RequestTimeoutError(ServerError, code="GATEWAY_TIMEOUT"):
-    """The deadline of the request passed."""
+    """The request was not finished within its deadline (`timeout_s`)."""
 
 
 _BY_STATUS: dict[int, type[SIEError]] = {
@@ -249,10 +251,12 @@ _BY_STATUS: dict[int, type[SIEError]] = {
 
 
 def error_class(code: str, status: int) -> type[SIEError]:
-    """Return the class for a server's code, else the class for its status."""
+    """Return the exception class for an error code of the server. For an unknown code, return the class for the HTTP
+    status.
+    """
     return _BY_CODE.get(code) or _BY_STATUS.get(status) or (RequestError if 400 <= status < 500 else ServerError)
 
 
 def codes() -> dict[str, type[SIEError]]:
-    """Return the map from each code of the server to its class."""
+    """Return all error codes of the server, each with its exception class."""
     return dict(_BY_CODE)

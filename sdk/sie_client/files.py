@@ -1,5 +1,5 @@
-"""Plans for files. No file is ever completely in memory, except with `content`: an upload is read from the disk in
-pieces, and a download is written to the disk in pieces.
+"""Plans (see `core`) that upload, read and delete files on the server. A file is never completely in memory, except by
+`content`: it is read and written piece by piece.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def invalid(message: str) -> NoReturn:
-    """Raise InvalidInputError."""
+    """Raise InvalidInputError with the code INVALID_INPUT."""
     raise InvalidInputError(message, code="INVALID_INPUT")
 
 
 def identifier(value: object, noun: str) -> str:
-    """Return the id of a file or a job as part of a path. Raises InvalidInputError."""
+    """Return `value` if it is an id that can be part of a URL path. `noun`: file or job, for the error. Raises
+    InvalidInputError.
+    """
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
     invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
@@ -39,7 +41,7 @@ def identifier(value: object, noun: str) -> str:
 
 @contextlib.contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """Convert an OSError to InvalidInputError."""
+    """Convert an OSError within the context to an InvalidInputError that names the file."""
     try:
         yield
     except OSError as error:
@@ -59,7 +61,7 @@ def uploaded(
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
-    # the name is written like in browsers: characters that would end the header are escaped, other characters are UTF-8
+    # as browsers do: characters that would end the header are escaped, and others are sent as UTF-8
     name = location.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
     fields = {"purpose": purpose}
     if expires_after_s is not None:
@@ -121,7 +123,7 @@ def deleted(file: str, session: Session) -> Plan[None]:
 
 
 def content(file: str, session: Session) -> Plan[bytes]:
-    """Send `GET /v1/files/{id}/content`. Return the whole content, in memory."""
+    """Send `GET /v1/files/{id}/content`. Return the whole content as bytes."""
     path = f"/v1/files/{identifier(file, 'file')}/content"
     return (yield from call(Send("GET", path, session.sent_headers()), session.policy)).body
 
@@ -145,10 +147,10 @@ def saved(
 
 
 class Arriving:
-    """A local file while its bytes arrive. It is a hidden file in the same folder, and is renamed to `path` when it is
-    complete.
+    """Sink that writes a download to a hidden file in the target folder. `finish` renames it to `path`.
 
-    `tell` is called with the number of new bytes; the number is negative when a failed attempt starts again.
+    `tell` is called with the number of new bytes. When the download starts again after a failure, the number is
+    negative and takes back the bytes of the failed attempt.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
@@ -162,7 +164,9 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Start the download again, with an empty file. Raises InvalidInputError, like all methods of this class."""
+        """Start with an empty file, also after a failed attempt. Raises InvalidInputError, like all methods, if the
+        disk fails.
+        """
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0
@@ -179,8 +183,8 @@ class Arriving:
         self._tell(len(piece))
 
     def finish(self) -> None:
-        """Rename the complete file to its path. Raises ServerError if the bytes differ from the digest or size that the
-        server announced.
+        """Rename the complete file to `path`. Raises ServerError if the number of bytes or the digest differs from what
+        the server announced.
         """
         self._close()
         is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())
@@ -190,11 +194,12 @@ class Arriving:
                 return
             self._partial.unlink()
         raise ServerError(
-            f"{self.path.name}: the {self._come} received bytes differ from those that the server announced", status=200
+            f"{self.path.name}: the {self._come} received bytes differ from the size or digest in its description",
+            status=200,
         )
 
     def drop(self) -> None:
-        """Remove the incomplete file."""
+        """Delete the incomplete file."""
         self._close()
         with on_disk(self._partial):
             self._partial.unlink(missing_ok=True)
@@ -207,7 +212,7 @@ class Arriving:
 
 
 def fetched(path: str, arriving: Arriving, session: Session) -> Plan[None]:
-    """Download a file into `arriving`, and remove it if that fails."""
+    """Download from `path` on the server into `arriving`. If that fails, delete the incomplete file."""
     try:
         yield from call(Send("GET", path, session.sent_headers(), sink=arriving), session.policy)
         yield BlockingWork(arriving.finish)

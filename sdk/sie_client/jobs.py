@@ -1,6 +1,6 @@
-"""Plans for jobs: submit, poll, pause or cancel, wait, and fetch the output.
+"""Plans (see `core`) for jobs: submit, poll, pause or cancel, wait, and download the output.
 
-file ──upload──► POST /v1/jobs ──► JobInfo ──repeated──► ended ──► manifest ──► parts, each checked, on disk
+file ──upload──► POST /v1/jobs ──► JobInfo ──polled until it has ended──► manifest ──► output files on the disk
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from sie_contracts.api import jobs as api
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import ENDED, JobDeleted, JobManifest, JobPart
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0  # seconds between polls of a job
+# seconds between two polls of a job: first value at the start, growing to the second
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
 PAGE = 100  # jobs per page
-PARTS = 4  # parts that are fetched at the same time
+PARTS = 4  # output files that are downloaded at the same time
 MANIFEST = "manifest.json"
-# seconds that the server keeps a file uploaded for a job: the longest time that the server accepts
+# seconds until the server deletes an input file that was uploaded for a job: the longest time it accepts
 INPUT_LIFE_S = 30 * 86_400
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -44,24 +45,28 @@ _logger = logging.getLogger("sie_client")
 
 
 class JobInfo(api.JobInfo, kw_only=True, frozen=True):
-    """A job in the server's form. States and request fields of a newer server are accepted too."""
+    """A job as the server describes it. Unknown states and request fields, as a newer server may send them, are
+    accepted.
+    """
 
     state: str  # type: ignore[assignment]
     request: dict[str, Any]  # type: ignore[assignment]
 
     def request_map(self, name: str) -> dict[str, Any]:
-        """Return a map in the request, such as its `output`; an empty map if the request does not have this field."""
+        """Return a field of the request that is a map, such as `output`; an empty map if the field is missing."""
         value = self.request.get(name)
         return value if isinstance(value, dict) else {}
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the job has ended, so that it does not change any more."""
+        """Return True if the job has ended: it does not change any more."""
         return self.state in ENDED
 
 
 class JobPage(msgspec.Struct, kw_only=True):
-    """One page of jobs, the newest first. `next`: the `after` of the following page, None on the last page."""
+    """One page of the list of jobs, the newest first. `next`: the value of `after` for the next page, None on the last
+    page.
+    """
 
     data: list[JobInfo]
     next: str | None = None
@@ -72,7 +77,7 @@ class _RowPage(msgspec.Struct):
 
 
 class SeenJob:
-    """A job in the state that the client read last. `info` has all of the server's fields."""
+    """State of a job when the client last read it from the server. `info` has all fields."""
 
     def __init__(self, info: JobInfo) -> None:
         self.info = info
@@ -83,7 +88,9 @@ class SeenJob:
 
     @property
     def state(self) -> str:
-        """queued, planning, running, paused or finalizing; after its end completed, failed, cancelled or expired."""
+        """Return the state: queued, planning, running, paused or finalizing; at the end completed, failed, cancelled or
+        expired.
+        """
         return self.info.state
 
     @property
@@ -103,8 +110,9 @@ class SeenJob:
 
 
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """Send `POST /v1/jobs`, after the upload of a local file. The uploaded file is deleted if the server refuses the
-    job, or if the idempotency key returns an older job.
+    """Upload a local file if `source` is one, then send `POST /v1/jobs`. Return the job. The uploaded file is deleted
+    again if the server refuses the job, or returns an older job with the same idempotency key, which does not use the
+    file.
 
     Raises TypeError for an unknown option.
     """
@@ -133,7 +141,9 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
 
 
 def _place(source: Any) -> Path | dict[str, str]:
-    """Return a local file, or the server's form of the job's input. Raises InvalidInputError."""
+    """Return the job's input: the path of a local file, or the fields that name a file id or URL to the server. Raises
+    InvalidInputError.
+    """
     if isinstance(source, FileObject):
         return {"file": source.id}
     if isinstance(source, os.PathLike):
@@ -158,7 +168,9 @@ def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[
 
 
 def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
-    """Send a POST with an idempotency key. It may be sent twice; without the key, this would create two jobs."""
+    """Send a POST with an idempotency key: if it is sent again after a broken connection, it does not create a second
+    job.
+    """
     return cast(
         JobInfo,
         (yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)),
@@ -166,12 +178,18 @@ def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
 
 
 def _abandoned(file: str, session: Session) -> Plan[None]:
-    """Delete an uploaded file with one attempt. If that fails, log a warning: the file ends with its expiry."""
+    """Delete an uploaded file with one attempt. If it fails, only log a warning: the server deletes the file when it
+    expires.
+    """
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from files.deleted(file, session)
     except SIEError as error:
-        _logger.warning("file %s, which no job uses, could not be deleted: %s", file, error)
+        _logger.warning(
+            "the uploaded file %s, which no job uses, could not be deleted; it is deleted when it expires: %s",
+            file,
+            error,
+        )
 
 
 # ---- read and control a job
@@ -194,12 +212,12 @@ def page(state: str | None, limit: int, after: str | None, session: Session) -> 
 
 
 def steered(job: str, action: Literal["pause", "resume", "cancel"], session: Session) -> Plan[JobInfo]:
-    """Send `POST /v1/jobs/{job}/{action}`. Return the job. A repeated call has no effect."""
+    """Send `POST /v1/jobs/{job}/{action}`. Return the job. Sending it twice has the same effect as once."""
     return cast(JobInfo, (yield from json_call("POST", f"{_path(job)}/{action}", session, type=JobInfo)))
 
 
 def retried(job: str, session: Session) -> Plan[JobInfo]:
-    """Send `POST /v1/jobs/{job}/retry`. Return the new job, over the rows that failed."""
+    """Send `POST /v1/jobs/{job}/retry`. Return the new job, which processes the rows that failed."""
     return (yield from _post(f"{_path(job)}/retry", session, None, uuid.uuid4().hex))
 
 
@@ -216,7 +234,7 @@ def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[li
 
 
 def manifest(job: str, session: Session) -> Plan[JobManifest]:
-    """Return all pages of `GET /v1/jobs/{job}/manifest` as one."""
+    """Return the manifest of `GET /v1/jobs/{job}/manifest`, with the entries of all its pages."""
     parts: list[JobPart] = []
     after: int | None = None
     while True:
@@ -227,7 +245,7 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
         if document.next is None:
             return msgspec.structs.replace(document, parts=parts)
         if after is not None and document.next <= after:
-            raise ServerError(f"the pages of the manifest of {job} do not end", status=200)
+            raise ServerError(f"the server's manifest of {job} repeats a page, so it never ends", status=200)
         after = document.next
 
 
@@ -241,8 +259,8 @@ def waited(
     session: Session,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan[JobInfo]:
-    """Return the job when it has ended, in any state. `on_progress` is called with its state after each poll. Raises
-    JobTimeoutError.
+    """Poll the job until it has ended, and return it in whatever state. `on_progress` is called with the job after each
+    poll. Raises JobTimeoutError after `timeout_s`.
     """
     started_s, pause_s = clock(), FIRST_PAUSE_S
     while True:
@@ -254,7 +272,7 @@ def waited(
         left_s = MAX_PAUSE_S if timeout_s is None else timeout_s - (clock() - started_s)
         if left_s <= 0:
             raise JobTimeoutError(
-                f"{info.id} has not ended within {timeout_s:g} s: it is {info.state}, and continues",
+                f"{info.id} has not ended within {timeout_s:g} s: its state is {info.state}, and it goes on",
                 retryable=True,
                 details={"job": info.id, "state": info.state},
             )
@@ -263,12 +281,12 @@ def waited(
 
 
 def completed(info: JobInfo) -> None:
-    """Raise JobFailedError for a job that ended without being completed."""
+    """Raise JobFailedError if the job ended in another state than `completed`."""
     if info.state == "completed":
         return
     why = f": {info.error.code}: {info.error.message}" if info.error else ""
     raise JobFailedError(
-        f"{info.id} has ended as {info.state}{why}",
+        f"{info.id} ended in the state {info.state}{why}",
         code=info.error.code if info.error else "",
         details={"job": info.id, "state": info.state, "param": info.error.param if info.error else ""},
     )
@@ -278,7 +296,7 @@ def completed(info: JobInfo) -> None:
 
 
 class Fetching:
-    """Count of the bytes of a job's parts that are on this disk. Thread-safe."""
+    """Progress of a download of output files: bytes that are on the disk, and bytes in total. Thread-safe."""
 
     def __init__(self, total: int, on_progress: Callable[[Progress], None] | None) -> None:
         self._lock = threading.Lock()
@@ -298,11 +316,10 @@ def downloaded(
     on_progress: Callable[[Progress], None] | None,
     session: Session,
 ) -> Plan[list[Path]]:
-    """Write the parts of a job to a folder, in order, and then its manifest. Return the paths of the parts. A part that
-    already exists and matches is not fetched again.
+    """Write the output files of a job to a folder, and its manifest when all are complete. Return their paths. A file
+    that is already there with the right digest is not downloaded again.
 
-    Raises InvalidInputError for a job whose files are at another address, and for a folder with the files of another
-    job.
+    Raises InvalidInputError if the job wrote its output to a URL, or if the folder has the output of another job.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):
@@ -311,7 +328,9 @@ def downloaded(
     document = yield from manifest(info.id, session)
     names = [part.name for part in document.parts]
     if len({*names, MANIFEST}) != len(names) + 1 or not all(map(_PART_NAME.fullmatch, names)):
-        raise ServerError(f"the manifest of {info.id} names files that cannot be written", status=200)
+        raise ServerError(
+            f"the server's manifest of {info.id} has file names that are invalid or occur twice", status=200
+        )
     fetching = Fetching(sum(part.bytes for part in document.parts), on_progress)
     plans: Iterator[Plan[Path]] = (_part(info.id, part, into, fetching, session) for part in document.parts)
     paths = cast("list[Path]", (yield Together(plans, PARTS)))
@@ -340,7 +359,7 @@ def _is_there(path: Path, part: JobPart) -> bool:
 
 
 def _claimed(folder: Path, job: str) -> None:
-    """Create the folder. Raises InvalidInputError if it has the files of another job."""
+    """Create the folder. Raises InvalidInputError if it contains the manifest of another job."""
     with files.on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
         there = folder / MANIFEST

@@ -1,4 +1,4 @@
-"""Late interaction on the client: scores of stored token matrices without a server."""
+"""Late interaction (MaxSim) on the client: scores from token vectors that were stored earlier, without a server."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from sie_client.errors import InvalidInputError
 
-_BLOCK = 1 << 22  # products of a query token and a document token that are computed in one step: 16 MiB in float32
+_BLOCK = 1 << 22  # dot products of query and document tokens that are computed at once: 16 MiB in float32
 
 
 def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """Return the MaxSim score of each document, float32, in order: the sum over the query's tokens of the largest dot
-    product with a token of the document.
+    """Return the MaxSim score of each document, in order, as float32. For each query token, take the largest dot
+    product with a token of the document; the score is their sum.
 
-    `query`: [tokens, width]; `documents`: one matrix [tokens, width] each, floats of any precision. A document without
-    tokens scores 0. `score` of a multivector model computes the same (ColBERT, Khattab and Zaharia 2020, equation 3).
-    Raises InvalidInputError.
+    `query`: [tokens, width]. `documents`: one matrix [tokens, width] for each document. All may be floats of any
+    precision. A document without tokens scores 0. `score` computes the same for a multivector model (ColBERT, Khattab
+    and Zaharia 2020, equation 3). Raises InvalidInputError.
     """
     left = _matrix(query, "query").astype(np.float32, copy=False)
     matrices = [_matrix(document, f"documents[{number}]") for number, document in enumerate(documents)]
@@ -44,7 +44,7 @@ def maxsim(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np
 
 
 def _block(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    products = query @ np.concatenate(documents, dtype=np.float32).T  # [query tokens, tokens of all documents]
+    products = query @ np.concatenate(documents, dtype=np.float32).T  # shape [query tokens, tokens of all documents]
     starts = np.cumsum([0, *map(len, documents[:-1])])
     scores: NDArray[np.float32] = np.maximum.reduceat(products, starts, axis=1).sum(axis=0)
     return scores

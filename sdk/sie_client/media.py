@@ -1,8 +1,8 @@
-"""Images, documents, audio and video in the form of a request: `{"data": bytes, "format"?: str}` with the bytes of the
-file. The URL of an image is sent unchanged: the gateway fetches it, or refuses it.
+"""Conversion of images, documents, audio and video to the form in a request: `{"data": bytes of the file, "format":
+str}`. The URL of an image is sent unchanged: the gateway downloads it, or refuses it.
 
-The format is detected in the content, else in the file name. If neither shows it, no format is sent, and the server
-detects it.
+The format is taken from the content, or else from the file name. If neither shows it, `format` is left out, and the
+server detects it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from sie_client.errors import InvalidInputError
 
-# modes of PIL that PNG can store without loss; images of other modes become TIFF
+# modes of Pillow images that PNG stores without loss; other images are sent as TIFF
 _PNG_MODES = frozenset({"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"})
-# values per pixel of a numpy array -> number of the colour type in PNG
+# values per pixel -> number of the PNG colour type: grey, RGB, RGBA
 _PNG_COLOURS = {1: 0, 3: 2, 4: 6}
-_PNG_LEVEL = 1  # level of zlib with the best ratio of size to time
-# dtype of numpy samples -> format number in WAV: 1 for integers, 3 for floats
+_PNG_LEVEL = 1  # zlib level; higher levels take much longer and save few bytes
+# dtype of samples -> WAV format number: 1 for integers, 3 for floats
 _WAV_SAMPLES = {"uint8": 1, "int16": 1, "int32": 1, "float32": 3, "float64": 3}
 _MAGIC = (
     (b"\x89PNG\r\n\x1a\n", "png"),
@@ -50,8 +50,8 @@ _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "tex
 
 
 def media(value: Any, path: str, *, urls: bool = False) -> Any:
-    """Return one file in the form of a request. A data URI is sent unchanged, and with `urls` a URL too. `path` is its
-    name in errors. Raises InvalidInputError.
+    """Return a file in the form for a request. A data URI is returned unchanged; so is a URL if `urls` is True. `path`:
+    name of the field in errors. Raises InvalidInputError.
     """
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls)
@@ -69,7 +69,9 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """Convert a sound in the same way as `media`; numpy samples with their `sample_rate` become a WAV file."""
+    """Return a sound in the form for a request, like `media`. A map with numpy samples and their `sample_rate` becomes
+    a WAV file.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
     if isinstance(value, np.ndarray):
@@ -78,7 +80,7 @@ def sound(value: Any, path: str) -> Any:
 
 
 def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
-    """Return a WAV file of an array [samples] or [samples, channels]. Raises InvalidInputError."""
+    """Return a WAV file with samples of shape [samples] or [samples, channels]. Raises InvalidInputError."""
     kind = _WAV_SAMPLES.get(samples.dtype.name)
     if kind is None or samples.ndim not in (1, 2) or not samples.size or (samples.ndim == 2 and samples.shape[1] > 64):
         got = f"{samples.dtype} {list(samples.shape)}"
@@ -100,7 +102,7 @@ def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
 
 
 def _read(value: Any, path: str) -> tuple[bytes, str]:
-    """Return the bytes of a file, and its name if it has one."""
+    """Return the bytes of a file, and its name, which is empty if it has none."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value), ""
     try:
@@ -128,7 +130,7 @@ def _without_loss(picture: Any) -> bytes:
 
 
 def _png(pixels: NDArray[Any], path: str) -> bytes:
-    """Return a PNG of an array uint8 [height, width], [height, width, 3] or [height, width, 4]. Raises
+    """Return a PNG file with uint8 pixels of shape [height, width], [height, width, 3] or [height, width, 4]. Raises
     InvalidInputError.
     """
     values = pixels.shape[2] if pixels.ndim == 3 else 1
@@ -136,7 +138,7 @@ def _png(pixels: NDArray[Any], path: str) -> bytes:
         got = f"{pixels.dtype} {list(pixels.shape)}"
         raise _refused(path, f"expected pixels as uint8 [height, width] or [height, width, 3], got {got}")
     height, width = pixels.shape[:2]
-    # each row begins with the number of its filter; 0 means no filter
+    # in PNG, each row of pixels begins with a filter number; 0 means no filter
     rows = np.zeros((height, 1 + width * values), np.uint8)
     rows[:, 1:] = pixels.reshape(height, width * values)
     return b"".join(
@@ -154,7 +156,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _format_of(data: bytes) -> str:
-    """Return the format of the content; empty if the content does not show it, for example plain text."""
+    """Return the format that the first bytes show. Empty if they show none, as for plain text."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12], "")
     if data[:4] == b"PK\x03\x04":

@@ -1,4 +1,4 @@
-"""Progress of a call for its user: a log of waits, a bar on a terminal, a callback."""
+"""Shows the progress of a call to the user: log lines about waits, a bar on a terminal, and calls of `on_progress`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sie_client.core import HttpAnswer, Pause, Session
 from sie_client.types import Progress
 
 LOG_EVERY_S = 60.0
-BAR_AFTER_S = 1.0  # seconds; a call that ends before this time shows no bar
+BAR_AFTER_S = 1.0  # seconds until the bar appears, so that short calls show none
 DRAW_EVERY_S = 0.1
-NOTEBOOK_STREAM = "ipykernel.iostream"  # the module of a notebook's output stream class
-# the server worked on the request and ran out of time; the client does not wait for capacity
+NOTEBOOK_STREAM = "ipykernel.iostream"  # module of the class of `sys.stderr` in a Jupyter notebook
+# error code of a request that took longer than its deadline; other codes mean that the server has no capacity now
 TIMED_OUT = "GATEWAY_TIMEOUT"
 _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """Progress of one call of `total` items, None if the number is unknown. Thread-safe. Use it as a context manager,
-    which ends the bar's line.
+    """Progress of one call with `total` items; None if their number is unknown. Thread-safe. Use it as a context
+    manager, which completes the bar at the end.
 
-    Waits are logged to `sie_client` as warnings, at most one per minute. The bar is one line of standard error, for
-    calls of several items that get more than one answer.
+    Waits are logged as warnings of `sie_client`, at most one per minute. The bar is one line on standard error. It
+    appears only for calls of several items that need more than one request.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class Meter:
         self._has_bar = is_long and (self._is_shown_live() if session.progress is None else session.progress)
         self._clock = clock
         self._address = f" at {address}" if address else ""
-        self._lock = threading.RLock()  # reentrant, since a callback may call this meter
+        # reentrant, because `on_progress` is called while the lock is held, and may cause another update
+        self._lock = threading.RLock()
         self._started_s = clock()
         self._logged_s: float | None = None
         self._drawn_s = 0.0
-        self._width = 0  # present width of the bar's line, in characters
+        self._width = 0  # characters of the bar's line on the screen, 0 if there is no bar
         self._latest = Progress(0, total or 0)
 
     def __enter__(self) -> Meter:
@@ -63,14 +64,14 @@ class Meter:
                 self._write("\n")
 
     def _is_shown_live(self) -> bool:
-        """Return whether the stream is a terminal, or the output of a notebook."""
+        """Return True if the stream is a terminal or the output of a notebook, where a line can be overwritten."""
         try:
             return self._stream.isatty() or type(self._stream).__module__ == NOTEBOOK_STREAM
         except (AttributeError, ValueError):  # the stream is missing or closed
             return False
 
     def update(self, step: Pause | HttpAnswer) -> None:
-        """Record that items were answered, or that a wait begins."""
+        """Record that items were answered or that a wait begins, and show it."""
         with self._lock:
             done, total = self._latest.done, self._latest.total
             now_s = self._clock()
@@ -96,8 +97,8 @@ class Meter:
             self._width = 0
         if pause.cause == TIMED_OUT:
             _logger.warning(
-                "a request exceeded its deadline%s and is sent again in %.1f s: a larger timeout_s or a smaller "
-                "part_tokens helps; the call fails in %.0f s if no request is answered",
+                "a request exceeded its deadline%s and is sent again in %.1f s. To avoid this, raise timeout_s or "
+                "lower part_tokens. The call fails if no request is answered within %.0f s",
                 self._address,
                 pause.seconds,
                 pause.remaining_s,
@@ -140,5 +141,5 @@ class Meter:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal is closed, or cannot show the text; the call must continue
+        except (OSError, ValueError):  # the terminal is closed or cannot show these characters: go on without a bar
             self._has_bar = False

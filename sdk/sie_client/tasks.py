@@ -1,4 +1,6 @@
-"""Driver that runs plans in asyncio tasks. It does only their HTTP, waits and concurrency."""
+"""Driver that runs plans (see `core`) in asyncio tasks: it executes their HTTP requests, pauses and concurrent
+steps.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ Answer: TypeAlias = "Received | TransportFailed"
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel running tasks, and wait for their end."""
+    """Cancel tasks, and return when all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TaskDriver:
-    """Driver of one server, at `url`, for one event loop."""
+    """Driver of plans for the server at `url`, used by one event loop."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
@@ -55,12 +57,14 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Return the result of a plan for `total` items. `send`: replacement for HTTP that runs a request."""
+        """Run a plan and return its result. `total`: number of items of the call. `send`: called for each request
+        instead of HTTP.
+        """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function that ends it; its argument is the time limit of the end in
+        """Run a plan in the background. Return a function that stops it, and waits for its end for at most the given
         seconds.
         """
         meter = Meter(self._session, address=transport.public(self.url))
@@ -157,9 +161,9 @@ class TaskDriver:
 
 
 async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield the same pieces. Each is computed in a thread so that it does not block the event loop.
+    """Yield the pieces of an iterator. Each piece is read in a thread, so that reading does not block the event loop.
 
-    The iterator is not closed here: a thread may still use it when this task is cancelled.
+    The iterator is not closed when this generator is cancelled, because a thread may still be reading from it.
     """
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece

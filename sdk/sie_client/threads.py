@@ -1,4 +1,4 @@
-"""Driver that runs plans in threads. It does only their HTTP, waits and concurrency."""
+"""Driver that runs plans (see `core`) in threads: it executes their HTTP requests, pauses and concurrent steps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Answer: TypeAlias = "Received | TransportFailed"
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Run a function in a daemon thread, which does not keep the interpreter from ending. Return the future of its
-    result.
+    """Start a function in a daemon thread, so that it does not delay the end of the interpreter. Return a future for
+    its result.
     """
     future: Future[T] = Future()
 
@@ -47,7 +47,7 @@ def _spawn(function: Callable[[], T]) -> Future[T]:
 
 
 class ThreadDriver:
-    """Driver of one server, at `url`. Thread-safe."""
+    """Driver of plans for the server at `url`. Thread-safe."""
 
     def __init__(self, url: str, session: Session) -> None:
         self.url = url
@@ -59,8 +59,8 @@ class ThreadDriver:
         self._is_closed = False
 
     def close(self) -> None:
-        """Close the driver, without waiting for requests of other threads. The last of these requests closes the
-        connections: httpx would lose a connection that is being opened.
+        """Close the connections and refuse new requests. If requests of other threads are running, the last of them
+        closes the connections when it ends, because httpx would leak a connection that is being opened.
         """
         with self._lock:
             self._is_closed = True
@@ -70,10 +70,10 @@ class ThreadDriver:
 
     @contextlib.contextmanager
     def _connections(self) -> Iterator[httpx.Client]:
-        """Yield the HTTP client for one request. Raises RuntimeError once the driver is closed."""
+        """Yield the HTTP client for one request. Raises RuntimeError if the driver is closed."""
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("the client has been closed")
+                raise RuntimeError("this client was closed: create a new one")
             self._in_flight += 1
         try:
             yield self._http
@@ -91,12 +91,14 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """Return the result of a plan for `total` items. `send`: replacement for HTTP that runs a request."""
+        """Run a plan and return its result. `total`: number of items of the call. `send`: called for each request
+        instead of HTTP.
+        """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that ends it; its argument is the time limit of the end in
+        """Run a plan in the background. Return a function that stops it, and waits for its end for at most the given
         seconds.
         """
         stop = threading.Event()
@@ -112,7 +114,7 @@ class ThreadDriver:
         return end
 
     def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Callable[[Send], Answer]) -> T:
-        """Run a plan and return its result. Raises Ended when `stop` is set during a pause."""
+        """Execute the steps of a plan and return its result. Raises Ended if `stop` is set during a pause."""
         reply: Any = None
         while True:
             try:

@@ -1,4 +1,4 @@
-"""HTTP and arguments of calls, shared by the sync and the async client."""
+"""HTTP options, addresses and arguments of calls, shared by the blocking and the asyncio client."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from sie_contracts import client_environment
 from sie_contracts.loopback import direct, is_local, is_refused
 
 CONNECT_S = 10.0
-PIECE_BYTES = 1 << 20  # bytes of a piece of a body for a sink
-CLOSE_S = 5.0  # seconds that the end of a reservation waits for a running renewal
+PIECE_BYTES = 1 << 20  # bytes of a response's body that are given to a sink at once
+CLOSE_S = 5.0  # seconds that the end of a `with client.reserve()` block waits for a renewal that is running
 _logger = logging.getLogger("sie_client")
 
-# exceptions of httpx, and exceptions that httpx does not convert: for a closed client, and for an invalid URL or header
+# exceptions of a request: those of httpx, and RuntimeError and ValueError, which it raises for a closed client and an
+# invalid URL or header
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError)
 _NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, RuntimeError, ValueError)
 
 
 class Ended(Exception):
-    """The driver ended a plan because the surrounding work has ended."""
+    """Raised in a plan that runs in the background when it is stopped."""
 
 
 def options(url: str, session: Session, transport: Callable[..., object]) -> dict[str, Any]:
-    """Return options of an httpx client for the server at `url`. The number of its connections is limited to the number
-    of concurrent requests.
+    """Return the options of an httpx client for the server at `url`. They do not limit the number of connections,
+    because the concurrency of the calls does. Idle connections stay open, up to twice the concurrency and at least 20.
     """
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
@@ -41,8 +42,8 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a client. The key of the environment is added, unless the options have a key, or None for no
-    key.
+    """Return the options of a client. Without the option `api_key`, add the key of the environment. `api_key` None
+    means that no key is sent.
     """
     return {"api_key": client_environment.api_key(), **options}
 
@@ -57,22 +58,24 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
-    """Return the sink for a response's body; None for an error response, whose body is read into memory."""
+    """Return the sink for a successful response. None for an error, whose body is read into memory."""
     return request.sink if response.status_code == 200 else None
 
 
 def sent_headers(request: Send) -> dict[str, str]:
-    """Return the headers of a request. A streamed body needs its length: without it httpx would send chunks."""
+    """Return the headers of a request. A streamed body gets its length, as httpx would else use chunked transfer
+    encoding.
+    """
     length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, UploadStream) else {}
     return {**request.headers, **length}
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """Return the TransportFailed for an error. Some errors are permanent: a URL or header that cannot be sent, a host
-    name that does not exist, and https to a port with plain http.
+    """Convert an exception of a request to a TransportFailed. A retry is useless, so the failure is permanent, if the
+    URL or a header cannot be sent, the host name does not exist, or the URL is https and the port speaks plain http.
 
-    If a port of this machine refuses the connection, no server runs there (`is_nobody`). But if a server has answered
-    before (`has_answered`), it may be restarting.
+    If a port of this machine refuses the connection, no server runs there (`is_nobody`), except if one has answered
+    before (`has_answered`): then it may be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)
@@ -80,28 +83,28 @@ def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) 
 
 
 def address(base_url: str | None) -> str:
-    """Return the address of a server without a final slash. For None, return SIE_BASE_URL, else the address of a server
-    on this machine. Raises ValueError if the address has no scheme.
+    """Return the base URL without a slash at its end. If it is None, return SIE_BASE_URL of the environment, else the
+    default URL on this machine. Raises ValueError if it does not begin with http:// or https://.
     """
     url = str((client_environment.base_url() or client_environment.LOOPBACK) if base_url is None else base_url).rstrip(
         "/"
     )
     if not url.startswith(("http://", "https://")):
-        raise ValueError(
-            "base_url: expected an address such as http://127.0.0.1:8080, which begins with http:// or https://"
-        )
+        raise ValueError("base_url: expected a URL that begins with http:// or https://, such as http://127.0.0.1:8080")
     return url
 
 
 def public(url: str) -> str:
-    """Return the address without user and password."""
+    """Return a URL without the user name and password in it."""
     scheme, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Return whether the resolver answered that the name does not exist, and not only that it cannot answer now."""
+    """Return True if the error says that the host name does not exist; False if the DNS server only failed to
+    answer.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, socket.gaierror):
@@ -111,7 +114,7 @@ def is_unknown_host(error: BaseException) -> bool:
 
 
 def _is_without_tls(error: BaseException) -> bool:
-    """Return whether the port answered the TLS handshake with something other than TLS."""
+    """Return True if the port answered the TLS handshake with something that is not TLS, for example plain http."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLError):
@@ -121,19 +124,19 @@ def _is_without_tls(error: BaseException) -> bool:
 
 
 def is_good(answer: Received | TransportFailed) -> bool:
-    """Return whether the second copy of a request is not needed any more."""
+    """Return True if this answer is a success, so that the other copy of the request is not needed."""
     return isinstance(answer, Received) and answer.status == 200
 
 
 def best(answers: Iterable[Received | TransportFailed]) -> Received | TransportFailed:
-    """Return a successful answer if there is one, else any answer."""
+    """Return a successful answer if there is one, else any of the failed ones."""
     return max(answers, key=is_good)
 
 
 def log_of_background(error: BaseException | None) -> None:
-    """Log the error of a background plan that ended without being stopped."""
+    """Log the error of a background plan, unless the plan was only stopped."""
     if error is not None and not isinstance(error, Ended):
-        _logger.error("a background task has ended with an error", exc_info=error)
+        _logger.error("a background task of the client ended with an error", exc_info=error)
 
 
 def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]:
@@ -141,23 +144,23 @@ def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]
 
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
-    """Return the items of a call as a list. A value that is not a list becomes one item; if that value is not an item,
-    `wire.mapped` raises an error later. Raises TypeError for a table, whose elements are the names of its columns.
+    """Return the items of a call as a list. A single value becomes a list with one item; `wire.mapped` checks later
+    whether it is a valid item. Raises TypeError for a table, because iterating over it would give column names.
     """
     iterable: Iterable[Any] = as_iterable(items)[0]
     return [item.as_py() if hasattr(item, "as_py") else item for item in iterable]
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call, and their number if it is known. The rules are the rules of `as_list`, but the items
-    are not read; only a column of Arrow is converted to a list.
+    """Return the items of a call, and their number (None if it is unknown). The rules are those of `as_list`, but an
+    iterator is not read here. A column of Arrow becomes a list.
     """
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(
             f"items: expected texts, got a {type(items).__name__}: pass one of its columns, such as {column}"
         )
-    if hasattr(items, "to_pylist"):  # a column of pyarrow or nanoarrow, whose elements are no texts but scalars
+    if hasattr(items, "to_pylist"):  # a column of pyarrow or nanoarrow: iterating over it gives Arrow scalars, not str
         items = items.to_pylist()
     if not isinstance(items, Iterable) or isinstance(items, Mapping | str | bytes | bytearray):
         return [cast("Item | str", items)], 1
@@ -165,7 +168,9 @@ def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item
 
 
 def _column_of_texts(table: Any) -> object:
-    """Return the name of the first text column of a pandas, pyarrow or polars table; else of the first column."""
+    """Return the name of the first column with texts in a table of pandas, pyarrow or polars; without one, the name of
+    the first column.
+    """
     if hasattr(table, "iloc"):
         kinds = dict(zip(table.columns, table.dtypes, strict=True))
     elif hasattr(table, "column_names"):

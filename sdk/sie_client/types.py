@@ -13,26 +13,25 @@ from numpy.typing import NDArray
 
 
 class Picture(Protocol):
-    """An image of PIL."""
+    """Protocol of an image of Pillow: the attributes and methods that the client uses."""
 
     mode: str
 
     def save(self, fp: Any, format: str) -> None: ...
 
 
-# a file's path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and `format`, an
-# image of PIL, or pixels: uint8 [height, width] or [height, width, 3]
+# one file: its path, its bytes, a data URI, a file opened for reading bytes, a map of `data` (one of these) and
+# `format`, a Pillow image, or pixels: uint8 [height, width] or [height, width, 3]
 _File: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO"
 Media: TypeAlias = "_File | Mapping[str, Any] | Picture | NDArray[np.uint8]"
-# like Media, without pixels; in a map `data` may be samples, [samples] or [samples, channels], beside their
-# `sample_rate`
+# like Media, without pixels. Samples are a map: `data` [samples] or [samples, channels], and `sample_rate` in Hz
 Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 
 class Chunking(TypedDict, total=False):
-    """Rule by which a text is cut into chunks of at most `max_tokens` tokens of the model. A chunk ends at a `boundary`
-    (sentence) if one leaves it at least `min_tokens` tokens, and repeats at most `overlap_tokens` tokens of the one
-    before.
+    """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
+    `boundary` (default: sentence) that leaves it at least `min_tokens` tokens. It repeats at most `overlap_tokens`
+    tokens of the chunk before.
     """
 
     max_tokens: Required[int]
@@ -41,14 +40,14 @@ class Chunking(TypedDict, total=False):
     min_tokens: int
 
 
-# spans of a text in code points, or a rule
+# start and end of each chunk in code points, or a rule
 Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
 
 
 class Item(TypedDict, total=False):
-    """One input. `id` and `metadata` come back with the result. `multivector`: vectors [tokens, width] of a text that
-    was encoded before, in place of the text. `chunks`: parts of the text that get vectors of their own; with `context`
-    (True) pooled from the whole text, without it encoded alone.
+    """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, width] of an
+    encoded text, sent instead of the text. `chunks`: chunks of the text that each get vectors. With `context` True,
+    they are pooled from the vectors of the whole text; otherwise each chunk is encoded alone.
     """
 
     id: str
@@ -65,9 +64,9 @@ class Item(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a call: `done` of `total` items, or bytes of files. `total` is 0 for an iterator, whose length is not
-    known. While the call waits, `cause` is a code of the server or `connection`, and `remaining_s` is how long it will
-    still wait, seconds.
+    """Progress of a call: `done` of `total` items, or of bytes if files are sent. `total` is 0 if it is unknown, as for
+    an iterator. While the call waits, `cause` is an error code of the server or `connection`, and `remaining_s` is the
+    number of seconds until the call fails.
     """
 
     done: int
@@ -77,21 +76,22 @@ class Progress:
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of a call. The client takes them too, as defaults for all of its calls. None, or an option that is left
-    out, means the client's default.
+    """Options of a call. A client takes them too, as defaults for its calls. None, or a missing option, means the
+    client's default.
 
-    `gpu`: machine profile; `pool`: name of a pool; `timeout_s`: deadline of each request on the server; `headers`:
-    additional headers, for example `X-Request-ID` and `traceparent`; `explain`: results say what the request waited
-    for; `strict`: unknown options are errors.
+    `gpu`: machine profile. `pool`: name of a pool. `timeout_s`: deadline of each request on the server. `headers`:
+    additional headers, for example `X-Request-ID` and `traceparent`. `explain`: results say what the request waited
+    for. `strict`: unknown options are errors.
 
-    Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits `connection_budget_s` (120) for a
-    server that cannot be reached, and `capacity_budget_s` (900) for a server without capacity. Both are counted from
-    the last part of the call that was answered.
+    Waits: with `wait_for_capacity` False the call does not wait. Otherwise it waits up to `connection_budget_s`
+    (default 120) for a server that cannot be reached, and up to `capacity_budget_s` (default 900) for a server without
+    capacity. After each answer to a part of the call, both times start again.
 
-    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (16,384) tokens, `concurrency` (8) parts
-    at a time. With `hedge_after_s` a part without an answer by then is sent a second time, and the first good answer
-    counts; at most one request in five is sent twice. `progress` True draws a bar, False draws none, None draws one on
-    a terminal. `on_progress` is called after each part and at each wait, from the threads that send.
+    Long lists are sent in parts of at most 2,048 items and about `part_tokens` (default 16,384) tokens, `concurrency`
+    (default 8) parts at a time. A part without an answer after `hedge_after_s` is sent a second time, and the first
+    successful answer is used; at most one request in five is sent twice. `progress`: True shows a bar, False does not,
+    None shows one on a terminal only. `on_progress` is called after each part and at each wait, in the threads that
+    send.
     """
 
     gpu: str | None
@@ -118,9 +118,11 @@ class ClientOptions(CallOptions, total=False):
 
 
 class Params(CallOptions, total=False):
-    """Parameters of every verb. A parameter that is not set has the model's default. `options` are sent unchanged.
+    """Parameters of encode, score and extract. If one is missing, the model's default applies. `options`: further
+    parameters, sent as they are.
 
-    `on_item_error` "fail" raises if any item fails; otherwise the result of a failed item has `error`.
+    `on_item_error`: with "fail", the call raises if any item fails; with "slot", the result of the failed item has
+    `error`.
     """
 
     instruction: str | None
@@ -133,8 +135,8 @@ class Params(CallOptions, total=False):
 
 
 class EncodeParams(Params, total=False):
-    """Parameters of encode. `muvera`: true, or its parameters. `chunks` and `context` are those of each item that has
-    none of its own.
+    """Parameters of encode. `muvera`: True, or the parameters of MUVERA. `chunks` and `context` apply to each item that
+    does not have these fields itself.
     """
 
     output_types: Sequence[str] | None
@@ -148,7 +150,7 @@ class EncodeParams(Params, total=False):
 
 
 class ExtractParams(Params, total=False):
-    """Parameters of extract: `labels` to look for, and the `threshold` of the score."""
+    """Parameters of extract. `labels`: what to look for. `threshold`: the lowest score of a result."""
 
     labels: Sequence[str] | None
     threshold: float | None
@@ -156,8 +158,8 @@ class ExtractParams(Params, total=False):
 
 
 class Usage(TypedDict):
-    """Usage of a call: tokens of the model's own tokenizer, the positions of truncated items, and the number of images
-    if there were any.
+    """Usage of a call: number of tokens by the model's tokenizer, positions of truncated items, and number of images if
+    there were any.
     """
 
     prompt_tokens: int
@@ -167,8 +169,8 @@ class Usage(TypedDict):
 
 
 class ItemUsage(TypedDict):
-    """Usage of one item: tokens, 0 if it failed, and whether it was truncated. The tokens of all items add up to the
-    usage of their call.
+    """Usage of one item: number of tokens (0 if it failed), and True if it was truncated. The numbers of all items add
+    up to the usage of the call.
     """
 
     prompt_tokens: int
@@ -177,13 +179,13 @@ class ItemUsage(TypedDict):
 
 
 _Result = TypeVar("_Result")
-# limits of a printed value: entries of a list, entries of a map, keys of a result, characters of a text
+# limits of a printed result: list entries, map entries, keys of the result, characters of a text
 MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
-    """Results of a list of items, in order. `usage` is the usage of the whole call; each result has the usage of its
-    item.
+    """Results of a list of items, in the order of the items. `usage` is that of the whole call; each result has the
+    usage of its item.
     """
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
@@ -197,14 +199,14 @@ class Results(list[_Result], Generic[_Result]):
 
 
 class PrintableResult(dict[str, Any]):
-    """A result: a map that prints the shapes of arrays instead of their numbers."""
+    """Result of one item. When it is printed, an array is shown by its shape, without its numbers."""
 
     def __repr__(self) -> str:
         return summary(self)
 
 
 def summary(value: Any) -> str:
-    """Return a value in a short form for people: shapes of arrays, the first entries of lists, and the number of
+    """Return a value shortened for printing: shapes instead of arrays, the first entries of lists, the number of
     entries of large maps.
     """
     if isinstance(value, np.ndarray):
@@ -221,8 +223,8 @@ def summary(value: Any) -> str:
 
 
 class Shared(TypedDict, total=False):
-    """Fields about the request, which every result has. `timing`: milliseconds by stage. `headers`: response headers,
-    with names in lower case.
+    """Fields about the request that every result has. `timing`: milliseconds by stage of the request. `headers`:
+    headers of the response, with names in lower case.
     """
 
     model: str
@@ -235,15 +237,15 @@ class Shared(TypedDict, total=False):
 
 
 class Sparse(TypedDict):
-    """Sparse vector. `indices`: int32 [n], ascending. `values`: [n], above 0."""
+    """Sparse vector. `indices`: int32 [n], ascending. `values`: [n], the weights at these indices, above 0."""
 
     indices: NDArray[np.int32]
     values: NDArray[Any]
 
 
 class ChunkResult(TypedDict, total=False):
-    """Vectors of one chunk of a text, with its place in code points and the tokens of its text. Arrays are as in
-    EncodeResult.
+    """Vectors of one chunk of a text. `start` and `end`: its place in the text, in code points. `tokens`: number of its
+    tokens. Arrays are as in EncodeResult.
     """
 
     start: Required[int]
@@ -256,11 +258,12 @@ class ChunkResult(TypedDict, total=False):
 
 
 class EncodeResult(Shared, total=False):
-    """One result of encode, at the position of its input. `error` replaces the outputs if the item failed.
+    """Result of encode for one item. If the item failed, it has `error` instead of vectors.
 
-    `dense`: [width], `multivector`: [tokens, width], float32 unless the call has another `output_dtype`; arrays are
-    writable. `outputs` describes each array: its dims, dtype, scale and offset. `muvera`: the parameters that `dense`
-    was made with. `chunks` replaces the outputs of an item with chunks.
+    `dense`: [width]. `multivector`: [tokens, width]. Arrays are writable, and float32 unless the call has another
+    `output_dtype`. `outputs` describes each array: its dimensions, dtype, scale and offset. `muvera`: the parameters by
+    which `dense` was computed, if the call asked for MUVERA. If the item has `chunks`, the vectors are in the result's
+    `chunks`.
     """
 
     id: str
@@ -276,8 +279,8 @@ class EncodeResult(Shared, total=False):
 
 
 class ScoreEntry(TypedDict, total=False):
-    """Score of one item. `item_id`: its id, else `item-<position>`. `rank` begins at 0. `score` is None if the item
-    failed; `error` then has the reason.
+    """Score of one item. `item_id`: the item's id, or `item-<position>` if it has none. `rank`: 0 for the best item.
+    `score`: None if the item failed; `error` then says why.
     """
 
     item_id: str
@@ -289,8 +292,8 @@ class ScoreEntry(TypedDict, total=False):
 
 
 class ScoreResult(Shared, total=False):
-    """Result of score. `scores`: one entry per item, best first, failed items last. `query_id`: the id of the query,
-    None if it has none. `usage`: the usage of the whole call.
+    """Result of score. `scores`: one entry for each item, the best first, failed items last. `query_id`: the query's
+    id, None if it has none. `usage` is for the whole call.
     """
 
     query_id: str | None
@@ -299,8 +302,8 @@ class ScoreResult(Shared, total=False):
 
 
 class Ranked(TypedDict):
-    """One document of a ranking: its position in the input, its score on the model's scale, and the document from the
-    call.
+    """A document of a ranking. `index`: its position in the call. `score`: on the model's scale. `document`: as it was
+    passed.
     """
 
     index: int
@@ -309,8 +312,8 @@ class Ranked(TypedDict):
 
 
 class ExtractResult(Shared, total=False):
-    """One result of extract, at the position of its input. Lists without results are empty. `start` and `end` count
-    code points.
+    """Result of extract for one item. A list is empty if nothing was found. `start` and `end` are positions in code
+    points.
     """
 
     id: str
@@ -325,8 +328,8 @@ class ExtractResult(Shared, total=False):
 
 
 class ModelFilters(TypedDict, total=False):
-    """Filters of a list of models: models that do `task`, models that give `output`, models that are loaded now.
-    `variants` False leaves profiles out.
+    """Filters for a list of models. `task`: only models that support this task. `output`: only models that return this
+    output. `loaded` True: only models that are loaded now. `variants` False: leave out the profiles of models.
     """
 
     task: Literal["encode", "score", "extract"] | None
@@ -336,7 +339,7 @@ class ModelFilters(TypedDict, total=False):
 
 
 class JobOutput(TypedDict, total=False):
-    """Output of a job, see `JobOptions`."""
+    """Address and format of a job's output. The fields are explained in `JobOptions`."""
 
     url: str
     format: Literal["parquet", "jsonl", "npy"]
@@ -345,22 +348,22 @@ class JobOutput(TypedDict, total=False):
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of a job beside its model and its input. An option that is left out has the server's default.
+    """Options of a job besides its model and input. If one is missing, the server's default applies.
 
-    Input: `text` (to encode or to extract from), `query` and `document` (to score) are templates over the columns of a
-    row, for example `{title}\\n{body}`. `image`: a column of image files. `id`: the column of ids. `keep`: columns that
-    the output repeats. `input_format`: the format of files whose names do not show it. `chunks`: a rule by which each
-    text is encoded in chunks, or the column of the spans or rules of the rows; `context` as in `encode`.
+    Input: `text` (for encode and extract), `query` and `document` (for score) are templates with the columns of a row,
+    for example `{title}\\n{body}`. `image`: the column with image files. `id`: the column with ids. `keep`: columns to
+    copy to the output. `input_format`: the format of files whose names do not show it. `chunks`: a rule by which each
+    text is encoded in chunks, or the column with the spans or the rule of each row; `context` as in `encode`.
 
-    `output`: an `s3://`, `gs://` or `file:///` address for the files, or a map of `url`, `format` (parquet), `sink` and
-    `collection`. Without an address the files are kept with the job, and `Job.download` fetches them.
+    `output`: an `s3://`, `gs://` or `file:///` URL for the output files, or a map of `url`, `format` (default:
+    parquet), `sink` and `collection`. Without a URL the server stores the files, and `Job.download` downloads them.
 
-    `params`: parameters of a request of the `operation` (encode). `windows`: times of the day, for example
-    `22:00-06:00`, in `time_zone` (UTC). `deadline`: a datetime, or seconds since 1970; with `expires` no part runs
-    after it. `cache`: reuse answers of earlier jobs if model, parameters and input are the same.
+    `params`: parameters of the `operation` (default: encode). `windows`: times of the day at which the job may run, for
+    example `22:00-06:00`, in `time_zone` (default: UTC). `deadline`: a datetime, or seconds since 1970. With `expires`,
+    the job stops at the deadline. `cache`: use answers of earlier jobs if model, parameters and input are the same.
 
-    `on_upload` is called during the upload of a local file, with bytes. `idempotency_key`: the same key gives the same
-    job.
+    `on_upload` is called during the upload of a local file, with the bytes sent. `idempotency_key`: a second call with
+    the same key returns the first job.
     """
 
     text: str | None
@@ -391,9 +394,7 @@ class JobOptions(TypedDict, total=False):
 
 
 class Capacity(TypedDict):
-    """Healthy workers of one machine profile, or all healthy workers: their number, the number of their GPUs, and the
-    list of workers.
-    """
+    """Healthy workers of one machine profile, or of all: their number, the number of their GPUs, and a list of them."""
 
     worker_count: int
     gpu_count: int
@@ -401,8 +402,8 @@ class Capacity(TypedDict):
 
 
 class PoolOptions(TypedDict, total=False):
-    """Options of a reservation beside its machine profiles. `ttl_seconds`: seconds until it ends unless it is
-    renewed.
+    """Options of a reservation besides its machine profiles. `ttl_seconds`: seconds until the reservation ends if it is
+    not renewed.
     """
 
     bundle: str | None
@@ -413,8 +414,8 @@ class PoolOptions(TypedDict, total=False):
 
 
 class Pool(TypedDict):
-    """A pool. `spec`: the specification from its creation. `status` has `state` (pending or active), `assigned_workers`
-    and `expires_at`.
+    """A pool of workers. `spec`: how it was created. `status`: its `state` (pending or active), `assigned_workers` and
+    `expires_at`.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Plans for the three verbs: a list is split into parts, each part is one request, and their replies are joined to one
-answer.
+"""Plans (see `core`) for encode, score and extract. A list is split into parts, each part is sent as one request, and
+the replies are joined.
 
     items ──part by part: files read, sizes summed──► requests, some at a time ──► replies ──► results in input order
 
-Only the parts in progress are in memory in their encoded form.
+Only the parts that are being sent are in memory as request bodies.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ from sie_client.types import (
 )
 
 MAX_ITEMS = 2048
-PART_BYTES = 32 << 20  # bytes of one body: an eighth of the server's limit
-ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is converted in a thread
+PART_BYTES = 32 << 20  # bytes of one request body: an eighth of what the server accepts
+ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
 ASIDE_ITEMS = 256
-GROWTH = 1.25  # growth factor of an array of vectors whose number is unknown
+GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
 
 
 class _ListPart(NamedTuple):
-    """Part of a list: encoded items from position `start` on, and their bytes."""
+    """Part of a list of items, for one request. `items`: the items in the form for a request. `start`: position of the
+    first one in the whole list. `size_bytes`: size of the items.
+    """
 
     start: int
     items: list[Any]
@@ -65,7 +67,9 @@ class _ListPart(NamedTuple):
 
 
 class _PartReply(NamedTuple):
-    """Reply to a part. `shared`: fields that are added to each of its results."""
+    """Reply to the part of a list that begins at position `start`. `shared`: fields about the request, which are added
+    to each of its results.
+    """
 
     start: int
     body: dict[str, Any]
@@ -74,8 +78,8 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """State for all parts of a call. `decode` converts a reply to the fields of the verb. `answers` names the field
-    with the list of answers, one per item.
+    """Data that all requests of one call have in common. `fixed`: fields of every body. `decode` converts the body of a
+    reply. `answers`: the field of the reply with one answer for each item.
     """
 
     path: str
@@ -86,8 +90,8 @@ class _VerbRequest:
     answers: str
 
     def send(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply]:
-        """Send one part. `by_place`: the ids of its items are their positions, so that results of several parts can be
-        joined.
+        """Send one part and return its reply. With `by_place`, each item is sent with its position in the whole list as
+        its id, so that the replies of several parts can be joined.
         """
         count = len(part.items)
         subject = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
@@ -98,7 +102,7 @@ class _VerbRequest:
             ]
         body = yield from _aside(lambda: wire.encode({"items": sent, **self.fixed}, subject), part.size_bytes)
         sent = []
-        part.items.clear()  # the body contains the items now, so their files need not be in memory twice
+        part.items.clear()  # frees memory: the encoded body contains the items' files already
         headers = {
             **self.session.sent_headers(),
             "accept": "application/msgpack",
@@ -118,7 +122,7 @@ class _VerbRequest:
         with reading(answer.headers):
             body = self.decode(answer.body)
             if len(body[self.answers]) != count:
-                raise ValueError(f"{self.answers}: expected {count}, got {len(body[self.answers])}")
+                raise ValueError(f"{self.answers}: expected {count} answers, got {len(body[self.answers])}")
             shared = {name: body[name] for name in _ALWAYS_TOLD} | {name: body[name] for name in _TOLD if name in body}
             headers = dict(answer.headers)
             self.session.warnings.warn(body.get("warnings"))
@@ -128,8 +132,8 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Return the result of a function. If `size_bytes` is large, the function runs where it does not block other
-    calls.
+    """Call a function and return its result. If `size_bytes` is at least ASIDE_BYTES, it is called in a thread, so that
+    it does not block other calls.
     """
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
@@ -137,7 +141,9 @@ def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """Yield the parts of a list, at least one. `each_tokens`: tokens that are added to every item."""
+    """Yield a list in parts: at least one, which may be empty. `each_tokens`: tokens that the server adds to each item,
+    such as the query.
+    """
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
         sent = wire.item(item, f"items[{index}]")
@@ -164,14 +170,14 @@ def _send_parts(
     answers: str = "items",
     each_tokens: int = 0,
 ) -> Plan[list[_PartReply]]:
-    """Send all parts and return their replies, in order."""
+    """Send a list in parts. Return the replies in the order of the parts."""
     request = _VerbRequest(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
     parts = _parts(items, session, each_tokens)
     is_long = len(items) >= ASIDE_ITEMS or any(map(wire.has_files, items))
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
     if len(first.items) == len(items):
         return [(yield from request.send(first, by_place=False))]
-    # scores are sorted in the reply, and ids may occur twice: positions show which entry belongs to which item
+    # a reply of score is sorted, and ids may occur twice: only positions show to which item an entry belongs
     plans = (request.send(part, by_place=verb == "score") for part in itertools.chain([first], parts))
     replies = yield Together(plans, session.concurrency)
     with reading(replies[-1].shared["headers"]):
@@ -182,8 +188,8 @@ def _send_parts(
 
 
 def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
-    """Return a result for each item: its slot, and the fields of its request other than the usage. `named`: each result
-    gets an id.
+    """Return a result for each item: its own fields of the reply, and the fields about its request, except `usage`.
+    With `named`, each result also gets the item's id.
     """
     results: Results[Any] = Results(usage=replies[-1].shared["usage"])
     for reply in replies:
@@ -196,11 +202,11 @@ def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, nam
 
 
 def _check_names(verb: str, params: Mapping[str, Any]) -> None:
-    """Raise TypeError for a parameter that no model has, like Python for an unknown argument of a function."""
+    """Raise TypeError for a parameter that no model has, like Python for an unknown argument."""
     names = _PARAMS[verb]
     if params.keys() <= names:
         return
-    # FIELDS has all parameters that at least one model reads, including parameters of a few families
+    # imported late, as it is rarely needed: FIELDS has every parameter that any model family accepts
     from sie_contracts.models.options import FIELDS
 
     for name in params:
@@ -233,7 +239,9 @@ def encode(
 def _with_chunks(
     items: Sequence[Item | str], params: Mapping[str, Any]
 ) -> tuple[Sequence[Item | str], Mapping[str, Any]]:
-    """Return the items with the chunks and the context of the call, and the other parameters."""
+    """Move `chunks` and `context` from the parameters to the items that do not have these fields. Return the items and
+    the other parameters.
+    """
     own = {name: params[name] for name in ("chunks", "context") if params.get(name) is not None}
     rest = {name: value for name, value in params.items() if name not in ("chunks", "context")}
     if not own:
@@ -245,13 +253,15 @@ def _with_chunks(
 def embed(
     model: str, texts: Iterable[Item | str], count: int | None, params: Mapping[str, Any], session: Session
 ) -> Plan[NDArray[Any]]:
-    """Return dense vectors as the rows of one array, in input order. `count`: the number of texts, None for an
-    iterator, which is read while its parts are sent. Raises if a text failed.
+    """Return the dense vectors of texts as the rows of one array, in input order. `count`: number of texts, None for an
+    iterator, which is read while earlier texts are sent. Raises SIEError if any text fails.
     """
     session, params = session.for_call({"on_item_error": "fail", **params, "output_types": ["dense"]})
     _check_names("encode", params)
     if params.get("chunks") is not None:
-        raise InvalidInputError("chunks: embed returns a vector for each text; call encode", code="INVALID_INPUT")
+        raise InvalidInputError(
+            "chunks: embed returns only one vector for each text; call encode instead", code="INVALID_INPUT"
+        )
     path = f"/v1/encode/{quoted(model)}"
     request = _VerbRequest(path, {"params": params}, session, Patience(session.policy), wire.decode_vectors, "items")
     rows = _VectorRows(count)
@@ -261,8 +271,8 @@ def embed(
 
 
 class _VectorRows:
-    """Rows of an array that is filled part by part, from any thread. If the number of rows is unknown, the array grows
-    in place by GROWTH, so that its parts are never in memory twice.
+    """Array of vectors that several threads fill part by part. If the number of vectors is unknown, the array is
+    enlarged by GROWTH in place, so that there is never a second copy of it in memory.
     """
 
     def __init__(self, count: int | None) -> None:
@@ -272,7 +282,7 @@ class _VectorRows:
         self._end = 0
 
     def filled(self, request: _VerbRequest, part: _ListPart) -> Plan[None]:
-        """Send a part and fill its rows."""
+        """Send a part, and write its vectors into the array."""
         reply = yield from request.send(part, by_place=False)
         with reading(reply.shared["headers"]), self._lock:
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
@@ -319,7 +329,9 @@ def rerank(
     params: Mapping[str, Any],
     session: Session,
 ) -> Plan[list[Ranked]]:
-    """Run `score` and return the best `top_n` documents with their positions. A document that failed fails the call."""
+    """Run `score`. Return the `top_n` documents with the highest scores, each with its position. Raises SIEError if any
+    document fails.
+    """
     if top_n is not None and top_n < 1:
         raise InvalidInputError(f"top_n: expected a number of at least 1, got {top_n}", code="INVALID_INPUT")
     if not documents:
@@ -349,7 +361,7 @@ def extract(
 
 
 def _scores(body: bytes) -> dict[str, Any]:
-    """Return a reply of score whose entries have the fields for sorting. Raises ValueError otherwise."""
+    """Decode a reply of score. Raises ValueError if an entry lacks the fields by which entries are sorted."""
     reply = wire.decode(body)
     for entry in reply["scores"]:
         if not isinstance(entry["item_id"], str) or not isinstance(entry["score"], int | float | None):
@@ -358,7 +370,7 @@ def _scores(body: bytes) -> dict[str, Any]:
 
 
 def _slots(body: bytes) -> dict[str, Any]:
-    """Return a reply of extract whose slots are maps. Raises ValueError otherwise."""
+    """Decode a reply of extract. Raises ValueError if the result of an item is not a map."""
     reply = wire.decode(body)
     if not all(isinstance(slot, dict) for slot in reply["items"]):
         raise ValueError("items: expected maps")
@@ -371,7 +383,7 @@ def _id_of(items: Sequence[Item | str], place: int) -> str:
 
 
 def _summed(replies: Sequence[_PartReply]) -> dict[str, Any]:
-    """Return the total usage of all parts of a call."""
+    """Return the usage of a whole call: the sums over the usages of its parts."""
     usages = [(reply.start, reply.body["usage"]) for reply in replies]
     usage: dict[str, Any] = {
         name: sum(usage.get(name, 0) for _, usage in usages) for name in ("prompt_tokens", "total_tokens")
@@ -384,7 +396,7 @@ _PATH = re.compile(r"\bitems\[(\d+)\]")
 
 
 def _place(error: SIEError, start: int) -> None:
-    """Change the paths and positions in an error of a part to the paths and positions of the whole list."""
+    """Change the item positions in an error about a part, so that they count from the start of the whole list."""
 
     def moved(text: Any) -> str:
         return _PATH.sub(lambda match: f"items[{start + int(match[1])}]", str(text))

@@ -1,7 +1,7 @@
-"""Status frames over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
+"""Status of the cluster over a websocket, with the package `websockets` (`pip install 'sie-cluster[watch]'`).
 
-A connection is opened with the same waits and attempts as a request: its first frame is the answer. A broken connection
-is opened again; the frames in between are lost.
+A connection is opened with the same retries and waits as a request: the first frame counts as its answer. A broken
+connection is opened again; frames that the server sent meanwhile are lost.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from sie_client.transport import is_unknown_host
 from sie_contracts.loopback import is_local
 
 CLUSTER_STATUS = "/ws/cluster-status"
-AGAIN_AFTER_S = 1.0  # seconds between a broken connection and the next one
-# seconds; the server sends one frame per second, so a connection without a frame in this time counts as broken
+AGAIN_AFTER_S = 1.0  # seconds from the loss of a connection to the next attempt
+# seconds without a frame after which a connection counts as broken; the server sends a frame every second
 SILENCE_S = 30.0
 CLOSE_S = 2.0
 MAX_FRAME_BYTES = 64 << 20
@@ -32,7 +32,7 @@ def request(path: str, session: Session) -> Send:
 
 
 def decoded(frame: bytes) -> dict[str, Any]:
-    """Return a frame as a map. Raises ServerError if it is no JSON map."""
+    """Decode a frame of JSON. Raises ServerError if it is not an object."""
     with reading({}):
         return msgspec.json.decode(frame, type=dict[str, Any])
 
@@ -51,13 +51,15 @@ class _Url:
             "max_size": MAX_FRAME_BYTES,
             "open_timeout": SILENCE_S,
             "close_timeout": CLOSE_S,
-            # the package supports proxies since version 15
+            # version 14 has no parameter `proxy`, and never uses a proxy
             **({"proxy": None} if self._is_local and not version.startswith("14.") else {}),
         }
 
 
 def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """Convert an exception of a connection attempt to a response. Raise any other exception again."""
+    """Convert an exception of a connection attempt to a response or TransportFailed. An exception of an unexpected
+    class is raised again.
+    """
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
     elapsed_s = time.monotonic() - started_s
@@ -76,7 +78,7 @@ def _missing(error: ImportError) -> RequestError:
 
 
 class StatusSocket(_Url):
-    """A websocket connection for the sync client."""
+    """Websocket connection for the blocking client."""
 
     def __init__(self, base_url: str) -> None:
         super().__init__(base_url)
@@ -84,7 +86,7 @@ class StatusSocket(_Url):
         self._connection: Any = None
 
     def open(self, request: Send) -> Received | TransportFailed:
-        """Connect and wait for the first frame."""
+        """Connect and wait for the first frame. Return it as the body of a response."""
         try:
             from websockets.sync.client import connect
         except ImportError as error:
@@ -100,7 +102,7 @@ class StatusSocket(_Url):
             return _refusal(error, started_s)
 
     def next(self) -> bytes | None:
-        """Return the next frame; None if the connection broke."""
+        """Return the next frame, or None if the connection is broken."""
         try:
             return bytes(self._connection.recv(timeout=SILENCE_S, decode=False))
         except Exception as error:  # noqa: BLE001  _refusal raises an unexpected error again
@@ -113,7 +115,7 @@ class StatusSocket(_Url):
 
 
 class AsyncStatusSocket(_Url):
-    """A websocket connection for asyncio."""
+    """Websocket connection for the asyncio client."""
 
     _connection: Any = None
 
@@ -133,7 +135,7 @@ class AsyncStatusSocket(_Url):
     async def _recv(self) -> bytes:
         receiving = asyncio.ensure_future(self._connection.recv(decode=False))
         try:
-            # before Python 3.12, wait_for loses a cancellation that arrives together with a frame
+            # not asyncio.wait_for: before Python 3.12 it loses a cancellation that comes together with a frame
             await asyncio.wait({receiving}, timeout=SILENCE_S)
             if not receiving.done():
                 raise OSError(f"no frame within {SILENCE_S:g} s")

@@ -1,4 +1,6 @@
-"""Items and replies on the wire. A request is encoded once. An array of a reply is copied once, out of the reply."""
+"""Encoding of items and decoding of replies. An item is encoded only once for all attempts, and an array is copied only
+once, out of its reply.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,21 @@ from sie_contracts.models.costs import IMAGE_TOKENS
 
 FILES = ("document", "audio", "video")
 _OUTPUTS = ("dense", "sparse", "multivector")
-# bytes of English UTF-8; the estimate is used only to split lists into parts, because the server counts exactly
+# bytes of UTF-8 per token of English text. The estimate only decides where lists are split; the server counts exactly
 _BYTES_PER_TOKEN = 4
 _SPECIAL_TOKENS = 2
-# largest number of tokens that is assumed for one text: models truncate long texts, most of them earlier
+# upper limit of the estimated tokens of one text: models truncate longer texts, most of them earlier
 _MAX_TOKENS = 8192
 _FILE_TOKENS = 1024
 
 
 def item(value: Any, path: str) -> Any:
-    """Return an item in the form of a request, with its files read. `path` is its name in errors. Raises
+    """Return an item in the form for a request, with its files read. `path`: name of the item in errors. Raises
     InvalidInputError.
     """
     if isinstance(value, str):
-        return value if type(value) is str else str(value)  # msgspec does not encode numpy's string type
+        # msgspec cannot encode subclasses of str, such as numpy.str_
+        return value if type(value) is str else str(value)
     sent = mapped(value, path)
     if sent.get("images") is not None:
         images = sent["images"]
@@ -51,8 +54,8 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """Return an item as a new map. A scalar of pyarrow is replaced by its Python value. Raises InvalidInputError for a
-    value that is neither text nor a map.
+    """Return an item as a new dict; a text becomes its field `text`. A scalar of pyarrow is first converted to its
+    Python value. Raises InvalidInputError if the item is neither a text nor a map.
     """
     if isinstance(value, str):
         return {"text": value}
@@ -69,7 +72,7 @@ def has_files(value: Item | str) -> bool:
 
 
 def weight(sent: Any) -> tuple[int, int]:
-    """Return the estimated tokens and bytes of an item that `item` returned."""
+    """Estimate how many tokens and bytes an item has. `sent`: the item as `item` returned it."""
     if isinstance(sent, str):
         size = len(sent) if sent.isascii() else len(sent.encode("utf-8", "replace"))
         return min(_MAX_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
@@ -87,7 +90,7 @@ def weight(sent: Any) -> tuple[int, int]:
 
 
 def _matrix(value: Any, path: str) -> NDArray[Any]:
-    """Return an array [tokens, width], as float32 unless the value is already float16."""
+    """Return an array [tokens, width]. float16 is kept, other types become float32. Raises InvalidInputError."""
     try:
         array = np.asarray(value)
         array = array if array.dtype == np.float16 else array.astype(np.float32, copy=False)
@@ -107,15 +110,15 @@ def _hook(value: Any) -> Any:
         return arrays.pack(value)
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise NotImplementedError(f"a value of type {type(value).__name__} cannot be sent")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Return a request body as msgpack. Raises InvalidInputError, which begins with `subject`, for values that msgpack
-    cannot represent.
+    """Return the body of a request as msgpack. Raises InvalidInputError for a value that msgpack does not support.
+    `subject`: where the value is, for the error.
     """
     try:
         return _encoder.encode(body)
@@ -179,13 +182,15 @@ class _EncodeReply(_EncodedItems):
 _decoder = msgspec.msgpack.Decoder(_EncodeReply, ext_hook=arrays.ext_hook)
 _DTYPES = {msgspec.msgpack.encode(name): np.dtype(name) for name in sorted(arrays.EMITTED)}
 _TRUE, _EMPTY = b"\xc3", b"\xc4\x00"
-_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}  # bytes of the header of bin 8, bin 16 and bin 32
+# first byte of a msgpack byte string (bin 8, bin 16, bin 32) -> bytes before its content
+_HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
 
 
 def decode_vectors(body: bytes) -> dict[str, Any]:
-    """Return a reply of encode. `items` have their arrays by name, and the description of each array under `outputs`.
+    """Decode a reply of encode. Each item has its arrays by name (`dense`, `sparse`, `multivector`), and a description
+    of each array under `outputs`.
 
-    Raises the exceptions that `reading` converts: ValueError, KeyError, msgspec.DecodeError and others.
+    Raises the exceptions that `core.reading` converts: ValueError, KeyError, msgspec.DecodeError and others.
     """
     reply = cast("dict[str, Any]", _decoder.decode(body))
     for slot in reply["items"]:
@@ -197,7 +202,7 @@ def decode_vectors(body: bytes) -> dict[str, Any]:
 
 
 def _read_outputs(slot: dict[str, Any]) -> None:
-    """Replace the outputs of an item or a chunk by their arrays, and put the descriptions of these under `outputs`."""
+    """Replace each output of an item or chunk by its array, and put the other fields of the output under `outputs`."""
     slot["outputs"] = {}
     for name in _OUTPUTS:
         if name in slot:
@@ -209,11 +214,11 @@ def _read_outputs(slot: dict[str, Any]) -> None:
 
 
 def _array(sent: _ArrayMap) -> NDArray[Any]:
-    """Return an array that the caller owns and may modify. It is copied once, so that its address is aligned for its
-    type.
+    """Return an array with memory of its own. It must be copied out of the reply, where its address may not be aligned
+    for its dtype.
     """
     if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
-        raise ValueError("array: expected nd true and no kind")
+        raise ValueError("array: expected the field nd to be true and the field kind to be empty")
     dtype = _DTYPES[bytes(sent[b"type"])]
     shape = msgspec.msgpack.decode(sent[b"shape"], type=list[int])
     data = memoryview(sent[b"data"])
@@ -224,7 +229,7 @@ def _array(sent: _ArrayMap) -> NDArray[Any]:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return a reply of score or extract. Raises the same errors as `decode_vectors`."""
+    """Decode a reply of score or extract. Raises the same exceptions as `decode_vectors`."""
     reply = arrays.unpack(arrays.decode_msgpack(body))
     if not isinstance(reply, dict):
         raise ValueError(f"expected a map, got {type(reply).__name__}")

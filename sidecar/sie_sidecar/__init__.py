@@ -1,3 +1,4 @@
-"""The scheduler of a worker: it pulls work, tokenises, forms batches by token cost, drives the adapter, and settles
-messages. It has no torch and no weights.
+"""Scheduler of a worker. It pulls work items from the broker, tokenises their inputs, forms batches by number of
+tokens, sends the batches to the adapter (the process with the models), and acknowledges the messages. It does not
+import torch.
 """

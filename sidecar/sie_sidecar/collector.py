@@ -1,4 +1,4 @@
-"""Metrics that are read from the worker's state at each scrape of Prometheus."""
+"""Metrics that show the present state of the worker, read at each scrape of Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sie_sidecar.health import WorkerHealth
 
 
 class WorkerCollector(Collector):
-    """Collector that reads the state of the worker's parts at each scrape."""
+    """Collector of the worker's metrics. It reads their values at each scrape."""
 
     def __init__(self, health: WorkerHealth) -> None:
         self._health = health
@@ -60,8 +60,8 @@ class WorkerCollector(Collector):
             )
 
     def _devices(self) -> Iterator[Metric]:
-        """Metrics of the devices, from the last descriptions of their adapters. A metric without a known value is
-        absent, not zero.
+        """Yield the metrics of the devices, from the last description that each adapter sent. A metric whose value is
+        unknown is left out.
         """
         health, gauge = self._health, self._scrape.gauge
         shown = {(health.device_name(health.links[number]),): here for number, here in health.descriptions.items()}

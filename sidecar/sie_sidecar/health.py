@@ -1,4 +1,6 @@
-"""Health of the worker: a heartbeat at each interval and at each change, and the reason why the worker is not ready."""
+"""Health of the worker: heartbeats, which are sent regularly and after each change, and the reason why the worker is
+not ready.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _logger = logging.getLogger("sie.sidecar.health")
 
 
 class WorkerHealth:
-    """Heartbeats and readiness of one worker. `changed` requests a heartbeat at once."""
+    """Heartbeats and readiness of one worker. `changed` sends a heartbeat at once."""
 
     def __init__(
         self, settings: Settings, bus: Bus, lane: Lane, worker_id: str, links: AdapterLinks, feed: CatalogueFeed
@@ -44,11 +46,12 @@ class WorkerHealth:
         self._change = asyncio.Event()
         self.worker: Worker | None = None
         self.leaving = False
-        self.asks = False  # true if gateways decide which pool this worker serves
+        self.asks = False  # true if the worker asks gateways which pool it serves
         self.preloading = ""
         self._listens = False
         self._on_disk: tuple[str, ...] = ()
-        self._examined: tuple[float, str] | None = None  # time of the check, and epoch of the checked catalogue
+        # time of the last check of the disk, and epoch of the catalogue at that time
+        self._examined: tuple[float, str] | None = None
 
     def changed(self) -> None:
         self._change.set()
@@ -57,7 +60,8 @@ class WorkerHealth:
         if self.leaving:
             return "draining"
         if not self.links.connected:
-            # the address of the adapter is only in the log, because any client of the port can read this text
+            # without the path of its socket, because every client of the metrics port can read this text; the log has
+            # the path
             return "no adapter is connected"
         if not self.links.is_fresh():
             return "the adapter does not answer"
@@ -73,12 +77,12 @@ class WorkerHealth:
 
     @property
     def descriptions(self) -> dict[int, ipc.Description]:
-        """Descriptions of the connected adapters, by the numbers of their devices."""
+        """Return the description of each connected adapter, by number of its device."""
         return {link.number: link.description for link in self.links if link.connected and link.description is not None}
 
     def device_name(self, link: AdapterLink) -> str:
-        """Return the name of the device of the current or the last adapter on this link; empty before the first one.
-        The name has a number if several devices have the same name.
+        """Return the name of the device that the adapter of this link reported last; empty before its first connection.
+        The device's number is added if several devices have the same name.
         """
         names = [described.device for adapter in self.links if (described := adapter.description) is not None]
         name = link.description.device if link.description else ""
@@ -86,7 +90,7 @@ class WorkerHealth:
 
     @property
     def gpu_count(self) -> int:
-        """Number of GPUs: 0 if the adapters compute on a CPU, the number of the devices if there are several, else
+        """Return the number of GPUs: 0 if the adapters run on a CPU, the number of devices if there are several, else
         SIE_GPU_COUNT.
         """
         first = self.links[0].description
@@ -95,8 +99,8 @@ class WorkerHealth:
         return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
 
     def memory(self) -> tuple[int, int]:
-        """Return the used bytes and the total bytes of the memory of the connected devices. The memory that several CPU
-        devices share is counted once.
+        """Return the used and the total bytes of memory of the connected devices. CPU devices share one memory, which
+        is counted once.
         """
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):
@@ -104,8 +108,8 @@ class WorkerHealth:
         return sum(device.memory_used_bytes for device in shown), sum(device.memory_total_bytes for device in shown)
 
     def devices(self) -> tuple[DeviceBeat, ...]:
-        """Return the state of each device. The result is empty for a worker with one device, because the other fields
-        of a heartbeat describe that device.
+        """Return the state of each device for the heartbeat. Empty for a worker with one device, which the other fields
+        of the heartbeat describe.
         """
         if len(self.links) == 1:
             return ()
@@ -175,18 +179,18 @@ class WorkerHealth:
         )
 
     async def listen(self) -> None:
-        """Subscribe to the subject on which gateways check that this worker is connected. Raises BrokerError."""
+        """Subscribe to the subject at which gateways check whether this worker is connected. Raises BrokerError."""
         await self._bus.subscribe(topology.assigned_subject(self._id), self._on_asked)
         self._listens = True
 
     async def _on_asked(self, message: CoreMessage) -> None:
-        """Do nothing: for the gateway, the existence of a subscriber is the answer."""
+        """Do nothing: a gateway only checks that there is a subscriber."""
 
     async def publish(self) -> None:
         try:
             await self._bus.send(topology.health_subject(self._id), messages.encode(self.heartbeat()))
         except BrokerError as error:
-            _logger.warning("a heartbeat was not sent: %s", error)
+            _logger.warning("a heartbeat could not be sent: %s", error)
 
     async def run(self) -> None:
         """Publish heartbeats until cancelled."""
@@ -200,8 +204,8 @@ class WorkerHealth:
                     await self._change.wait()
 
     async def _examine_disk(self) -> None:
-        """Find out which models of the catalogue are on this disk, every _DISK_EVERY_S and after each change of the
-        catalogue.
+        """Look up which models of the catalogue are on this disk: every _DISK_EVERY_S seconds, and after each change of
+        the catalogue.
         """
         now_s, catalogue = time.monotonic(), self.feed.catalogue
         if self._examined is not None:
@@ -214,11 +218,11 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Request the current memory from each adapter. If an adapter does not answer, the next heartbeat repeats
-        the request.
+        """Ask each adapter for its description, which has the used memory. An adapter that does not answer is asked
+        again for the next heartbeat.
         """
         connected = [link for link in self.links if link.connected]
-        if len(connected) > 1:  # an adapter that hangs must not delay the requests to other adapters
+        if len(connected) > 1:  # concurrently, so that an adapter that hangs does not delay the others
             await asyncio.gather(*(self._refresh(link) for link in connected))
             return
         for link in connected:

@@ -1,6 +1,6 @@
-"""Metrics of the sidecar. `SidecarMetrics` counts when an event happens; `collector` reads values at each scrape.
+"""Metrics of the sidecar. `SidecarMetrics` counts events when they happen; `collector` reads states at each scrape.
 
-The adapter has no port: its counts are in its description.
+The adapter has no port for metrics: its counts are in the description that it sends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OUTCOMES = ("taken", "duplicate", "unknown", "unconfirmed", "fenced", "cancelle
 
 
 class SidecarMetrics:
-    """Counters, gauges and histograms of the sidecar. A series with known labels exists from the start."""
+    """Counters and histograms of events. A series whose labels are known in advance exists from the start, with 0."""
 
     def __init__(self) -> None:
         make = MetricMaker("worker")
@@ -64,7 +64,7 @@ class SidecarMetrics:
         self.refused.labels(reason).inc()
 
     def count_file(self, noun: str, result: str) -> None:
-        """Count a file; `noun` is one of NOUNS of the pool, `result` one of its RESULTS."""
+        """Count an image or sound (`noun`). `result`: one of RESULTS, for example prepared or too_large."""
         self.media[noun].labels(result).inc()
 
     def loaded(self, model: str, *, certified: bool) -> None:
@@ -79,7 +79,7 @@ class SidecarMetrics:
             self.certificates.labels("failed").inc()
 
     def ran(self, model: str, note: BatchNote, done: BatchDone, fill: float) -> None:
-        """Count a batch. `fill` is its part of the cost budget."""
+        """Count a batch. `fill`: its tokens divided by the tokens of a full batch."""
         self.batch_size.labels(model).observe(note.items)
         self.batch_fill.observe(fill)
         self.tokens.labels(model).inc(note.tokens)
@@ -87,7 +87,7 @@ class SidecarMetrics:
         self.device_seconds.labels(model).inc((done.inference_ms + done.postprocess_ms) / 1000)
 
     def answered(self, model: str, endpoint: str, result: WorkResult) -> None:
-        """Count a chunk after its result was sent."""
+        """Count a work item whose result was sent."""
         self._traffic.met(model)
         traced = exemplar()
         codes = {outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)}
@@ -106,16 +106,15 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of all adapters of one device. Each adapter counts from zero."""
+    """Counts of one device, summed over its adapter processes, each of which counts from zero."""
 
     def __init__(self) -> None:
-        self._before: Sum[tuple[str, ...]] = Sum()  # counts of adapters that have ended
+        self._before: Sum[tuple[str, ...]] = Sum()  # counts of earlier adapter processes
         self._now: Mapping[tuple[str, ...], int] = {}
         self._pid = 0
 
     def advance(self, pid: int, now: Mapping[tuple[str, ...], int]) -> None:
-        # in a container of its own, each new adapter may have the same pid, so lower counts are also a sign of a new
-        # adapter
+        # in a container, a new adapter may have the same pid as the one before; then lower counts show that it is new
         if pid != self._pid or any(now.get(key, 0) < count for key, count in self._now.items()):
             self._before.update(self._now)
         self._pid, self._now = pid, now
@@ -128,13 +127,13 @@ class _Counts:
 
 
 class OomCounts:
-    """Counts of remedies after a device ran out of memory, by model and remedy."""
+    """Number of times that each remedy was used after a device ran out of memory, by model."""
 
     def __init__(self) -> None:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Update the counts with the counts that the adapter of this device reports."""
+        """Update the sums with the counts that the adapter of this device reported last."""
         counts: dict[tuple[str, ...], int] = {
             (shortage.model, remedy): getattr(shortage, remedy) for shortage in description.shortages for remedy in OOM
         }
@@ -144,18 +143,20 @@ class OomCounts:
         return sum(counts[model, remedy] for counts in self._devices.values())
 
     def models(self) -> set[str]:
-        """Return the models for which memory ran out at least once."""
+        """Return the models for which a device ran out of memory at least once."""
         return {model for counts in self._devices.values() for model, _ in counts}
 
 
 class TowerCounts:
-    """Number of tower outputs that were cached when needed (`hit`) or not (`miss`)."""
+    """Number of times that a tower output (vectors of one image or sound) was needed and was cached (`hit`) or not
+    (`miss`).
+    """
 
     def __init__(self) -> None:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Update the counts with the counts that the adapter of this device reports."""
+        """Update the sums with the counts that the adapter of this device reported last."""
         use = description.towers
         self._devices[device].advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 
@@ -164,12 +165,12 @@ class TowerCounts:
 
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
-    """Return the metrics by model: counters as metric -> model -> value, and histograms as metric -> model -> buckets
-    and counts.
+    """Return the metrics with the label `model`: counters as metric -> model -> value, and histograms as metric ->
+    model -> buckets and counts.
 
-    Counts are sums over the other labels. A metric with phases is counted by its phase `total`, which includes the
-    others. `buckets` are upper bounds. `counts[i]` observations are at most `buckets[i]`; the last count, which has no
-    bucket, is the number of all observations.
+    Values are summed over the other labels. Of a histogram with phases, only the phase `total` is used, as it includes
+    the others. `buckets` are upper bounds, and `counts[i]` observations are at most `buckets[i]`. The last of `counts`
+    has no bucket: it is the number of all observations.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,6 @@
-"""The sidecar process: connect to the broker, the adapter and the catalogue, pull work, drain."""
+"""The sidecar process: connect to the broker and the adapters, read the catalogue, pull and run work, drain at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,20 @@ from sie_sidecar.worker import Worker, WorkerIdentity
 from sie_store.payloads import open_store
 
 DRAIN_S = 9.0
-MIN_CONNECTIONS = 6  # connections for batches; loads of models use some of them too
+MIN_CONNECTIONS = 6  # minimum number of connections to an adapter, for batches and for loads of models
 REFILL_S = 1.0
 PRELOAD_RETRY_S = 5.0
-# seconds for which a preload waits for the adapters of all devices, because the models are distributed over the devices
+# seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
 DEVICES_S = 30.0
 SERVE_RETRY_S = 0.5
-PING_ANSWER_S = 0.25  # seconds; an answer in transit does not count as silence, even with a stale multiplier of 1
+PING_ANSWER_S = 0.25  # seconds added to the time after which an adapter counts as silent, for an answer on its way
 _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """Return the batch limits. Standalone and queue mode have their own settings; the cost budget applies in both."""
+    """Return the limits of a batch. Work items and waiting time come from other settings in standalone mode than in
+    queue mode; the tokens come from the same setting.
+    """
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
@@ -56,7 +60,7 @@ def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
 
 
 def connections_of(settings: Settings, lanes: int) -> int:
-    """Return the number of connections to the adapter for batches, on a device with this number of lanes."""
+    """Return the number of connections to an adapter whose device runs `lanes` batches at the same time."""
     if settings.ipc_pool_size is not None:
         return settings.ipc_pool_size
     return min(settings.pool_size, max(MIN_CONNECTIONS, lanes + settings.rust_pipeline_depth - 1))
@@ -72,7 +76,9 @@ async def serve(
     mode: Mode = "queue",
     drain_s: float | None = None,
 ) -> int:
-    """Serve the lane until `stop`, then drain. Return the exit status. Raises SettingError."""
+    """Serve the lane (the queue of one pool, machine profile and bundle) until `stop`, then drain. Return the exit
+    status. Raises SettingError.
+    """
     worker_id = settings.worker_id or default_worker_id()
     WORKER.set(worker_id)
     tracer = tracing.start(settings.tracing, "sidecar", worker_id)
@@ -166,7 +172,7 @@ async def serve(
                     await _unless_stopped(stop, admission.asked.wait())
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")
                 health.worker = worker
-                health.changed()  # gateways may place models on this worker from now on
+                health.changed()  # from this heartbeat on, gateways may place models on this worker
                 await _unless_stopped(stop, _preload(settings, feed, links, worker, health, stop))
                 tasks.start(_upkeep(worker, stop), "upkeep")
                 idle_s = settings.idle_evict_s
@@ -181,7 +187,7 @@ async def serve(
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
             await worker.drain(DRAIN_S if drain_s is None else drain_s)
-            # the broker may be unreachable as well: it delivers messages again if their settlement did not arrive
+            # if the broker is unreachable, it delivers the messages again later
             with contextlib.suppress(BrokerError):
                 await broker.flush()
     finally:
@@ -193,20 +199,22 @@ async def serve(
 
 
 def _ledger_path(settings: Settings, worker_id: str) -> Path:
-    """Return the path of the lease ledger. It is in the folder of the socket, on a volume that outlives the container.
-    The worker id distinguishes workers in one folder.
+    """Return the path of the file of leased deliveries. It is next to the adapter's socket, on a volume that outlives
+    the container. Its name has the worker id, as several workers may use one folder.
     """
     return Path(f"{settings.ipc_socket_path}.{topology.token(worker_id)}.leases")
 
 
 async def _verified(queue: Queue, stream: str) -> bool:
-    """Raise BrokerError if the stream does not exist. The gateway creates it; a worker only checks it."""
+    """Raise BrokerError if the stream does not exist. A gateway creates it; a worker never does."""
     await queue.stream_state(stream)
     return True
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
-    """Serve the assigned pool until `stop`, and switch as soon as another pool is assigned."""
+    """Serve the pool that gateways assign to this worker, and change to another one when the assignment changes. Ends
+    at `stop`.
+    """
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
         pool = admission.pool()
@@ -214,7 +222,7 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
             trouble.passed()
             await stop.wait_woken(admission.changed)
             continue
-        _logger.info("the pool of this worker is %s", pool or "none: no gateway has confirmed its own pool")
+        _logger.info("this worker serves the pool %s", pool or "none, because no gateway has confirmed its pool")
         try:
             await worker.source.serve(pool)
             worker.loading.ahead(admission.pinned)
@@ -227,10 +235,10 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 async def _preload(
     settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
-    """Load SIE_PRELOAD_MODELS. Before that, the worker is not ready. An unknown name ends the process.
+    """Load SIE_PRELOAD_MODELS. Until this is done, the worker is not ready. An unknown name ends the process.
 
-    While a failed load is tried again, readiness reports the failure. After that, the log and the state of the model
-    report it, so that the other models of this worker do not wait for ever.
+    A failed load is tried again; meanwhile the failure is the reason why the worker is not ready. When all attempts
+    have failed, it is only logged and shown as the state of the model, so that the worker can serve its other models.
     """
     if not settings.preload_models:
         return
@@ -253,7 +261,7 @@ async def _preload(
                 await links.wait_connected()
             except SIEError as error:
                 if error.extras.get("permanent") or hosted.attempts >= MAX_ATTEMPTS:
-                    _logger.error("preloading %s is given up: %s", model.canonical, error)
+                    _logger.error("%s of SIE_PRELOAD_MODELS could not be loaded: %s", model.canonical, error)
                     break
                 health.preloading = f"{left} (try {hosted.attempts} of {MAX_ATTEMPTS} failed: {error})"
                 health.changed()
@@ -263,7 +271,7 @@ async def _preload(
 
 
 async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None:
-    """Run `work`, but cancel it if the process must stop. Raises the exceptions of `work`."""
+    """Wait for `work`. If `stop` is set first, cancel it. Raises the exceptions of `work`."""
     doing, ending = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
     ending.cancel()
@@ -275,18 +283,22 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Log an error if the catalogue has no bundle of this name, because this worker gets no work then. A file in
-    SIE_MODELS_DIR may add the bundle later.
+    """Log an error if the catalogue has no bundle with this name, because this worker then gets no work. This is not
+    fatal: a file in SIE_MODELS_DIR may add the bundle later.
     """
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):
         _logger.error(
-            "SIE_BUNDLE: the catalogue has no bundle %s, only %s: no work will come", bundle, ", ".join(sorted(bundles))
+            "SIE_BUNDLE: the catalogue has no bundle %s, so this worker gets no work; it has the bundles %s",
+            bundle,
+            ", ".join(sorted(bundles)),
         )
 
 
 def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
-    """Return the model of a name, or every model of an alias. Raises SettingError."""
+    """Return the model with this name, or all models of an alias. Raises SettingError if there is none, or if another
+    bundle serves it.
+    """
     try:
         entries = resolve_all(catalogue, name)
     except ModelNotFound as error:
@@ -306,7 +318,9 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Run the upkeep of pulls and of copies of models once a second. Every ten seconds it also lists the consumers."""
+    """Every second, adjust the pulls and load models on a second device if needed. Every ten seconds, also list the
+    consumers.
+    """
     rounds = 0
     while not await stop.wait_for(REFILL_S):
         rounds += 1
@@ -314,12 +328,12 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
         try:
             await worker.source.upkeep(is_check=rounds % 10 == 0)
         except BrokerError as error:
-            _logger.warning("the consumers could not be listed: %s", error)
+            _logger.warning("the consumers could not be listed; this is tried again: %s", error)
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:
-    """Run the sidecar against NATS. `drain_s` is the longest time to finish work in flight at the end, by default
-    DRAIN_S. Raises SettingError.
+    """Connect to NATS and serve until `stop`. `drain_s`: seconds that unfinished work may take at the end (default
+    DRAIN_S). Return the exit status. Raises SettingError.
     """
     async with connected(settings.nats_url, "sie-sidecar", stop, password=settings.nats_password) as broker:
         if broker is None:

@@ -1,7 +1,7 @@
-"""Websocket `/ws/status`: the full state of this worker, five times per second, for each viewer.
+"""Websocket `/ws/status`: the full state of this worker, five times per second.
 
-Its port is the port of metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a viewer must send this token, because a
-worker has no other token.
+It is on the port of the metrics and probes. If SIE_CONFIG_READ_TOKEN is set, a viewer must send this token, because a
+worker knows no other token.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.worker import Worker
 
 EVERY_S = 0.2
-DEVICE_EVERY_S = 1.0  # seconds between two requests to the adapter, and between two sums of the metrics
+# seconds between two updates of the parts that are slow to compute: state of the devices, sums of the metrics
+DEVICE_EVERY_S = 1.0
 MAX_SOCKETS = 32
 PATH = "/ws/status"
 
 
 class WorkerStatus:
-    """Status frames of one worker."""
+    """Frames with the status of one worker, and the websockets that get them."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class WorkerStatus:
         self._seats = Seats(MAX_SOCKETS, "worker")
 
     async def run(self) -> None:
-        """Refresh the expensive parts of the frames while there is at least one viewer, until cancelled."""
+        """While there are viewers, update the slow parts of the frames every DEVICE_EVERY_S. Runs until cancelled."""
         while True:
             await self.frames.looked.wait()
             self._summed = of_models(self._metrics.registry)
@@ -75,7 +76,7 @@ class WorkerStatus:
             await asyncio.sleep(DEVICE_EVERY_S)
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer an upgrade request: serve the websocket to its end, or refuse it."""
+        """Serve a websocket until it is closed, or refuse it."""
         try:
             self._admit(scope)
             with self._seats.seat(scope):
@@ -86,7 +87,7 @@ class WorkerStatus:
             await refuse_upgrade(scope, send, error)
 
     def _admit(self, scope: Scope) -> None:
-        """Check the token and the path of a viewer. Raises NotFound, Unauthenticated."""
+        """Check the token and the path of a websocket. Raises NotFound, Unauthenticated."""
         expected, token = self._settings.config_read_token, headers_of(scope).get("authorization", "")
         token = token[7:] if token[:7].lower() == "bearer " else token
         if expected is not None and not expected.matches(token.strip()):
@@ -130,7 +131,7 @@ class WorkerStatus:
         ).decode()
 
     def _devices(self) -> list[dict[str, Any]]:
-        """Return the devices of the connected adapters."""
+        """Return the state of the devices whose adapters are connected."""
         health = self._health
         return [
             {
@@ -146,7 +147,7 @@ class WorkerStatus:
         ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, list[ModelState]]) -> list[dict[str, Any]]:
-        """Return the models of this bundle, and other models on this worker, sorted by memory, the largest first."""
+        """Return the models of this worker's bundle, and all others that it has loaded, the largest in memory first."""
         pending = worker.inventory.pending_inputs() if worker else {}
         statuses = {status.model: status for status in worker.models.statuses()} if worker else {}
         catalogue = self._health.feed.catalogue
@@ -200,10 +201,10 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return the data about the gathering of deliveries, which is equal for all models, and about the fill of this
-        model's batches.
+        """Return how long deliveries are gathered, which is equal for all models, and how full this model's batches
+        are.
 
-        Without recent answers it is not calibrated: the median, and its distance to the target, are null then.
+        Without recent answers, `calibrated` is false, and the median time and its distance from the target are null.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms
@@ -220,7 +221,7 @@ class WorkerStatus:
 
 
 def worker_app(health: WorkerHealth, metrics: SidecarMetrics, status: WorkerStatus) -> App:
-    """Build the application of the worker's port: metrics, probes and `/ws/status`."""
+    """Build the application for the worker's port: metrics, probes and `/ws/status`."""
     plain = probes(health.not_ready, metrics.registry)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,6 +234,6 @@ def worker_app(health: WorkerHealth, metrics: SidecarMetrics, status: WorkerStat
 
 
 def _user() -> str:
-    with contextlib.suppress(KeyError):  # the user of a container may have no name
+    with contextlib.suppress(KeyError):  # a user id of a container may have no name
         return pwd.getpwuid(os.getuid()).pw_name
     return str(os.getuid())

@@ -1,13 +1,13 @@
-"""Parts of a worker, and its drain. All state belongs to one event loop. Every path out of a stage settles the work
-items of the stage.
+"""All parts of a worker, and the end of its work (drain). They are used by one event loop. Whatever happens in a stage,
+its work items are answered or returned to the queue.
 
     Source ──► Intake ──► Prepare ──► Dispatch ──► Settle
-    (pulls)   (groups)   (device,    (batches) └─► Isolate (one of its inputs was in a batch that
-                          model,                            killed an adapter)
+    (pulls)   (groups)   (device,    (batches) └─► Isolate (runs inputs alone after
+                          model,                            a crash of an adapter)
                           tokens)
 
-Each device has its own link to its adapter, models (`Hosting`), queue, dispatch and isolation. All other parts are
-shared by the devices.
+Each device has its own link to its adapter, models (`Hosting`), queue, dispatch and isolation. The devices share all
+other parts.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Identity of a worker: its `id`, the lane of its placement table and its stream, and its storage outside of the
-    broker.
+    """Facts that distinguish a worker from others. `lane`: its pool, machine profile and bundle. `limits`: limits of
+    its batches.
 
-    `ledger` is the file of deliveries in flight; it is None if the broker does not outlive this process. `store` has
+    `ledger`: file of leased deliveries; None if the broker ends together with this process. `store`: payload store with
     large inputs.
     """
 
@@ -74,7 +74,7 @@ class WorkerIdentity:
 
 
 class Worker:
-    """Worker: pulls, prepares, batches, runs and answers work items."""
+    """A worker: it pulls work items, prepares them, forms and runs batches, and answers."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Worker:
         self._metrics = metrics
         self._clock = clock
         self._on_change = on_change
-        self._heard: list[Subscription] = []  # subscriptions to messages of gateways, from the start on
+        self._heard: list[Subscription] = []  # subscriptions to messages of gateways, made at the start
         self._work = Tasks(_logger, on_failure)
         self._loops = Tasks(_logger, on_failure)
         self.broker_clock = BrokerClock(broker, topology.stream_name(lane.pool), clock)
@@ -116,9 +116,9 @@ class Worker:
         results = ResultDelivery(broker, self.leases, metrics, clock)
         dead_letters = DeadLetterWriter(broker, lane.pool, worker_id, metrics, broker_s)
         fetching = PayloadFetching(identity.store, clock) if identity.store is not None else None
-        # stages in reverse order: each passes its items to later ones
+        # created in reverse order, because each stage needs the later ones
         self._settle = Settle(worker_id, results, dead_letters, self.inventory, fetching, metrics, self._work, clock)
-        self._isolates: list[Isolate] = []  # isolations by number of the device
+        self._isolates: list[Isolate] = []  # the index is the number of the device
         self._dispatches: list[Dispatch] = []
         self.intake = WorkIntake(
             self.leases,
@@ -141,7 +141,7 @@ class Worker:
         links.for_every(self._add_device)
 
     def _add_device(self, link: AdapterLink) -> None:
-        """Build the parts of one device."""
+        """Create the parts for one device."""
         self.models.devices.append(
             Hosting(
                 link,
@@ -168,21 +168,18 @@ class Worker:
 
     @property
     def depth(self) -> int:
-        """Number of work items in flight."""
+        """Return how many work items are in flight."""
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
-        """Return the deliveries that a killed predecessor had in flight to the queue, and start to process deliveries.
-        The start waits for the broker without a limit, unless `stop` is set first. `WorkSource.pull` starts the
-        deliveries.
+        """Start all parts. Deliveries that a killed process of this worker had in flight are returned to the queue
+        first. Waits for the broker without a limit, but only until `stop`. Work arrives after `WorkSource.pull`.
         """
-        with contextlib.suppress(BrokerError):  # before the first answer, the clock of this machine is used
+        with contextlib.suppress(BrokerError):  # without an answer, the clock of this machine is used at first
             await self.broker_clock.measure()
         if left := await self.leases.release_left(self._broker):
-            _logger.warning(
-                "%d deliveries that were leased to this worker when it was killed are returned to the queue", left
-            )
-        with contextlib.suppress(BrokerError):  # if opening fails, `run` tries again to open the marks
+            _logger.warning("this worker was killed before: %d of its deliveries were returned to the queue", left)
+        with contextlib.suppress(BrokerError):  # if the marks cannot be read now, `run` tries again
             await self._marks.open()
         self._loops.start(self.broker_clock.run(), "broker clock")
         self._loops.start(self._marks.run(), "marks")
@@ -205,7 +202,7 @@ class Worker:
         while True:
             gathered = await self.intake.next(self._is_tokenising, self._has_more)
             for flight in gathered.stored:
-                # load the model of this work in the background: work that can run now may wait after it
+                # loads the model while the inputs are read from the payload store
                 self.loading.ahead([f"{flight.item.model}:{flight.item.profile}"])
                 self._work.start(self._fetch_and_prepare(flight), "fetch")
             for group in gathered.groups:
@@ -224,39 +221,41 @@ class Worker:
         self.queues.wake()
 
     def _dispatch(self, flight: InFlight) -> None:
-        if flight.hosted is not None:  # otherwise the work item is settled
+        if flight.hosted is not None:  # None if it was settled meanwhile
             self._dispatches[flight.hosted.device].add(flight)
 
     def _is_tokenising(self) -> bool:
         return self._prepare.tokenising > 0
 
     def _more_expected(self) -> bool:
-        """Return True if more work may soon wait for the device."""
+        """Return True if more work may soon be ready for a device."""
         return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
 
-    # callbacks of parts that are built before the source
+    # callbacks of parts that are created before `source`
 
     def _has_more(self) -> bool:
-        """Return True if the broker may send more."""
+        """Return True if the broker may send more deliveries."""
         return self.source.pulling.more_expected()
 
     def _assigned_models(self) -> frozenset[str] | None:
         return self.source.assignment.models()
 
     def _on_less(self) -> None:
-        """Refill the credit, because less work waits for the device."""
+        """Let the consumers deliver more messages, because less work waits for a device."""
         self.source.refill_soon()
 
     def _on_free(self, consumer: str) -> None:
-        """Refill one consumer after a work item that delayed its other messages."""
+        """Let one consumer deliver more messages, because a work item that held it up is gone."""
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
-        """Refill all consumers: a residency was unloaded, closed to new work, or opened again."""
+        """Set again how many messages all consumers may deliver: a model was unloaded, closed to new work, or opened
+        again.
+        """
         self.source.pulling.refill_all()
 
     def _on_unloaded(self, model: str) -> None:
-        """Inform the assignment that an operator had a model unloaded."""
+        """Prevent loading a model in advance that an operator has just unloaded."""
         self.source.assignment.unloaded(model)
 
     async def _on_reconnect(self) -> None:
@@ -279,15 +278,13 @@ class Worker:
         self.queues.wake()
 
     def check_copies(self) -> None:
-        """Load a model on an additional device if its present devices cannot run its work fast enough. Called once a
-        second.
-        """
+        """Load a model on one more device if its devices cannot keep up with its work. Call this once per second."""
         for hosted in self.models.second_copies(lambda hosted: self.queues.all[hosted.device].is_behind(hosted)):
             self.loading.copy(hosted)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling, complete the work in flight, and return the work that is not completed in time to the queue.
-        `grace_s` is the time for all of these steps, also if the broker does not answer.
+        """Stop pulling, finish the work in flight, and return unfinished work to the queue. All of this takes at most
+        about `grace_s` seconds, even if the broker does not answer.
         """
         end_s = self._clock() + grace_s
         await self.source.stop()
@@ -296,7 +293,9 @@ class Worker:
                 await self.leases.empty.wait()
         except TimeoutError:
             _logger.warning(
-                "draining took longer than %g s: %d work items are returned to the queue", grace_s, len(self.leases)
+                "not all work ended within %g s of draining: %d work items are returned to the queue",
+                grace_s,
+                len(self.leases),
             )
         await self._work.cancel()
         for flight in self.inventory:

@@ -141,7 +141,7 @@ async def test_a_catalogue_that_was_lost_with_its_broker_is_seeded_again(
         await site.restart()
         epoch = await site.shows({"org/a": 8, "org/b": 8}, epoch)
         assert caplog.text.count("the broker lost the catalogue") == 2
-        assert caplog.text.count("1 changes over the API were lost with the catalogue, repeat them: org/a") == 2
+        assert caplog.text.count("1 models that were written over the API were lost with the catalogue; ") == 2
     assert await site.call("PATCH", f"{MODELS}/org/a", {"max_tokens": 64}, number=1) == 2
     site.put("org/b", 9)
     await site.shows({"org/a": 64, "org/b": 9})
@@ -171,7 +171,7 @@ async def test_a_folder_that_is_broken_meanwhile_is_seeded_as_it_was(
     (site.folder / "org-b.yaml").write_text("id: [\n")
     await site.restart()
     await site.shows({"org/a": 8, "org/b": 8}, epoch)
-    assert "the models are seeded as they were read last" in caplog.text
+    assert "the models of the last read are seeded" in caplog.text
     assert "org-b.yaml: $ (line 2): not YAML" in caplog.text
     site.put("org/b", 9)
     await site.shows({"org/a": 8, "org/b": 9})

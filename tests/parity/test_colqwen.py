@@ -200,9 +200,9 @@ def test_images_that_do_not_belong_to_their_ids_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the model's is 24 wide"),
-        ({"max_tokens": 30}, "max_tokens is 30, the row of an image has"),
-        ({"load": {"max_pixels": MOST, "min_pixels": BLOCK**2}, "max_tokens": 40}, "max_tokens is 40, the row"),
+        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the vectors of the model are 24 wide"),
+        ({"max_tokens": 30}, "max_tokens is 30, one image needs"),
+        ({"load": {"max_pixels": MOST, "min_pixels": BLOCK**2}, "max_tokens": 40}, "max_tokens is 40, one image"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(

@@ -382,10 +382,10 @@ def test_labels_with_full_stops_and_capitals_are_the_clients(load: Load[Any]) ->
     ("labels", "message"),
     [
         ((), "expected at least one"),
-        (("river", "..?"), "nothing beside full stops"),
-        (("river", "\u200b"), "has no token"),
+        (("river", "..?"), "only full stops"),
+        (("river", "\u200b"), "empty after tokenisation"),
         (("river [SEP] vector",), ""),
-        (tuple(f"river mountain {number}" for number in range(80)), "tokens, the model takes 256"),
+        (tuple(f"river mountain {number}" for number in range(80)), "tokens, the model reads at most 256"),
     ],
 )
 def test_labels_that_grounding_dino_cannot_read_are_refused(
@@ -499,7 +499,7 @@ def test_a_tokenizer_with_other_ids_is_refused(cpu_engine: AdapterEngine, tmp_pa
 def test_an_entry_that_does_not_fit_is_refused(kind: str, cpu_engine: AdapterEngine, tmp_path: Path) -> None:
     folder = FOLDERS[kind](tmp_path / kind)
     entry = _entry(kind, folder, id="detector/long", max_tokens=MAX_TOKENS[kind] + 1)
-    with pytest.raises(ModelLoadFailed, match=f"the model reads {MAX_TOKENS[kind]} of its labels"):
+    with pytest.raises(ModelLoadFailed, match=f"the model reads at most {MAX_TOKENS[kind]} tokens of labels"):
         cpu_engine.residency.ensure(entry.id, entry)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelLoadFailed, match="says how images become pixels"):

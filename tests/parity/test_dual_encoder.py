@@ -259,7 +259,7 @@ def test_weights_of_open_clip_that_are_not_all_in_place_are_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the model's is 24 wide"),
+        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the vectors of the model are 24 wide"),
         ({"max_tokens": CLIP_TOKENS + 1}, "max_tokens is 78, the text tower has 77 positions"),
     ],
 )

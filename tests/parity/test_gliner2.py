@@ -277,7 +277,7 @@ def test_characters_without_tokens_do_not_shift_offsets(tmp_path: Path) -> None:
     assert all(text[one["start"] : one["end"]] == one["text"] for one in found)
     assert extract(model, ["\u200d \u200f"], options(threshold=0.0)) == [[]]
     [refused] = model.extract(["queue"], [options(("queue", "\u200d"))])
-    assert "has no token" in failed(refused, InvalidInput).message
+    assert "empty after tokenisation" in failed(refused, InvalidInput).message
 
 
 def test_no_entity_reaches_beyond_the_text(model: Gliner2Model, package: Any) -> None:

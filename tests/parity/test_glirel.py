@@ -196,7 +196,7 @@ def test_what_cannot_be_read_fails_alone(model: GlirelModel, monkeypatch: pytest
     assert len(relations(results[6])) == 2 * len(LABELS), "the rest of a long text is not read, and need not be"
     for result, said in zip(
         (*results[1:6], results[7]),
-        ("at least one", "reserves", "reserves", "of 128 tokens", "ends behind", "no word"),
+        ("at least one", "reserves", "reserves", "of 128 tokens", "ends after", "no word"),
         strict=True,
     ):
         assert said in failed(result, InvalidInput).message

@@ -272,7 +272,7 @@ def test_a_native_folder_is_followed(strategy: str, folder: Folder, engine: Head
     ("config", "message"),
     [
         ({"query_prefix": "query: "}, "marker 'query: ' is not one token"),
-        ({"query_length": MAX_TOKENS + 1}, "filled up to 561 tokens"),
+        ({"query_length": MAX_TOKENS + 1}, "padded to 561 tokens"),
     ],
 )
 def test_what_would_be_wrong_is_refused(

@@ -142,7 +142,7 @@ def test_a_sound_costs_the_patches_of_the_last_stage(load: Load[Oracle]) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the model's is 24 wide"),
+        ({"outputs": {"dense": WIDTH + 1}}, "outputs.dense is 25, the vectors of the model are 24 wide"),
         ({"max_tokens": TOKENS + 1}, "max_tokens is 121, the text tower has 120 positions"),
     ],
     ids=["width", "positions"],

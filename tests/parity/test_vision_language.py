@@ -168,8 +168,8 @@ def test_the_row_of_a_page_is_the_processors(load: Callable[..., Served], oracle
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the model's is 24 wide"),
-        ({"max_tokens": 12}, "max_tokens is 12, the row of an image has"),
+        ({"outputs": {"multivector": WIDTH + 1}}, "outputs.multivector is 25, the vectors of the model are 24 wide"),
+        ({"max_tokens": 12}, "max_tokens is 12, one image needs"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(

@@ -208,7 +208,7 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):
         assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
     scored = evaluated("test/cross", "-t", str(small), "--outputs", "int8", *where, status=1).stderr
-    assert scored == "Error: --outputs: the model has scores and no vectors\n"
+    assert scored == "Error: --outputs: the model returns scores, and only vectors have other outputs\n"
     other = evaluated("test/dense", "-t", str(small), "--outputs", "sparse", *where, status=1).stderr
     assert "params.output_types: test/dense has no such output, it has dense" in other
     for told in (nobody, server, kind, other):

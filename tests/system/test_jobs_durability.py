@@ -126,7 +126,7 @@ def check_whole(place: Place, manifest: dict[str, Any], count: int, failed: int 
     assert whole.num_rows == count
     errors = whole.column("error").drop_null().to_pylist()
     assert len(errors) == failed
-    assert all("ended the inference process" in error["message"] for error in errors)
+    assert all("has crashed the inference process" in error["message"] for error in errors)
     expected = pa.array([f"k{number:07}" for number in range(count)])
     assert pa.compute.all(pa.compute.equal(whole.column("id").combine_chunks(), expected)).as_py()
     for number in range(0, count, max(1, count // 200)):

@@ -143,7 +143,7 @@ def test_models_that_agree_too_little_change_nothing(cluster: Cluster, corpus: P
         (migration("strict", NEW, corpus, "--sink", "none", "--collection", "c"), "output.sink"),
         (migration("strict", NEW, corpus.with_name("none")), "there is no such file"),
         (["migrate", "strict", NEW, "--corpus", corpus, "--text", "{titel}"], "has no column 'titel'"),
-        (["migrate", "strict", "--step", "back"], "there is nothing to go back to"),
+        (["migrate", "strict", "--step", "back"], "there is no earlier target to go back to"),
     ):
         refused = sie(cluster, *arguments, status=1)
         assert why in refused.stderr, refused.stderr

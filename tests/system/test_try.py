@@ -108,7 +108,7 @@ def test_standard_input_is_one_text(open_cluster: Cluster) -> None:
     ("args", "why"),
     [
         (("test/min", "a"), "did you mean test/mini"),
-        (("test/cross", "a"), 'name it with --query "a question"'),
+        (("test/cross", "a"), 'give the query with --query "a question"'),
         (("test/gliner", "a"), "name them with --labels a,b"),
         (("test/mini", "--query", "q", "a"), "test/mini does encode"),
         (("test/mini", " "), "text 1 is empty"),

@@ -274,7 +274,7 @@ def test_an_index_that_names_what_it_must_not_is_refused(folder: Path, name: str
 
 @pytest.mark.parametrize("behind", [b"x", bytes(512) + b"x", bytes(20 * 512 + 1), made()])
 def test_bytes_behind_the_end_are_refused(folder: Path, behind: bytes) -> None:
-    with pytest.raises(CommandRefused, match="something follows the end of the archive"):
+    with pytest.raises(CommandRefused, match="more bytes after the end of the archive"):
         load(made() + behind, folder)
     assert nothing_is_left(folder)
 

@@ -168,7 +168,7 @@ async def test_a_change_of_the_folder_of_models_that_no_load_would_take_leaves_t
     follows = reload.Reload(prepared.store, prepared.overlay, prepared.signature, check=ModelFiles(settings).check)
     task = asyncio.create_task(follows.run(stop))
     file.write_text(json.dumps(raw(folder, run={"pooling": "cls"})))
-    await until(lambda: "the models stay as they were: m.yaml: " in caplog.text, "the log")
+    await until(lambda: "so the catalogue is not changed: m.yaml: " in caplog.text, "the log")
     assert "run.pooling is cls, its 1_Pooling says mean" in caplog.text
     assert (await prepared.store.held("my/model")).revision == 1
     file.write_text(json.dumps(raw(folder, profiles={"first": {"run": {"pooling": "cls"}}})))

@@ -114,7 +114,7 @@ def test_what_is_wrong_in_a_folder_is_told_with_its_line(tmp_path: Path, changed
 
 
 def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: a folder of a task has"):
+    with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: -t FOLDER needs a folder"):
         tasks.find(str(tmp_path))
     with pytest.raises(
         CommandRefused,
@@ -200,7 +200,7 @@ def test_what_the_library_mteb_cannot_measure_is_refused() -> None:
     plan = LoadPlan([], 1.0, 1.0)
     task = Mteb("any", None)
     for source, given, message in (
-        (sparse, (), "table has sparse vectors: the library mteb compares dense ones"),
+        (sparse, (), "table has sparse vectors: the library mteb compares only dense vectors"),
         (Table({}), ("int8",), "--outputs and --rerank"),
     ):
         asked = EvalSpec("a/b", "mteb/any", "quality", ["table"], Path(), plan, outputs=given)
@@ -323,7 +323,7 @@ def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
     for each in found.values():
         assert each.scores["ndcg@10"] > 0.95, each.source
     assert measured(task, Table(rows), outputs.find("binary")).scores["ndcg@10"] > 0.8
-    with pytest.raises(CommandRefused, match="there is no int4: expected some of dense, float16, int8"):
+    with pytest.raises(CommandRefused, match="there is no output int4: expected some of dense, float16, int8"):
         outputs.find("int4")
     assert outputs.find("dims=128").documents["dimensions"] == 128
 
@@ -348,7 +348,7 @@ def test_documents_in_chunks_are_ranked_by_their_nearest_chunk() -> None:
     assert (document.tolist(), late.size(document)) == ([[1, 0], [0, 2]], 16)
     other = np.array([[-1, 0]], np.float32)
     assert late.similar([[0, 3], [1, 0]], [document, other, document]).tolist() == [[1, 0, 1], [1, -1, 1]]
-    with pytest.raises(CommandRefused, match="there is no chunks=0"):
+    with pytest.raises(CommandRefused, match="there is no output chunks=0"):
         outputs.find("chunks=0")
 
 
@@ -418,7 +418,7 @@ def test_what_changed_from_one_result_to_another_is_told(tmp_path: Path) -> None
         'sie, map, fell the most: q19 "text 19" -0.4000',
     ]
     new.figures["task"] = "other"
-    with pytest.raises(CommandRefused, match="the results differ in task: mine and other"):
+    with pytest.raises(CommandRefused, match="the results have a different task, mine and other"):
         results.compared(old, new)
     with pytest.raises(CommandRefused, match="sie eval list"):
         results.read(tmp_path / "none.json")

@@ -140,7 +140,9 @@ def test_a_line_has_the_level_of_its_process_or_of_its_event(capsys: pytest.Capt
 def test_an_address_without_a_scheme_is_told_before_anything_is_sent(
     client: type[SIEClient] | type[SIEAsyncClient],
 ) -> None:
-    with pytest.raises(ValueError, match=r"base_url: expected an address such as http://127\.0\.0\.1:8080"):
+    with pytest.raises(
+        ValueError, match=r"base_url: expected a URL that begins with http:// or https://, such as http"
+    ):
         client("127.0.0.1:8080")
 
 

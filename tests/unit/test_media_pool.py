@@ -243,7 +243,7 @@ async def test_the_end_of_the_pool_ends_its_workers_and_answers_everybody() -> N
 async def test_a_worker_that_cannot_start_is_no_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     async with pool_of() as pool:
-        with pytest.raises(ResourceExhausted, match="no media worker could be started"):
+        with pytest.raises(ResourceExhausted, match="decodes files could not be started"):
             await pool.prepare(GOOD, SMALL)
         monkeypatch.undo()
         assert (await pool.prepare(GOOD, SMALL)).height == 16

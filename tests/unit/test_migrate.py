@@ -91,11 +91,11 @@ def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:
     assert before_flip([revision(4, "$.description"), flip, shadow, create]) == 1
     assert before_flip([revision(5, "$.alias[0].model"), revision(4, "$.description"), flip, shadow, create]) == 4
     assert before_flip([flip, revision(2, "$.alias"), create]) == 2
-    with pytest.raises(click.ClickException, match="nothing to go back to"):
+    with pytest.raises(click.ClickException, match="no earlier target to go back to"):
         before_flip([shadow, create])
     with pytest.raises(click.ClickException, match="is already a rollback"):
         before_flip([revision(4, "$.alias", operation="rollback"), flip, shadow, create])
-    with pytest.raises(click.ClickException, match="not kept any more"):
+    with pytest.raises(click.ClickException, match="no longer stored"):
         before_flip([flip])
 
 
@@ -295,7 +295,7 @@ def test_figures_of_gateways_are_added() -> None:
     [
         (["search"], "NEW_MODEL, --corpus and --text are needed"),
         (["search", "m", "--corpus", "s3://b/"], "NEW_MODEL, --corpus and --text are needed"),
-        (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--sink", "x"], "belong together"),
+        (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--sink", "x"], "need each other"),
         (["search", "m", "--min-agreement", "2"], "is not in the range"),
         (["search", "m", "--step", "quality"], "is not one of"),
     ],

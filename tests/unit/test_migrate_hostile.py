@@ -253,7 +253,7 @@ VECTORS: dict[str, Callable[[int], Any]] = {
     "equal": lambda place: np.ones(WIDTH),
     "huge": lambda place: np.full(WIDTH, 3e38),
     "empty": lambda place: np.zeros(0),
-    "of several widths": lambda place: np.ones(WIDTH + place % 2),
+    "of different widths": lambda place: np.ones(WIDTH + place % 2),
 }
 
 

@@ -436,7 +436,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
             "replace it with --force; with --if-match {revision} too, only if it was not changed meanwhile",
         ),
     ),
-    "an unknown revision": (("rollback", "org/one", "9999"), 1, ("org/one has no revision 9999; kept are {revision}",)),
+    "an unknown revision": (
+        ("rollback", "org/one", "9999"),
+        1,
+        ("org/one has no revision 9999; the stored revisions are {revision}",),
+    ),
     "a removed model": (
         ("show", "org/gone"),
         1,

@@ -211,7 +211,7 @@ async def test_a_broken_file_changes_nothing_and_is_told_once(tmp_path: Path, ca
         broken = put(tmp_path, "b.yaml", ENTRY.format("org/b", "x"))
         await until(lambda: "b.yaml: $.max_tokens (line 5)" in caplog.text, "the log")
         await asyncio.sleep(0.1)  # several more looks
-        assert caplog.text.count("the models stay as they were") == 1
+        assert caplog.text.count("so the catalogue is not changed: ") == 1
         assert (await service.store.snapshot()).epoch == before
         broken.unlink()
         await until(lambda: "org/a is at revision 2" in caplog.text, "the log")
@@ -294,7 +294,7 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
     prepared = await prepare(settings, broker)
     await aliased(prepared.store, "pair", "org/a", "ORG/b")
     await aliased(prepared.store, "other", "org/a", "org/c")
-    assert "is not valid" not in caplog.text
+    assert "is now invalid" not in caplog.text
     if now:
         put(tmp_path, "b.yaml", now + "description: longer\n")
     else:
@@ -306,9 +306,9 @@ async def test_an_alias_of_the_api_that_a_changed_folder_breaks_is_named(
         await until(lambda: "org/b is at revision 2" in caplog.text, "the log")
         stop.request()
         await task
-    (told,) = (each for each in caplog.records if "is not valid" in each.getMessage())
+    (told,) = (each for each in caplog.records if "is now invalid" in each.getMessage())
     assert told.levelno == logging.ERROR
-    assert told.getMessage().startswith("the alias pair is not valid")
+    assert told.getMessage().startswith("the alias pair is now invalid")
     assert says.casefold() in told.getMessage().casefold()
 
 
@@ -323,7 +323,7 @@ async def test_what_was_written_over_the_api_stays_and_the_log_says_so(
             [reload.CatalogueChange("org/a", held, {**held.entry, "max_tokens": 32}, "api", "patch")]
         )
         put(tmp_path, "a.yaml", ENTRY.format("org/a", 16))
-        await until(lambda: "a.yaml is not applied: org/a was written over the API" in caplog.text, "the log")
+        await until(lambda: "a.yaml is not applied, because org/a was written over the API" in caplog.text, "the log")
         revision, entry = await service.model("org/a")
         assert (revision, entry and entry["max_tokens"]) == (2, 32)
 
@@ -333,7 +333,7 @@ async def test_a_folder_that_goes_away_changes_nothing(tmp_path: Path, caplog: p
     put(folder, "a.yaml", ENTRY.format("org/a", 8))
     async with following(folder) as service:
         folder.rename(tmp_path / "away")
-        await until(lambda: "the models stay as they were: SIE_MODELS_DIR" in caplog.text, "the log")
+        await until(lambda: "so the catalogue is not changed: SIE_MODELS_DIR" in caplog.text, "the log")
         assert (await service.model("org/a"))[0] == 1
         (tmp_path / "away").rename(folder)
         put(folder, "a.yaml", ENTRY.format("org/a", 9))
@@ -365,9 +365,7 @@ async def test_who_has_a_change_is_told(tmp_path: Path, caplog: pytest.LogCaptur
         )
         workers.note(beat)
         put(tmp_path, "a.yaml", ENTRY.format("org/a", 8))
-        await until(
-            lambda: "org/a is at revision 1, as in a.yaml; after 0.2 s it is not on w1" in caplog.text, "the log"
-        )
+        await until(lambda: "as in a.yaml; after 0.2 s these processes do not have it: w1" in caplog.text, "the log")
         put(tmp_path, "a.yaml", ENTRY.format("org/a", 9))
         await until(lambda: "org/a is at revision 2, as in a.yaml" in caplog.text, "the log")
         epoch = (await service.store.snapshot()).epoch

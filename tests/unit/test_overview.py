@@ -224,7 +224,7 @@ async def test_the_doctor_reports_as_the_command_does() -> None:
 async def test_a_doctor_that_cannot_examine_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = Doctor("::", 1, tmp_path)
     monkeypatch.setattr(doctor_module, "LIMIT_S", 0.01)
-    with pytest.raises(NotReady, match="no report"):
+    with pytest.raises(NotReady, match="without a readable report"):
         await doctor.report()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotFound, match="extra `cli`"):

@@ -488,7 +488,7 @@ def test_the_end_of_a_reservation_is_bounded_and_keeps_the_block_s_own_error(
         using(server.url, lambda client: reserve(client, failing))
     assert time.monotonic() - started_s < HANGING / 2
     released.set()
-    assert "left to its lease" in caplog.text
+    assert "it ends when its lease ends" in caplog.text
 
 
 @pytest.fixture

@@ -356,7 +356,10 @@ async def test_a_model_is_served_by_workers_of_its_bundle_only(
             answer = await gateway.encode("x", model=model)
             assert (answer.headers["x-sie-worker"], answer.headers["x-sie-bundle"]) == (sidecars[bundle].worker, bundle)
         await cluster.sidecar(await cluster.adapter("other.sock"), SIE_BUNDLE="nowhere")
-        told = "SIE_BUNDLE: the catalogue has no bundle nowhere, only default, vision: no work will come"
+        told = (
+            "SIE_BUNDLE: the catalogue has no bundle nowhere, so this worker gets no work; "
+            "it has the bundles default, vision"
+        )
         await until(lambda: told in caplog.text, "the log")
 
 
@@ -481,7 +484,7 @@ async def test_a_preload_that_fails_shows_in_readiness_while_it_is_tried_again_a
     await cluster.sidecar(other, SIE_PRELOAD_MODELS="toy/two,toy/one")
     beat = cluster.last_beat("w1", ready=True)
     assert [(each.model, each.state) for each in beat.models] == [("toy/two", "failed"), ("toy/one", "loaded")]
-    assert "preloading toy/two is given up" in caplog.text
+    assert "toy/two of SIE_PRELOAD_MODELS could not be loaded" in caplog.text
     unknown = await cluster.sidecar(ready=False, SIE_PRELOAD_MODELS="toy/none")
     with pytest.raises(SettingError, match=r"^SIE_PRELOAD_MODELS: no model named 'toy/none'"):
         await asyncio.wait_for(unknown.task, 10)

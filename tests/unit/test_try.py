@@ -139,7 +139,7 @@ def test_texts_files_and_standard_input_are_told_apart(tmp_path: Path, monkeypat
         (["@nowhere.png"], None, "no file nowhere.png. To send a text that begins with @, write @@"),
         (["@"], None, "no file (no name)"),
         (["@no\x1b[2J"], None, "no file no?[2J"),
-        (["\udcff"], None, "text 1 is not valid UTF-8"),
+        (["\udcff"], None, "text 1 is no valid UTF-8"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(texts: list[str], query: str | None, why: str) -> None:
@@ -173,7 +173,7 @@ def test_the_verb_follows_the_model_and_the_options(info: Any, asked: dict[str, 
 @pytest.mark.parametrize(
     ("info", "asked", "why"),
     [
-        (SCORES, {}, 'test/cross scores texts against a query: name it with --query "a question"'),
+        (SCORES, {}, 'test/cross scores texts against a query: give the query with --query "a question"'),
         (
             {**ENCODES, "tasks": ["encode"]},
             {"query": QuestionInput({})},

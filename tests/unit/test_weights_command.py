@@ -156,7 +156,7 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
     [
         (["push"], 2, "Missing argument"),
         (["push", "{folder}"], 2, "is a folder: --as ORGANISATION/NAME sets its name in the bucket"),
-        (["push", "org/model", "--as", "my/model"], 2, "--as names a folder, and there is no folder org/model"),
+        (["push", "org/model", "--as", "my/model"], 2, "--as gives a name to a folder, but org/model is no folder"),
         (["push", "a/b", "c/d", "--revision", "x"], 2, "are for one model: push the models one by one"),
         (
             ["push", "{folder}", "--as", "../up"],
@@ -230,7 +230,7 @@ def test_what_is_damaged_is_found_and_repaired(node: Node) -> None:
     node.run("verify", "--quick", "org/model")
     told = node.run("verify", f"org/model@{COMMIT[:8]}", expected=1)
     assert f"org/model@{COMMIT}: model.safetensors has the SHA-256 " in told.stdout
-    assert "1 of 1 snapshot is not right: `sie weights push --force` writes it again" in told.stderr
+    assert "1 of 1 snapshot is incomplete or damaged: `sie weights push --force` writes it again" in told.stderr
     node.place.put(key, b"")
     assert "model.safetensors has 0 bytes, the manifest says 100071" in node.run("verify", "--quick", expected=1).stdout
     assert node.run("list").stdout.splitlines()[1].split()[-1] == "broken"
@@ -254,7 +254,7 @@ def test_what_is_removed_is_asked_about_and_what_is_used_stays(node: Node) -> No
     assert node.place.names() == []
     with LocalCache(node.cache).lease("org/model", COMMIT):
         stays = node.run("rm", "org/model", "--local", "--yes", expected=1)
-    assert "stays: a process of this node uses it; unload the model first" in stays.stderr
+    assert "is not removed, because a process of this node uses it: unload the model first" in stays.stderr
     assert f"removed from {node.cache}: 1 snapshot" in node.run("rm", "org/model", "--local", "--yes").stdout
     assert json.loads(node.run("list", "--json").stdout) == []
 
@@ -271,7 +271,7 @@ def test_what_is_cut_off_or_missing_on_the_disk_is_told_and_removed(node: Node) 
     for arguments in (["--quick"], []):
         told = node.run("verify", "--local", *arguments, expected=1)
         assert told.stdout.splitlines() == lines
-        assert "1 of 1 snapshot is not right: `sie weights rm --local` removes it" in told.stderr
+        assert "1 of 1 snapshot is incomplete or damaged: `sie weights rm --local` removes it" in told.stderr
     (row,) = json.loads(node.run("list", "--json").stdout)
     assert (row["local"], row["cluster"], len(row["wrong"])) == (False, None, 2)
     shown = node.run("list")

@@ -1,1 +1,1 @@
-"""Families that detect objects in images; a text names the classes of objects."""
+"""Families that detect objects in images. The request names the classes of objects."""

@@ -1,5 +1,5 @@
-"""Objects from the candidates of a detector: label, score, and a box in whole pixels of the submitted
-image, upright.
+"""Conversion of a detector's candidates to objects: label, score, and a box in whole pixels of the submitted image,
+upright.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ Float32 = NDArray[np.float32]
 
 
 class Sight(NamedTuple):
-    """Detections in a batch of images. `boxes`: centre, width and height, as fractions of the image that the model
-    sees, float32 [images, candidates, 4]. `scores`: the score of each label, float32 [images, candidates, labels].
+    """Raw output of a detector for a batch of images. `boxes`: centre, width and height, as fractions of the image that
+    the model sees, float32 [images, candidates, 4]. `scores`: the score of each label, float32 [images, candidates,
+    labels].
     """
 
     boxes: Tensor

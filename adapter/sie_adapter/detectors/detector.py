@@ -1,6 +1,6 @@
 """Detection of objects in images; the request has the names of the objects. Models: Grounding DINO and OWLv2.
 
-inputs: an image and labels ──► groups with equal labels and pixels of one size ──► boxes and scores ──► objects
+inputs: an image and labels ──► groups with equal labels and equal image sizes ──► boxes and scores ──► objects
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# images in one pass; a CPU is not faster with more than one image (bench/images.py)
+# images in one pass, by type of device; a CPU is not faster with more than one image (bench/images.py)
 _IMAGES_PER_PASS = {"cpu": 1}
 _IMAGES_PER_PASS_ELSEWHERE = 8
 
 
 class _DetectorKind(Protocol):
-    """Kind of detector.
+    """Model class of a detector: it reads the labels and runs the forward passes.
 
-    `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for a
-    prompt, or for one label if the kind reads each label separately. `recipe`: preparation of the pixels that `detect`
-    needs.
+    `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for
+    the tokens of all labels, or of one label if the class reads each label separately. `recipe`: preparation of the
+    pixels that `detect` needs.
     """
 
     thresholds: ClassVar[Mapping[str, float]]
@@ -48,16 +48,16 @@ class _DetectorKind(Protocol):
     recipe: Recipe
 
     def prompt(self, labels: Sequence[str]) -> Any:
-        """Return the prompt of the labels. Raises InvalidInput for labels that cannot be used."""
+        """Return the labels in the form that `detect` reads. Raises InvalidInput for labels that cannot be used."""
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error of an image that the model cannot read; None if the model can read it."""
+        """Return an error if the model cannot read the image, else None."""
 
     def detect(self, images: Sequence[Shown], prompt: Any) -> Sight:
-        """Detect objects in images whose pixels have one size."""
+        """Detect objects in images of one size."""
 
     def frame(self, image: Shown) -> ImageFrame:
-        """Return the frame to which the boxes of an image refer."""
+        """Return the sizes that convert the boxes of an image from fractions to pixels."""
 
 
 _KINDS: Mapping[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
@@ -68,20 +68,20 @@ class Detector:
     """Loaded detector. `extract` may run on several threads at once.
 
     A result is `{"objects": [{label, score, bbox}]}`, best first. The label is the text of the client, unchanged; bbox
-    is x, y, width and height in pixels of the submitted image, upright. The result is an InvalidInput if the input does
-    not have exactly one image, or if the labels cannot be used; it is an InferenceFailed if scores or boxes are not
-    finite.
+    is x, y, width and height in pixels of the submitted image, upright. Instead of a result, an input gets an
+    InvalidInput if the input does not have exactly one image, or if the labels cannot be used. It gets an
+    InferenceFailed if scores or boxes are not finite.
 
     The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
-    DINO), or for one label, which is cut there (OWLv2).
+    DINO), or for one label (OWLv2, which truncates a longer label).
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -92,7 +92,8 @@ class Detector:
         if entry.max_tokens > self._kind.max_tokens:
             raise load_failed(
                 "INCOMPATIBLE",
-                f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads {self._kind.max_tokens} of its labels",
+                f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads at most "
+                f"{self._kind.max_tokens} tokens of labels",
             )
         self._most = _IMAGES_PER_PASS.get(compute.device.type, _IMAGES_PER_PASS_ELSEWHERE)
         self.rows = {"extract": Rows("raw", images=self._kind.recipe)}
@@ -105,7 +106,9 @@ class Detector:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], images: Sequence[Sequence[Shown]]
     ) -> list[Result]:
-        """Return the objects in the image of each input, or an error instead. Texts are not read."""
+        """Return the objects in the image of each input, or an error for an input that cannot be used. The texts of the
+        inputs are not read.
+        """
         with torch.inference_mode():
             return by_options(images, options, self._detect)
 
@@ -137,25 +140,29 @@ class Detector:
                 results[number] = (
                     {"objects": objects(boxes, scores, labels, options.labels, self._kind.frame(image), least)}
                     if is_finite
-                    else InferenceFailed("the model's scores or boxes are not finite", reason="non_finite")
+                    else InferenceFailed(
+                        "the model returned scores or boxes that are NaN or infinite", reason="non_finite"
+                    )
                 )
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """Return the lowest score that an object may have: the highest of the thresholds, since a lower score fails at
-        least one of them. Raises InvalidInput for a threshold that the model does not have.
+        """Return the lowest score that an object may have. It is the highest of the model's thresholds, because an
+        object must reach all of them. Raises InvalidInput for a threshold that the model does not have.
         """
         own = self._kind.thresholds
         for name in _THRESHOLDS:
             if name in options.parameters and name not in own:
                 listed = " and ".join(own)
-                raise InvalidInput(f"{name}: the model has {listed}", reason="unknown_option", param=name)
+                raise InvalidInput(
+                    f"{name}: the model does not have this option, it has {listed}", reason="unknown_option", param=name
+                )
         if options.threshold is not None:
             return options.threshold
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
 
     def _passes(self, usable: Mapping[int, Shown]) -> Iterator[list[int]]:
-        """Yield the passes: each is a list of indices of images whose pixels have one size."""
+        """Yield the images of each pass, as indices. The images of a pass have the same size."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, image in usable.items():
             alike.setdefault(image.pixels.shape, []).append(number)

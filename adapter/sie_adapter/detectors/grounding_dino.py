@@ -2,10 +2,10 @@
 
     labels ──► lower case, no full stops ──► "a cat. a dog." ──► ids, and the tokens of each label ──┐
                                                                                                    ├──► the model
-    uint8 pixels ──► normalised ──► backbone, images of equal size together ──► maps of features ────┘
-    ──► boxes, the best token of each label
+    uint8 pixels ──► normalised ──► backbone, images of equal size together ──► feature maps ────────┘
+    ──► boxes, and for each label its best token
 
-A pass never has images of different sizes: the padding of the smaller image would change the boxes of both.
+The images of a pass have the same size: padding of a smaller image would change the boxes of all images.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# The model itself separates the labels of a prompt at these ids (transformers, SPECIAL_TOKENS).
+# Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# The configuration declares an encoder-decoder, which affects only generation.
-# Custom kernels would be downloaded from the hub.
+# Changes to the model's configuration. It declares an encoder-decoder, which affects only generation. It allows custom
+# kernels, which transformers would download from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-# number of positions in a feature map of the narrow encoder whose cost equals one token of a text
+# divisor: a pass takes about as long for 4 positions of an image's feature maps as for one token of a text encoder
 _PLACES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class _LabelPrompt:
-    """Prompt of labels. `ids`: [1, tokens]. `tokens`: the indices of the tokens of each label."""
+    """Prompt with all labels of a request. `ids`: [1, tokens]. `tokens`: the indices of the tokens of each label."""
 
     ids: Tensor
     tokens: Sequence[Tensor]
 
 
 class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Replacement of the model's image backbone. It returns feature maps that were computed before, for the pass of the
-    calling thread.
+    """Replacement of the model's image backbone. It returns feature maps that were computed before, because the maps of
+    an image may be in the cache. Each thread sets the maps of its own pass.
     """
 
     def __init__(self, own: Any) -> None:
@@ -76,13 +76,16 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
             del self._given.maps
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True) -> BackboneOutput:
-        """Return the maps, [images, width, rows, columns] each. The pixels are ignored."""
+        """Return the feature maps that `giving` set, [images, width, rows, columns] each. The pixels are not read
+        again.
+        """
         return BackboneOutput(feature_maps=tuple(self._given.maps))
 
 
 class GroundingDino:
-    """A `detector._DetectorKind` that computes in float32, whatever precision the entry requests. Where text and image
-    are combined, scores are clamped at 50,000, near the largest float16, and the model's sampling points are float32.
+    """A `detector._DetectorKind` that computes in float32, whatever precision the entry requests, because two parts of
+    the model do so: where text and image are combined, scores are clamped at 50,000, near the largest float16, and the
+    sampling points are float32.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"box_threshold": 0.25, "text_threshold": 0.25}
@@ -124,15 +127,15 @@ class GroundingDino:
         )
 
     def prompt(self, labels: Sequence[str]) -> _LabelPrompt:
-        """Return the prompt of the labels. Raises InvalidInput, reason labels."""
+        """Return one prompt with all labels, and the tokens of each label in it. Raises InvalidInput, reason labels."""
         cleaned = [" ".join(label.lower().translate(_SPACES).split()) for label in labels]
         if not cleaned:
             raise labels_refused("expected at least one")
         if not all(cleaned):
-            raise labels_refused("one of them has nothing beside full stops and question marks")
+            raise labels_refused("one of them has only full stops and question marks")
         encoding = self.tokenizer.encode(". ".join(cleaned) + ".")
         if len(encoding.ids) > self._limit:
-            raise labels_refused(f"they take {len(encoding.ids)} tokens, the model takes {self._limit}")
+            raise labels_refused(f"they have {len(encoding.ids)} tokens, the model reads at most {self._limit}")
         ids = np.array(encoding.ids, np.int64)
         lengths = np.array([len(label) for label in cleaned])
         starts = np.cumsum(lengths + 2) - lengths - 2
@@ -143,14 +146,14 @@ class GroundingDino:
             raise labels_refused("one of them holds a token that the model reserves")
         tokens = [np.flatnonzero(is_label & (owners == number)) for number in range(len(cleaned))]
         if not all(map(len, tokens)):
-            raise labels_refused("one of them has no token")
+            raise labels_refused("one of them is empty after tokenisation")
         return _LabelPrompt(
             to_device(ids[None], self._device), [to_device(numbers, self._device) for numbers in tokens]
         )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return the error for a narrow image, whose feature maps have fewer positions than the model needs for its
-        candidates; None for other images.
+        """Return an error for an image that is too narrow: its feature maps have fewer positions than the model needs
+        for its candidates. Return None for other images.
         """
         height, width, _ = image.pixels.shape
         places = _places(height, width, self._strides)
@@ -163,7 +166,7 @@ class GroundingDino:
         )
 
     def detect(self, images: Sequence[Shown], prompt: _LabelPrompt) -> Sight:
-        """Detect objects in images whose pixels have one size. Call it under inference mode."""
+        """Detect objects in images of one size. Call it under inference mode."""
         maps = [torch.stack(level) for level in zip(*self._outputs.for_images(images, self._read), strict=True)]
         ids = prompt.ids.expand(len(images), -1)
         height, width, _ = images[0].pixels.shape
@@ -179,7 +182,7 @@ class GroundingDino:
         return Sight(output.pred_boxes.float(), scores)
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """Return the maps of features of each image, [width, rows, columns] each."""
+        """Return the feature maps of each image, [width, rows, columns] each."""
         levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
         output = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
         return list(zip(*output.feature_maps, strict=True))
@@ -189,7 +192,9 @@ class GroundingDino:
 
 
 def _foreign(tokenizer: Tokenizer) -> str:
-    """Return the reason why the tokenizer does not belong to the model; an empty string if no difference is found."""
+    """Return the reason why the tokenizer in the folder cannot belong to this model; an empty string if none is
+    found.
+    """
     wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
     listed = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
     return f"its tokenizer has other ids for the separators of labels, the model expects {listed}" if wrong else ""

@@ -4,7 +4,8 @@
                                                                    ├──► score of each label at each patch, a box
     uint8 pixels ──► blurred, square, normalised ──► image tower ──┘
 
-The image is padded at the bottom or the right to a square before it is scaled, so boxes are parts of the longer edge.
+The image is padded at the bottom or the right to a square before it is scaled, so boxes are fractions of the longer
+edge.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27
 # A larger image is scaled down before it is sent to the adapter, which changes the model's pixels slightly
 # (tests/parity/test_detector.py has the figures).
 _OVERSAMPLED = 3
-_TRUNCATED_AT = 4.0  # radius of the blur, in standard deviations
+_TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standard deviations
 _KEPT_LABELS = 4096
 _LABELS_PER_PASS = 64
 
 
 class Owlv2:
-    """A `detector._DetectorKind` with towers in the precision of `compute`. The heads after them are float32: in 16
-    bits a box would be misplaced by several pixels.
+    """A `detector._DetectorKind` whose text and image encoders run in the precision of `compute`. The layers after
+    them, which compute scores and boxes, run in float32: in 16 bits a box would be misplaced by several pixels.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"score_threshold": 0.1}
@@ -84,8 +85,8 @@ class Owlv2:
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
     def prompt(self, labels: Sequence[str]) -> Tensor:
-        """Return the vector of each label, float32 [labels, width]. Call it under inference mode. Raises InvalidInput,
-        reason labels.
+        """Return the vector of each label, float32 [labels, width], in the order of the labels. Call it under inference
+        mode. Raises InvalidInput, reason labels.
         """
         if not labels:
             raise labels_refused("expected at least one")
@@ -104,8 +105,8 @@ class Owlv2:
         return torch.stack([cached[label] for label in labels])
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
-        """Return the vectors [labels, width]. A label's vector is the state of its end token; a label that is cut keeps
-        this token.
+        """Return the vectors of labels, [labels, width]. A label's vector is the state of its end token. A label that
+        is truncated keeps its end token.
         """
         encodings = self._words.encode_batch(list(labels))
         ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
@@ -124,14 +125,15 @@ class Owlv2:
         return Sight(self._model.box_predictor(patches, grid), logits.sigmoid())
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """Return the patches of each image, [rows, columns, width]."""
+        """Return the states of the patches of each image, [rows, columns, width]."""
         squares = torch.stack([self._square(image) for image in images])
         grid, _ = self._model.image_embedder(((squares - self._mean) / self._std).to(self._dtype))
         return [(row,) for row in grid]
 
     def _square(self, image: Shown) -> Tensor:
         """Return the image in the scale of the model's image processor, float32 [3, side, side], not yet normalised.
-        The padding is black, so it adds nothing to the sums.
+        The image is not padded here: a pixel of the padding is black (0), so it adds nothing to a weighted sum of
+        pixels.
         """
         height, width, _ = image.pixels.shape
         sampling = _sampling(self._side, max(height, width), max(image.height, image.width))
@@ -145,10 +147,10 @@ class Owlv2:
 
 
 def _sampling(side: int, size: int, submitted: int) -> Float32:
-    """Return the weights of `size` pixels in each of `side` pixels of a row, float32 [side, size].
+    """Return the matrix that resamples a row of `size` pixels to `side` pixels, float32 [side, size].
 
-    The weights combine the blur for scaling `submitted` pixels down to `side` with linear interpolation. Beyond its
-    edge the image is mirrored.
+    It combines linear interpolation with the blur for scaling `submitted` pixels down to `side`. Beyond its edge the
+    image is mirrored.
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """
@@ -161,7 +163,7 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
     behind = (places - first)[:, None]
     parts = np.pad(blur, (0, 1)) * (1 - behind) + np.pad(blur, (1, 0)) * behind
     read = first[:, None].astype(np.int64) + np.arange(-radius, radius + 2)
-    last = size - 1  # mirrored edges: d c b | a b c d | c b a
+    last = size - 1  # indices of pixels beyond the edges of the image a b c d are mirrored: d c b | a b c d | c b a
     read = last - np.abs(last - read % (2 * last)) if last else np.zeros_like(read)
     matrix = np.zeros((side, size))
     np.add.at(matrix, (np.arange(side)[:, None], read), parts)
@@ -169,7 +171,7 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
 
 
 def _cutting(tokenizer: Any, limit: int) -> Any:
-    """Return a copy of the tokenizer that truncates a label to `limit` tokens with its end token, and pads shorter
+    """Return a copy of the tokenizer that truncates a label to `limit` tokens, its end token included, and pads shorter
     labels.
     """
     words = type(tokenizer).from_str(tokenizer.to_str())
@@ -179,8 +181,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
-    """Return the factor of a level, and the mean and deviation of each channel. Raises ModelLoadFailed for a processor
-    that this module does not reproduce.
+    """Return the factor that scales a uint8 value of a pixel, and the mean and standard deviation of each channel.
+    Raises ModelLoadFailed for a processor that this module does not reproduce.
     """
     config = read_processor(folder, "image_processor")
     if not config:

@@ -3,7 +3,8 @@ model.
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
-A document may take a minute of a core but does not use the device, so a batch of documents occupies no lane.
+A document may need a core for a minute, but it does not need the device, so a batch of documents does not occupy a
+device thread.
 
 This module does not import the package; only the parser processes do.
 """
@@ -31,12 +32,12 @@ from sie_contracts.wire.ipc import Rows
 
 
 class DoclingModel:
-    """Parser processes of one model, one for each core. Several threads may run the calls that `reading` returns at the
-    same time.
+    """Parser processes of one model, one for each core. Several threads may use the objects that `reading` returns at
+    the same time.
 
-    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. The result is an InvalidInput if the
-    input has no document, or if the document is refused (reason invalid_media; the message begins with the cause).
-    Texts are not read.
+    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. Instead of a result, an input gets
+    an InvalidInput if the input has no document, or if the document is refused (reason invalid_media; the message
+    begins with the cause). Texts are not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -46,7 +47,7 @@ class DoclingModel:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Start the first parser process. Raises ModelLoadFailed."""
         self.max_tokens = entry.max_tokens
-        # texts are not read, so the tokenizer makes one token of any text
+        # the model reads no texts, so its tokenizer makes one token of any text
         self.tokenizer: bytes = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()  # noqa: S106
         try:
             self._parsers = Parsers(usable_cores())
@@ -60,12 +61,14 @@ class DoclingModel:
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return a call for one batch. `is_gone` returns True when the client of the batch has disconnected."""
+        """Return an object that parses the documents of one batch. `is_gone` returns True when the client of the batch
+        has disconnected.
+        """
         return DoclingCall(self._parsers, is_gone)
 
 
 class DoclingCall:
-    """Call of the parser processes for one batch."""
+    """Parsing of the documents of one batch."""
 
     rows = DoclingModel.rows
 
@@ -76,8 +79,8 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
-        """Return the content of each document, or the error of an unusable one. Raises InternalFailure, reason
-        cancelled.
+        """Return the content of each document, or an error for a document that cannot be parsed. Raises
+        InternalFailure, reason cancelled, if the client has disconnected.
         """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [
@@ -94,7 +97,11 @@ def _refusal(document: DocumentFile | None, options: ExtractOptions) -> InvalidI
         message = "document: the model reads a document, and the input has none"
         return InvalidInput(message, reason="unsupported_modality", param="document")
     if options.parameters.get("ocr"):
-        return InvalidInput("ocr: the model reads only the text that a file has", reason="unknown_option", param="ocr")
+        return InvalidInput(
+            "ocr: not supported: the model reads only the text that a file contains, not text in images",
+            reason="unknown_option",
+            param="ocr",
+        )
     return None
 
 

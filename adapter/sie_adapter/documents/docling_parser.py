@@ -1,5 +1,5 @@
-"""Parsing of documents by docling, without a model. Only parser processes import this module, since docling reads files
-of clients with code in C and C++.
+"""Parsing of documents by docling, without a model. Only parser processes import this module: docling's code in C and
+C++ reads files of clients, and a crash of it must not end the adapter.
 
     format by content ──► docling's backend for the format ──► DoclingDocument ──► text, Markdown, tree
 
@@ -37,10 +37,10 @@ _READ = (ConversionStatus.SUCCESS, ConversionStatus.PARTIAL_SUCCESS)
 
 
 class DoclingParser:
-    """Converter for one thread. It never fetches a linked resource."""
+    """Parser of documents, for use by one thread. It never fetches a resource that a document links to."""
 
     def __init__(self) -> None:
-        """Create the converter. Raises ImportError without docling."""
+        """Create docling's converter. Raises ImportError without docling."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),
@@ -48,7 +48,9 @@ class DoclingParser:
         )
 
     def parse(self, job: ParseJob) -> Parsed:
-        """Parse one document. Raises InvalidInput, reason invalid_media; its message begins with the cause."""
+        """Return the content of one document. Raises InvalidInput, reason invalid_media, for a document that cannot be
+        parsed; its message begins with the cause.
+        """
         kind = format_of(job.document)
         try:
             return self._parsed(job, kind)
@@ -56,7 +58,7 @@ class DoclingParser:
             raise
         except MemoryError as error:
             raise fault("too_large", "parsing the document takes more memory than its process has") from error
-        except Exception as error:  # a damaged file can make a parser raise any exception
+        except Exception as error:  # docling reads untrusted files: a damaged file can make it raise any exception
             raise fault("undecodable", f"the {kind} document is damaged or encrypted") from error
 
     def _parsed(self, job: ParseJob, kind: str) -> Parsed:
@@ -67,7 +69,7 @@ class DoclingParser:
         pages = result.input.page_count
         if pages > MAX_PAGES:
             raise fault("too_large", f"the document has {pages} pages, at most {MAX_PAGES} are read")
-        if result.status not in _READ:  # the messages of docling are dropped: they contain paths and digests
+        if result.status not in _READ:  # docling's messages are not passed on, because they contain paths and digests
             raise fault("undecodable", f"the {kind} document is damaged or encrypted")
         document = result.document
         return Parsed(

@@ -1,5 +1,5 @@
-"""Format of a document: read from its content, or, for text, named by the client. Only the standard library is
-imported: this module runs in the parser processes, before other code reads the file.
+"""Format of a document. It is read from the content of the document; for a text, the client names it. Only the standard
+library is imported, because this module runs in the parser processes before other code reads the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 
 FORMATS = ("pdf", "docx", "pptx", "xlsx", "odt", "ods", "odp", "html", "md", "csv")
-MAX_UNPACKED_BYTES = 512 << 20  # bytes of an unpacked archive, computed from the sizes in its directory
+# limit for the bytes of an archive after unpacking, computed from the sizes in its directory
+MAX_UNPACKED_BYTES = 512 << 20
 MAX_MEMBERS = 10_000
 _TEXTS = {
     "html": "html",
@@ -59,7 +60,7 @@ def format_of(document: DocumentFile) -> str:
             "undecodable", f"the document is said to be {_named(format_name)}, its content is not; supported: {_READ}"
         )
     text_format = _TEXTS.get(format_name, "md")
-    if text_format != "html" and not _is_text(data):  # the encoding is declared inside an HTML page
+    if text_format != "html" and not _is_text(data):  # HTML need not be UTF-8: a page may declare another encoding
         raise fault("undecodable", f"the content has no supported format and is not UTF-8 text, supported: {_READ}")
     return text_format
 
@@ -79,7 +80,9 @@ def _is_text(data: bytes) -> bool:
 
 
 def _of_archive(data: bytes) -> str:
-    """Return the format of an archive, from its directory and its member `mimetype`. Other members are not unpacked."""
+    """Return the format of a zip archive, by the names in its directory and its member `mimetype`. Other members are
+    not unpacked.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {member.filename: member for member in archive.infolist()}

@@ -1,4 +1,6 @@
-"""Messages between an adapter and its parser processes: one `ParseJob`, then one answer, at a time."""
+"""Messages between an adapter and its parser processes. A process receives one `ParseJob`, and answers it before it
+receives the next.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter has ended ──► end
 
-The process holds no secrets: the adapter starts it without its own environment. It ends when the adapter ends, for any
-reason.
+The process has no secrets, because the adapter starts it without the adapter's environment variables. It ends when the
+adapter ends, for any reason.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sie_runtime import confined
 
 class _Parser(Protocol):
     def parse(self, job: ParseJob) -> Parsed:
-        """Parse one document. Raises InvalidInput."""
+        """Return the content of one document. Raises InvalidInput for a document that cannot be parsed."""
 
 
 def main() -> None:
     def docling() -> _Parser:
-        # the import takes seconds, and runs within the limits of the process
+        # the import is inside the function, so that it runs after the limits of the process are set; it takes seconds
         from sie_adapter.documents.docling_parser import DoclingParser
 
         return DoclingParser()
@@ -47,7 +47,7 @@ def serve(make: Callable[[], _Parser]) -> None:
     confined.limit(memory_bytes)
     confined.die_with(parent)
     parser = make()
-    # these exceptions mean that the adapter has ended
+    # the socket raises these exceptions when the adapter has ended
     with socket.socket(fileno=0) as adapter, contextlib.suppress(EOFError, FrameError, OSError):
         _send(adapter, parser_frames.frame(Hello(os.getpid())))
         confined.silence()

@@ -1,11 +1,11 @@
-"""Pool of parser processes. They start with the load of their model, and end with it.
+"""Pool of the processes that parse documents for a model. They start when the model is loaded, and end with it.
 
     extract (any thread) ──► a thread of the pool ──► its process ──► Parsed, or the reason why the document is unusable
                                    ├── the process died or took too long: the document fails, a new process starts
                                    └── no client waits any more: the process is killed, a new one starts
 
-Parsers run in separate processes, since they are native code that reads files of clients, and Python cannot stop native
-code at a time limit. A crash fails only one document. Each thread of the pool has its own process.
+Documents are parsed in separate processes, because the parsers are native code that reads files of clients: a crash
+then fails only one document, and a process can be killed at a time limit. Each thread of the pool has its own process.
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
 
-DEADLINE_S = 60.0  # seconds for one document, from the moment when a process receives it
-MEMORY_BYTES = 4 << 30  # bytes of address space of a process
-KEPT_BYTES = 1 << 30  # bytes of resident memory between two documents; a process with more memory is replaced
-START_S = 120.0  # seconds for the start of a process; its imports take seconds, more on a busy machine
-LOOK_S = 0.2  # seconds between two calls of `is_gone`
-_DIED_S = 1.0  # seconds that a process may need to end after its socket was closed
+DEADLINE_S = 60.0  # limit for the seconds of one document, from the moment when a process receives it
+MEMORY_BYTES = 4 << 30  # limit for the bytes of address space of a parser process
+# limit for the bytes of resident memory between two documents; a process with more memory is replaced
+KEPT_BYTES = 1 << 30
+START_S = 120.0  # limit for the seconds of the start of a process; its imports take seconds, more on a busy machine
+LOOK_S = 0.2  # seconds between two checks whether the client has disconnected (`is_gone`)
+_DIED_S = 1.0  # limit for the seconds in which a process must end after its socket was closed
 _logger = logging.getLogger("sie.adapter.documents")
 
 
 class ParserNotStarted(Exception):
-    """Error of a parser process that could not start: the system refused it, memory was short, or its
+    """Error of a parser process that could not start: the system refused to start it, it had too little memory, or its
     imports failed.
     """
 
 
 class Parsers:
-    """Pool of at most `most` processes. A new process starts if no process is free for a document. Thread-safe.
+    """Pool of at most `most` parser processes. A new process starts if all processes are busy when a document arrives.
+    Thread-safe.
 
-    `module`: the module that the processes run, with the interpreter of this process. It uses the protocol of
+    `module`: the Python module that a process runs, with the interpreter of this process. It answers by the protocol of
     `parser_frames`.
     """
 
@@ -67,7 +69,8 @@ class Parsers:
         """Start the first process. Raises ParserNotStarted if it fails."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        self._processes: dict[int, _ParserProcess] = {}  # id of a thread of the pool -> its process
+        # id of a thread of the pool -> parser process that this thread uses
+        self._processes: dict[int, _ParserProcess] = {}
         # A process ends with the thread that started it (`confined.die_with`), so only the threads of the pool start
         # processes.
         self._threads = ThreadPoolExecutor(most, "parser")
@@ -102,7 +105,7 @@ class Parsers:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End all processes, also processes that are parsing."""
+        """Kill all processes, even if they are parsing."""
         for process in list(self._processes.values()):
             process.end()
         self._threads.shutdown(cancel_futures=True)
@@ -115,7 +118,8 @@ class Parsers:
         except ParserNotStarted as error:
             _logger.error("a process that parses documents could not be started: %s", error)
             return ResourceExhausted("no process that parses documents could be started")
-        except Exception as error:  # the error concerns one document; other documents of the call are returned
+        except Exception as error:
+            # one document caused the error, so the other documents of the call still get results
             _logger.exception("parsing a document failed")
             self._dismiss()
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
@@ -154,12 +158,14 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not send the signal: the kernel needed memory, so the file may be valid
+            # SIGKILL was not sent by this pool, so the kernel ended the process for lack of memory, and the file may be
+            # valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
             raise fault("undecodable", "the parser of the document crashed") from error
-        if (held := process.resident_bytes()) > KEPT_BYTES:  # libraries do not free the memory that a document needed
+        # libraries do not free the memory that they needed for a large document
+        if (held := process.resident_bytes()) > KEPT_BYTES:
             _logger.info(
                 "the parsing process %d has %d MiB of memory after a document, so it is replaced",
                 process.pid,
@@ -167,13 +173,13 @@ class Parsers:
             )
             self._dismiss()
         if isinstance(answer, Unusable):
-            _logger.debug("a document is unusable, %s (%s)", answer.cause, answer.raised or "by its content")
+            _logger.debug("a document cannot be parsed, cause %s (%s)", answer.cause, answer.raised or "by its content")
             raise fault(answer.cause, answer.what)
         return answer
 
 
 class _ParseCall:
-    """Documents of one caller, and the processes that parse one of them now."""
+    """One call of `Parsers.parse`: its documents, and the processes that are parsing one of them now."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -182,7 +188,9 @@ class _ParseCall:
 
     @contextlib.contextmanager
     def running(self, process: _ParserProcess) -> Iterator[None]:
-        """Register a process that parses a document of this call. Raises InternalFailure, reason cancelled."""
+        """Register, inside the context, a process that parses a document of this call. Raises InternalFailure, reason
+        cancelled, if the call has ended.
+        """
         with self._lock:
             if self.is_over:
                 raise cancelled()
@@ -190,12 +198,13 @@ class _ParseCall:
         try:
             yield
         finally:
-            # after this block, `end` must not kill the process: it may parse a document of another caller
+            # once the process is no longer in this list, `end` cannot kill it: it may already parse a document of
+            # another caller
             with self._lock:
                 self._processes.discard(process)
 
     def end(self) -> None:
-        """End the call: kill the processes that parse its documents."""
+        """End the call, and kill the processes that parse its documents."""
         with self._lock:
             self.is_over = True
             for process in self._processes:
@@ -203,18 +212,18 @@ class _ParseCall:
 
 
 class _ParserLost(Exception):
-    """Error of a process that ended, or that broke the protocol."""
+    """Error of a parser process that ended while it parsed, or that sent an invalid message."""
 
 
 class _Late(Exception):
-    """Error of a process that took too long and was killed."""
+    """Error of a parser process that exceeded the time limit and was killed."""
 
 
 class _ParserProcess:
-    """Parser process and its socket. Only the thread that created the object calls `run`."""
+    """Parser process and the socket to it. Only the thread that created the object may call `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Start a process with the module paths of this process, and no other part of its environment. Raises
+        """Start a process. Of the environment of this process it gets only the paths of Python modules. Raises
         ParserNotStarted.
         """
         self._number = 0
@@ -230,7 +239,8 @@ class _ParserProcess:
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
-                        # one thread: the pool runs processes in parallel, and threads need address space
+                        # libraries use one thread, because the pool runs several processes, and threads need address
+                        # space
                         "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1",
                     },
@@ -262,7 +272,9 @@ class _ParserProcess:
         return 0
 
     def run(self, document: DocumentFile, deadline_s: float) -> Parsed | Unusable:
-        """Send a document, and return the answer. Raises _ParserLost, _Late."""
+        """Send a document to the process, and return its answer. Raises _ParserLost if the process ended, _Late if it
+        took too long.
+        """
         self._number += 1
         job = ParseJob(self._number, document)
         answer = self._waited(deadline_s, parser_frames.frame(job))
@@ -271,7 +283,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """Send these bytes, and return the answer of the process. The process is killed at the deadline, which ends the
+        """Send these bytes, and return the answer of the process. At the deadline the process is killed, which ends the
         wait.
         """
         timer = threading.Timer(deadline_s, self._expire)
@@ -296,7 +308,7 @@ class _ParserProcess:
         self._process.kill()
 
     def status(self) -> int:
-        """Return the exit status of a lost process; 0 if it had to be killed."""
+        """Return the exit status of a process that was lost; 0 if it still ran and had to be killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_DIED_S)
         self.end()

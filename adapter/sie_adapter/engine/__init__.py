@@ -1,1 +1,1 @@
-"""The engine runs batches of loaded models on one device, with CUDA graphs, timings and spans."""
+"""Engine of the adapter: it runs batches on one device with the loaded models, by torch, OpenVINO or SGLang."""

@@ -1,5 +1,5 @@
-"""Device of this process: it is resolved once, logged and reported. The modules `precision` and `attention_backend`
-choose its precision and its attention.
+"""Device of this process, a GPU or the CPU: it is chosen once, logged and reported. The modules `precision` and
+`attention_backend` choose the precision and the attention of its models.
 
 SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
 """
@@ -33,15 +33,18 @@ from sie_runtime import control_group
 _logger = logging.getLogger("sie.adapter")
 
 _STATUS = Path("/proc/self/status")
-# device files of the drivers of NVIDIA, of NVIDIA under WSL, and of AMD
+# device files of GPU drivers: of NVIDIA, of NVIDIA under WSL, and of AMD
 _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
-# allocations of at least this number of bytes have separate pages; glibc accepts no larger value
+# allocations of at least this number of bytes get pages of their own (mmap); glibc accepts no larger value
 _MAPPED_BYTES = 32 << 20
-# same threshold while weights are loaded or data is limited, so that freed weights leave no holes in the heap
+# threshold instead of _MAPPED_BYTES while weights are loaded, or while RLIMIT_DATA is set: freed weights then leave no
+# holes in the heap
 _APART_BYTES = 1 << 20
-_apart, _apart_lock = 0, threading.Lock()  # number of loads in progress; a capture of a graph holds the lock
-_CLAIM_BYTES = 8 << 20  # several times the bytes that oneDNN allocates for one new shape, which are about 1 MB
+# number of loads in progress, and its lock, which the capture of a CUDA graph holds
+_apart, _apart_lock = 0, threading.Lock()
+# bytes that `claim` adds: several times the memory that oneDNN allocates for one new shape, about 1 MB
+_CLAIM_BYTES = 8 << 20
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
 
 
@@ -108,7 +111,8 @@ def resolve_device(name: str) -> torch.device:
     absent.
     """
     require(name)
-    torch.backends.cudnn.allow_tf32 = False  # TF32 has 10 bits of mantissa, and a float32 model must compute in float32
+    # TF32 is switched off: it has 10 bits of mantissa, and a float32 model must compute in float32
+    torch.backends.cudnn.allow_tf32 = False
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
@@ -126,19 +130,19 @@ def resolve_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Compute:
-    """Settings for the weights and passes of one model on this device.
+    """Settings for the weights and forward passes of one model on this device.
 
-    `requested`: the precision in the model's entry, else the default. `precision_reason`: the reason why `dtype`
-    differs from it, else empty. `outputs`: cached outputs of image towers. `model`: the facts that the rules of engines
-    read. `engine`: the engine that these rules chose. A model that this engine does not support falls back to torch,
-    unless its entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None for
-    the system's folder. `int8`: weights are stored in 8 bits.
+    `requested`: the precision in the model's entry, else the default. `precision_reason`: the reason why `dtype` is
+    another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the model, by
+    which its engine is chosen. `engine`: the chosen engine. If this engine does not support the model, torch replaces
+    it, unless the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None
+    for the system's folder. `int8`: weights are stored in 8 bits.
     """
 
     device: torch.device
     dtype: torch.dtype
     backend: Backend
-    reason: str  # reason why this backend was chosen
+    reason: str  # reason why the attention backend was chosen
     facts: AttentionFacts
     requested: str = ""
     precision_reason: str = ""
@@ -154,8 +158,8 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device; on a CPU, return the array itself as a tensor. The call does not wait for CUDA,
-    which stages pageable memory during the call.
+    """Copy a host array to the device; on a CPU, return the array itself as a tensor. The call returns before a copy to
+    a GPU is complete, since CUDA first copies pageable memory to its own buffer.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
@@ -168,8 +172,8 @@ def label(device: torch.device) -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited to the whole cores of its control
-    group's quota. At least 1.
+    """Return the number of cores that this process may use: the cores of its affinity mask, but at most the whole cores
+    of its control group's quota. At least 1.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = control_group.cores()
@@ -178,7 +182,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of the device that runs the models, in bytes, as used by all processes."""
+    """Used and total memory of the device that runs the models, in bytes. Memory of all processes counts as used."""
 
     used_bytes: int
     total_bytes: int
@@ -189,8 +193,8 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """Return the use of the device's memory after `more_bytes` more bytes. The limit is the lowest of the limits of
-    this process.
+    """Return the used and the total bytes of the device's memory, as if `more_bytes` more bytes were used. If several
+    limits apply to this process, the one with the highest share in use counts.
 
     CUDA: the card, and the fraction of it that this process may use. MPS: the size that Metal recommends. CPU: the
     machine, the container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which can limit one of
@@ -203,7 +207,9 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """Return the bytes of the tightest of these limits."""
+    """Return the bytes of memory that this process may use on the device: the lowest of the limits that `memory`
+    lists.
+    """
     return min(limit.total_bytes for limit in _limits(device))
 
 
@@ -257,7 +263,7 @@ def _nvml_memory(device: torch.device) -> MemoryUse | None:
 
 
 class UtilisationProbe:
-    """Utilisation of a device by all processes. May be called from any thread."""
+    """Probe of how busy a device is with the work of all processes. May be called from any thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -265,8 +271,8 @@ class UtilisationProbe:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """Return the utilisation, %. CUDA: from NVML, if its package is installed. CPU: of the machine's cores, since
-        the last call. None if the utilisation is unknown.
+        """Return how busy the device is, in percent. CUDA: the value of NVML, if its package is installed. CPU: the
+        mean of the machine's cores since the last call. None if it is unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()
@@ -294,7 +300,7 @@ class UtilisationProbe:
 def _cpu_seconds() -> tuple[float, float]:
     """Return the busy seconds and the total seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    # the values `user` and `nice` include these two values
+    # without these two values, because `user` and `nice` already include the time of guests
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
@@ -322,7 +328,8 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # memory that is free in the allocator counts against the limit, but is used again before the limit is reached
+    # VmData includes memory that is freed but still in the allocator; the allocator uses it again before it asks for
+    # more
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
@@ -336,7 +343,7 @@ class _MallInfo2(ctypes.Structure):
 
 def _free_in_allocator() -> int:
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33, or musl
+    if not hasattr(libc, "mallinfo2"):  # glibc before 2.33 and musl do not have this function
         return 0
     libc.mallinfo2.restype = _MallInfo2
     return int(cast(Any, libc.mallinfo2()).fordblks)
@@ -349,7 +356,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
     Allocations of other threads during the call are counted too: the result is an upper bound while other threads use
     the device.
     """
-    # without this call, `run` could use memory that the allocator keeps, which would not be counted
+    # memory that the allocator keeps is returned first: `run` could use it, and it would not be counted
     give_memory_back(device)
     if device.type == "cuda":
         held: int = torch.cuda.memory_allocated(device)
@@ -363,8 +370,8 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the process's high-water mark to its present memory use, see proc_pid_clear_refs(5). Return whether the
-    kernel accepted it.
+    """Set the kernel's record of the largest memory use of this process to the present use, see proc_pid_clear_refs(5).
+    Return whether the kernel accepted it.
     """
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
@@ -379,13 +386,15 @@ def _status_kib(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C allocator keep freed memory, up to 512 MiB in each arena. Otherwise it returns the states of each layer
-    to the kernel.
+    """Let the C allocator keep freed memory, up to 512 MiB in each arena. By default it returns the memory of each
+    layer's states to the kernel.
 
-    Without this setting, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back`
-    still returns all freed memory. Under a limit on data the threshold for separate pages is 1 MiB: holes in the heap
-    count as data, and after some thousand batches no tensor of one item fitted into 150 MiB of holes. The heap then
-    grows by 1 MiB at a time: with 64 MiB a small allocation would fail although there is room for it.
+    With that default, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back`
+    still returns all freed memory.
+
+    Under RLIMIT_DATA, allocations of 1 MiB and more get pages of their own, because holes in the heap count as data:
+    after some thousand batches, no tensor of one item fitted into 150 MiB of holes. The heap then grows by 1 MiB at a
+    time: with steps of 64 MiB, a small allocation would fail although there is room for it.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -399,14 +408,14 @@ def keep_freed_memory() -> None:
 
 
 def _mapped_bytes() -> int:
-    """Return the size in bytes from which an allocation gets separate pages."""
+    """Return the smallest size in bytes for which an allocation gets pages of its own."""
     return _APART_BYTES if _apart or is_limited() else _MAPPED_BYTES
 
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give every allocation of 1 MiB and more separate pages inside the context, on all threads. Then weights that are
-    freed later leave no holes in the heap. A model of other shapes could not use these holes. No graph is captured
+    """Give every allocation of 1 MiB and more pages of its own inside the context, on all threads. Weights that are
+    freed later then leave no holes in the heap, which a model of other shapes could not use. No CUDA graph is captured
     inside the context.
     """
     _count_apart(1)
@@ -427,22 +436,22 @@ def _count_apart(more: int) -> None:
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
     """Yield whether no load is in progress. Until the context ends, no load begins and no memory is returned to the
-    system: both would wait for the whole device, which fails while a graph is captured.
+    system: both synchronise the whole device, which makes the capture of a CUDA graph fail.
     """
     with _apart_lock:
         yield not _apart
 
 
 def is_limited() -> bool:
-    """Return whether this process's data size is limited, so that an allocation may fail."""
+    """Return whether RLIMIT_DATA limits this process, so that an allocation may fail."""
     return _data_limit() is not None
 
 
 def claim(nbytes: int) -> None:
     """Raise the error of torch's allocator unless `nbytes` plus _CLAIM_BYTES can be allocated now. The memory is freed
-    again: another lane may still allocate it.
+    again, so another thread may allocate it before the caller does.
 
-    The check is for oneDNN, which does not check its own small allocations: if one fails for a new shape, the process
+    The check protects oneDNN, which does not check its own small allocations: if one fails for a new shape, the process
     ends.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Threads that run batches on the device. Each runs one job at a time and sends the answer itself, so no other thread
-is involved.
+"""Threads that run batches on the device. Each runs one batch at a time and sends the reply itself, so that no time is
+lost by waking another thread.
 
     submit(Job) ──► queue ──► thread: started, run, answer
 
-The queue is bounded, since it holds at most one job per connection.
+The queue needs no limit: it has at most one job per connection.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch and the callback for its replies. `finished` is set after the last reply. `run`: the function that runs
-    the batch, instead of `execute`. `is_started`: BatchStarted was sent already.
+    """A batch, and `answer`, which sends its replies. `finished` is set after the last reply. `run`: the function that
+    runs the batch, instead of `execute`. `is_started`: the reply BatchStarted was sent already.
     """
 
     message: RunBatch
@@ -50,20 +50,20 @@ def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
 
 
 def is_alone() -> bool:
-    """Return whether the calling thread is the only device thread that runs a batch."""
+    """Return whether no other device thread runs a batch now."""
     owner: DeviceThreads | None = getattr(_thread, "owner", None)
     return owner is not None and owner.busy <= 1
 
 
 class DeviceThreads:
-    """Device threads, `count` of them, that run `execute`. `execute` answers a batch and does not raise. The object
-    owns the threads until `stop`.
+    """`count` threads that run `execute` for queued batches. `execute` returns the reply to a batch and does not raise.
+    The threads run until `stop`.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
         self.listeners: list[
             Callable[[DeviceJob, Reply, int, int], None]
-        ] = []  # functions called for each batch, with begin and end of its run in ns since 1970
+        ] = []  # functions that are called for each answered batch, with begin and end of its run in ns since 1970
         self._execute = execute
         self._torch_threads = torch_threads
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class DeviceThreads:
         self._threads = [self._start(number) for number in range(count)]
 
     def submit(self, job: DeviceJob) -> None:
-        """Queue a job. A device thread answers it, with ShuttingDown once `stop` was called."""
+        """Queue a job. A device thread runs and answers it. After `stop` was called, the answer is ShuttingDown."""
         self._jobs.put(job)
 
     def __len__(self) -> int:
@@ -95,19 +95,20 @@ class DeviceThreads:
         return sum(self._batches)
 
     def busy_s(self) -> float:
-        """Return the age of the oldest batch that runs now, seconds; 0 if no batch runs. Never waits."""
+        """Return the seconds since the oldest batch that is running began; 0 if no batch runs. Never waits."""
         since = [start for start in self._busy_since if start]
         return time.monotonic() - min(since) if since else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish running jobs and refuse waiting ones. Return whether all threads ended in time."""
+        """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
         self._stopping.set()
         for _ in self._threads:
             self._jobs.put(None)
         deadline_s = time.monotonic() + timeout_s
         for number in range(len(self._threads)):
             ended = None
-            while ended is not self._threads[number]:  # an unusable thread starts its successor before it ends
+            # while this loop waits, an unusable thread may start its successor, which must end too
+            while ended is not self._threads[number]:
                 ended = self._threads[number]
                 ended.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -129,11 +130,10 @@ class DeviceThreads:
     def _is_replaced(self, number: int) -> bool:
         try:
             self._threads[number] = self._start(number)
-        except (
-            RuntimeError
-        ) as error:  # no memory for a new stack: this slower thread continues, and tries again after the next batch
+        except RuntimeError as error:
+            # no memory for a new thread's stack: this slower thread continues, and tries again after the next batch
             _logger.warning(
-                "%s continues with a thread on which oneDNN cannot run new shapes: %s",
+                "%s could not be replaced, so it continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,
                 error,
             )
@@ -172,15 +172,15 @@ class DeviceThreads:
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)
-            except Exception:  # a listener must not end the device thread
-                _logger.exception("a listener failed for batch %s", job.message.batch)
+            except Exception:  # an exception of a listener must not end the device thread
+                _logger.exception("a listener of the device threads failed for batch %s", job.message.batch)
 
 
 def _refuse(job: DeviceJob) -> None:
-    """Reply Refused: the sidecar waits for a last reply without a timeout."""
+    """Reply Refused, because the sidecar waits without a timeout for the last reply to a batch."""
     try:
         job.answer(
             Refused(InternalFailure("a device thread of the adapter failed, see its log").info(), job.message.batch)
         )
-    except Exception:  # the sidecar of the connection has died: the thread continues with the next batch
+    except Exception:  # the sidecar that waits for the reply has died: the thread continues with the next batch
         _logger.exception("the reply to batch %s could not be sent", job.message.batch)

@@ -1,5 +1,5 @@
-"""Engine of one process: it connects device, loader, residency and lanes. It has no sockets, since both the server and
-the benchmark use it. `BatchRun` runs one batch, from its bytes to its outcomes.
+"""Engine of one process: it connects device, loader, resident models and device threads. It has no
+sockets, since both the server and the benchmark use it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
@@ -59,8 +59,8 @@ from sie_store.weights.sources import named_loras
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
-# Seconds after which a waiting lane makes the running lane release the interpreter.
-# Python's default of 5 ms slows two lanes by 2 to 4 %.
+# Seconds after which a waiting device thread makes the running one release the interpreter. Python's default of 5 ms
+# slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
 _KEPT_PRODUCTS = "64"
 
@@ -70,8 +70,8 @@ def _end_process() -> None:
 
 
 class WorkerDevices(NamedTuple):
-    """Number of devices of the worker, each with one adapter, and the name of this adapter's device among these
-    devices.
+    """Devices of the worker, each of which has its own adapter process: their number, and the name of this process's
+    device.
     """
 
     number: int
@@ -79,11 +79,11 @@ class WorkerDevices(NamedTuple):
 
 
 class AdapterEngine:
-    """One device with its models and lanes. Owns the lanes until `stop`. Raises SettingError for a device that is
-    absent.
+    """One device with its models and device threads. Owns the device threads until `stop`. Raises SettingError for a
+    device that is absent.
 
-    `on_device_lost` is called from a lane when the device context is lost. The default function ends the process, so
-    that the supervisor restarts it.
+    `on_device_lost` is called from a device thread when the device context is lost. The default function ends the
+    process, so that the supervisor restarts it.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AdapterEngine:
         on_device_lost: Callable[[], None] = _end_process,
         worker_devices: WorkerDevices | None = None,
     ) -> None:
-        """`worker_devices`: the devices of the worker, if there are several."""
+        """Create the engine. `worker_devices`: the devices of the worker, if it has several."""
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
         self._settings = settings
@@ -119,13 +119,13 @@ class AdapterEngine:
         self._preprocessing = threading.BoundedSemaphore(settings.preprocessor_workers)
         self.batch_limits = DeviceLimits.for_machine(settings)
         self._pass_records = PassRecords.for_socket(settings) if self.device.type == "cpu" else None
-        # A second stream of kernels on one GPU only adds contention. On a CPU bench/engine.py measured, with mixed
-        # lengths in bfloat16: two lanes 324 texts/s, two processes 333, one pass on both cores 292. On texts of 8
-        # tokens: 3,623, 3,608 and 2,567.
         self._instrumentation = (
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
         cores = devices.usable_cores()
+        # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU. On a CPU
+        # with two cores, bench/engine.py measured in bfloat16: two threads 324 texts/s, two processes 333, one thread
+        # with both cores 292 for texts of mixed lengths; 3,623, 3,608 and 2,567 texts/s for texts of 8 tokens.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         if self._instrumentation is not None:
@@ -133,17 +133,19 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs and graphs, because memory is short. Return whether an output was dropped."""
+        """Drop cached outputs of towers, and CUDA graphs, because memory is short. Return whether anything was
+        dropped.
+        """
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
-        # the loading thread may run out of memory too
+        # on a new thread, because oneDNN may not run new shapes on a thread that ran out of memory
         with self._ending_if_lost(), classed(resolved.entry), devices.weights_apart():
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
-        """Run one tiny pass, so that the first request does not wait for the warm-up. Return the peak of its
-        activations in bytes. Raises ModelLoadFailed like a load.
+        """Run one tiny pass, so that the first request does not wait for one-time work of the libraries. Return the
+        largest number of bytes that the pass needed in addition to the weights. Raises ModelLoadFailed like a load.
         """
 
         def once() -> None:
@@ -164,15 +166,16 @@ class AdapterEngine:
             raise
 
     def _end_if_lost(self, error: Exception) -> None:
-        """End the process if the device is lost: on a dead context later batches would fail or return wrong results."""
+        """End the process if the CUDA context is lost, because later batches would fail or return wrong results."""
         if is_device_fatal(error):
             _logger.critical("the device is lost, the process ends: %s", error)
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts for a family with its own tokenisation, on the calling thread and off the device lane. At
-        most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a lane then calls to run the batch, or
-        None if the batch needs no preparation. Never raises: an error here occurs again on the lane, which answers it.
+        """Tokenise the texts for a family with its own tokenisation, on the calling thread, which is no device thread.
+        At most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a device thread then calls to run
+        the batch, or None if the batch needs no preparation. Never raises: an error here occurs again on the device
+        thread, which answers it.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -184,13 +187,13 @@ class AdapterEngine:
                     return functools.partial(self.execute, preparation=preparation, permission=permission)
         except SIEError:
             return None
-        except Exception as error:  # noqa: BLE001  model code may raise anything; the lane logs it
+        except Exception as error:  # noqa: BLE001  model code may raise anything; the device thread logs it
             _logger.debug("a batch of %s could not be prepared: %s", message.model, type(error).__name__)
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text outside of the lanes. If so, the caller runs `execute` on its
-        thread.
+        """Return whether the batch generates text. Such a batch runs on no device thread: the caller runs `execute` on
+        a thread of its own.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -225,10 +228,10 @@ class AdapterEngine:
     def _run(
         self, message: RunBatch, make_room: Callable[[], Relief | None], preparation: Any, is_gone: Callable[[], bool]
     ) -> BatchDone | Refused:
-        """Run a batch and return the reply, without relieving memory. Never raises."""
+        """Run a batch and return the reply, without the eviction of models afterwards. Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
-                weights: Any = resident.weights  # implements one of two protocols: TextModel, or VerbModel of `raw`
+                weights: Any = resident.weights  # a TextModel, or a VerbModel of the module `raw`
                 count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
@@ -248,8 +251,8 @@ class AdapterEngine:
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA of a loaded model, on the calling thread. Return the digest of its files. Raises LoraLoadFailed,
-        ModelLoading.
+        """Load a LoRA for a loaded model, on the calling thread. Return the digest of the LoRA's files. Raises
+        LoraLoadFailed, ModelLoading.
         """
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
@@ -298,7 +301,7 @@ class AdapterEngine:
         )
 
     def describe(self) -> ipc.Description:
-        """Return the description of this process and its models."""
+        """Return the message that describes this process: its device, its use of memory, and its models."""
         memory = devices.memory(self.device)
         return ipc.Description(
             protocol=ipc.PROTOCOL,
@@ -319,7 +322,7 @@ class AdapterEngine:
         )
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish running batches and refuse waiting ones. Return whether all ended in time."""
+        """Let running batches end, and refuse waiting ones. Return whether all ended within the time limit."""
         began_s = time.monotonic()
         ended = self.device_threads.stop(timeout_s)
         ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
@@ -328,25 +331,24 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set the state of the whole process: one torch thread per operation, because the lanes already run in
-    parallel; the allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
+    """Set the state of the whole process: one torch thread per operation, because the device threads already
+    run in parallel; the allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # oneDNN, and torch in each thread, cache data for products of each size: by default 1,024 entries of half a
-    # megabyte each (bench/results/memory.md)
+    # smaller caches: oneDNN, and torch in each thread, cache data for products of each size, by default 1,024 entries
+    # of half a megabyte each (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
-    # without these variables, onnxruntime (which gliner imports) and openvino store and send telemetry from their
-    # import on
+    # no telemetry: onnxruntime (which gliner imports) and openvino store and send it from their import on
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 
 class TextModel(Protocol):
-    """A family that runs batches of token ids."""
+    """Model of a family that runs batches of token ids."""
 
     max_tokens: int
     vocabulary: int
@@ -356,15 +358,15 @@ class TextModel(Protocol):
     engine_choice: engines.Choice
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads whose rows `answer` needs."""
+        """Return the names of the heads (output layers) whose results `answer` needs."""
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch in the form that the device gets. `queries` bool [rows] is True for queries and False for
-        documents.
+        """Return the batch after the changes that the model needs before a pass, such as padded queries. `queries` bool
+        [rows] is True for queries and False for documents.
         """
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the output of a head for these ids if it needs no forward pass, else None."""
+        """Return the result of a head for these ids if it needs no forward pass, else None."""
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
 
@@ -378,13 +380,15 @@ class TextModel(Protocol):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input, in order, from the rows of its heads. `places` are the positions of the rows in
-        the batch.
+        """Return one answer per input, in order, from the results of its heads for each row of ids. `places`: the
+        indices of these rows in the batch.
         """
 
 
 class BatchRun:
-    """Forward pass and epilogues of one batch, on the thread that calls `run`, under inference mode."""
+    """Forward passes of one batch, and the computation of its results, on the thread that calls `run`, under inference
+    mode.
+    """
 
     def __init__(
         self,
@@ -397,9 +401,10 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """Prepare the run of a batch. `batch_limits` has the limit of `key`. `make_room` frees memory and returns the
-        remedy, None if there is none. `count_remedy` is called for each remedy. `pass_records` records each pass for
-        the next process.
+        """Prepare the run of a batch. `batch_limits`: the measured limits for the tokens of a pass; `key` selects the
+        limit of this model. `make_room`: called if memory runs out; it frees memory and returns how, or None if nothing
+        can be freed. `count_remedy`: called with each way in which memory was freed. `pass_records`: where each pass is
+        recorded while it runs, so that the next process learns which pass ended this one.
 
         Raises InvalidInput or InternalFailure for a batch that cannot run.
         """
@@ -437,14 +442,15 @@ class BatchRun:
             self._plan(group, count)
 
     def _plan(self, group: Group, count: int) -> None:
-        """Record the heads that run for each row."""
+        """Record for each row of the batch which heads (output layers) must run."""
         self._queries[group.start : group.stop] = group.options.is_query
         if self._layout == "sides" and group.stop > group.start:
             self._queries[group.start] = True
         for head in self._model.heads_for(self._message.operation, group.options):
             if head not in self._model.heads:
                 error = InvalidInput(
-                    f"expected some of the outputs {', '.join(self._model.heads)}", reason="unsupported_output"
+                    f"the model does not have a requested output, it has {', '.join(self._model.heads)}",
+                    reason="unsupported_output",
                 )
                 self._errors.update(dict.fromkeys(range(group.start, group.stop), error))
                 continue
@@ -454,13 +460,14 @@ class BatchRun:
             client_rows = [row for row in self._client_vectors if group.start <= row < group.stop]
             if client_rows and head != "multivector":
                 error = InvalidInput(
-                    f"{head}: vectors were given, which stand for a multivector alone", reason="unsupported_modality"
+                    f"{head}: the input has vectors, which can be used only for the output multivector",
+                    reason="unsupported_modality",
                 )
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Run the batch and return an outcome for every input. Errors of the device are raised, except a lack of
-        memory.
+        """Run the batch, and return a reply with a result or an error for every input. Errors of the device are raised,
+        except a lack of memory.
         """
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
@@ -479,7 +486,8 @@ class BatchRun:
             for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
                 self._rows[head] += rows
         if self._device.type == "cuda":
-            # synchronize only this stream, not the whole device: another thread may be capturing a graph
+            # wait only for this CUDA stream, not for the whole device: a wait for the device would break the capture of
+            # a graph on another thread
             torch.cuda.current_stream(self._device).synchronize()
         forwarded = time.perf_counter()
         results = (result for group in self._message.groups for result in self._answers(group))
@@ -493,7 +501,7 @@ class BatchRun:
         )
 
     def _without_pass(self) -> Int64:
-        """Fill the rows that need no pass. Return the indices of the other rows."""
+        """Compute the results of rows that need no forward pass. Return the indices of the other rows."""
         needing = np.zeros(len(self._items.lengths), bool)
         for row, vectors in self._client_vectors.items():
             if not np.isfinite(vectors).all():
@@ -518,7 +526,9 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items again whose pass ran out of memory, or whose thread can no longer run new shapes."""
+        """Run items again after their pass ran out of memory, or on a new thread if oneDNN cannot run new shapes on
+        this one.
+        """
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()
@@ -534,8 +544,8 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass, with a record on the disk while it runs: if this process dies, the next process reads the
-        record.
+        """Run a pass. While it runs, a record of it is on the disk: if the pass kills this process, the next process
+        reads the record.
         """
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
@@ -552,20 +562,21 @@ class BatchRun:
             self._padding += packed.padding
             if len(hidden) != len(packed.ids):
                 raise InternalFailure(
-                    f"the family gave {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
+                    f"the model returned {len(hidden)} states for {len(packed.ids)} tokens", reason="wrong_length"
                 )
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            for item in sorted(doubtful):  # alone, since a mate's overflow may have caused the value
+            # run the item again, alone: an overflow of another item in the pass may have caused its value
+            for item in sorted(doubtful):
                 self._pass(np.array([item], np.int64))
         elif doubtful:
-            error = InferenceFailed("the model gave values that are not finite", reason="non_finite")
+            error = InferenceFailed("the model returned a value that is NaN or infinite", reason="non_finite")
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Store the rows that the heads compute from a pass. Return the indices of rows with values that are not
-        finite.
+        """Compute the results of the heads for the rows of a pass, and store them. Return the indices of rows with
+        values that are NaN or infinite.
         """
         packed = states.packed
         doubtful: set[int] = set()
@@ -590,8 +601,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a group, with the tokens that ran for each. The tokens of a shared query count for the
-        first input.
+        """Return the results of a work item, each with the number of tokens that ran for it. The tokens of a shared
+        query count for the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -612,7 +623,7 @@ class BatchRun:
         return results
 
     def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a group in which texts have chunks, each with the number of its tokens that ran."""
+        """Return the results of a work item whose texts have chunks, each with the number of tokens that ran for it."""
         units = late.units(group)
         faults = [next((self._errors[row] for row in own if row in self._errors), None) for own, _ in units]
         good = [[row] for (_, rows), fault in zip(units, faults, strict=True) if fault is None for row in rows]
@@ -626,7 +637,9 @@ class BatchRun:
         return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """Return the answers of the inputs. `units` has the rows of each input."""
+        """Return the result of each input of a work item. `shared`: the rows of the batch with a query that all inputs
+        share. `units`: for each input, the rows of the batch that belong to it.
+        """
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
         results: list[ItemResult | SIEError | None] = [None] * len(units)
@@ -651,12 +664,14 @@ class BatchRun:
         except Exception as error:
             if is_device_fatal(error):
                 raise
-            # the options of this group caused the error, so the other groups still get answers
-            _logger.exception("the outputs of a group failed")
-            return [InternalFailure("its outputs could not be made, see the log of the adapter")] * len(units)
+            # the options of this work item caused the error, so the other work items still get answers
+            _logger.exception("the outputs of a work item could not be computed")
+            return [
+                InternalFailure("the outputs of this input could not be computed, see the log of the adapter")
+            ] * len(units)
         for got, expected in counts:
             if got != expected:
-                raise InternalFailure(f"the family gave {got} answers for {expected} inputs", reason="wrong_length")
+                raise InternalFailure(f"the model returned {got} answers for {expected} inputs", reason="wrong_length")
         return [result if result is not None else oom.exhausted() for result in results]
 
 
@@ -668,7 +683,7 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
         return {}
     counts = np.frombuffer(message.given, "<i4")
     rows = np.flatnonzero(counts >= 0)
-    vectors = np.frombuffer(message.vectors, "<f4").copy()  # torch needs a writable array
+    vectors = np.frombuffer(message.vectors, "<f4").copy()  # a copy, because torch needs a writable array
     if (
         len(counts) != len(batch.lengths)
         or batch.lengths[rows].any()
@@ -700,15 +715,15 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # The client did not cause the error: the sidecar refuses ids that the tokenizer does not have, and a load
-            # checks that the tokenizer's ids fit this table.
+            # An internal error, because the client did not cause it: the sidecar refuses ids that the tokenizer does
+            # not have, and a load checks that the tokenizer's ids fit this table.
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
 
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
-    """Run `work` on all the items. Return whether memory sufficed."""
+    """Call `work` with all the items. Return False if memory ran out."""
     # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
     # Inside an `except` block, the traceback would still refer to these tensors.
     try:
@@ -721,8 +736,8 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Split the items into two parts of about equal tokens, each with at least one item. One part has the longer items,
-    the other part the shorter items.
+    """Split the items into two parts with about equal numbers of tokens, each with at least one item. One part has the
+    longer items, the other the shorter ones.
     """
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])

@@ -1,5 +1,5 @@
-"""Choice of the engine that computes the hidden states of a model. The choice is made by rules when the model is
-loaded, and never by a measured time: so a model on the same kind of machine always returns the same bits.
+"""Choice of the engine that computes the hidden states of a model. Rules make the choice when the model is loaded.
+Measured times do not influence it, so a model on the same kind of machine always returns the same bits.
 
 family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
 
@@ -9,9 +9,9 @@ sglang      a server of that package, in a separate process                  dec
                                                                              environment with it is named
 torch       the packed path of `backbone`                                    everything
 
-The measurements behind the rules are in bench/results/engine.md. The rule for sglang has none: an operator chooses
-SGLang by naming its environment. An engine whose states differ from the states of the stock path is not used, even
-if the rules select it (`backbone`).
+The measurements behind the rules are in bench/results/engine.md. The rule for SGLang is based on none: an operator
+chooses SGLang by a setting with the path of its environment. If the states of an engine differ from the states of the
+stock path, the engine is not used, even if the rules select it (`backbone`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sie_contracts.wire.ipc import RunBatch
 @dataclass(frozen=True)
 class EngineFacts:
     """Facts that the rules read. `device`: the type of the device. `reads_text`: the inputs of the model are only ids
-    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: the data size of this
-    process is limited. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang,
+    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: RLIMIT_DATA limits
+    this process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang,
     empty if no setting names one. `int8`: the entry requests weights in 8 bits.
 
     Facts from the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a
@@ -51,14 +51,15 @@ class EngineFacts:
     def for_entry(
         cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool
     ) -> EngineFacts:
-        """Return the facts that are known before the model's files are read."""
+        """Return the facts that are known before the files of the model are read; the others have their defaults."""
         family = FAMILIES.get(entry.family)
         reads_text = family is not None and family.implementation == TEXT_ENCODER
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
-# Bytes of float32 weights up to which a graph is compiled twice.
-# For a larger model, a faster answer to a single request does not justify the memory of the second copy.
+# Largest model whose graph is compiled twice, in bytes of float32 weights: once for all device threads, once for a
+# thread that runs alone, with more threads. For a larger model, a faster answer to a single request does not justify
+# the memory of the second copy.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = EngineFacts("cpu", reads_text=False)
@@ -104,14 +105,15 @@ def _reads_more(facts: EngineFacts) -> str:
 
 
 def is_compiled_twice(weight_bytes: int) -> bool:
-    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a lane that runs
-    alone.
+    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a device thread that
+    runs alone.
     """
     return weight_bytes <= TWICE_BYTES
 
 
 def _bytes_of_graphs(weight_bytes: int) -> int:
-    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes  # torch's weights and the compiled copies
+    # copies of the weights: one of torch, and one for each compiled graph
+    return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes
 
 
 def _openvino(facts: EngineFacts) -> str:
@@ -182,8 +184,8 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """Return the engine of a batch. A LoRA that a request selects runs on torch only. SGLang returns only normalised
-    vectors of the last token, so all other batches run on torch.
+    """Return the engine that runs a batch of a model. A LoRA that a request selects runs on torch only. SGLang returns
+    only normalised vectors of the last token, so batches with other outputs run on torch.
     """
     if batch.lora:
         return TORCH.engine

@@ -1,6 +1,6 @@
 """A text model as a graph that OpenVINO compiles for this CPU: ids of texts of similar length ──► states.
 
-stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, a stream for each lane
+stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, with a stream per thread
 
 The weights have the blocked order that the kernels read, and no part of a pass runs in Python. One text of 8 tokens
 takes little more than half of the time of torch's packed path. A batch runs in groups of texts of similar length
@@ -32,19 +32,24 @@ from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
-# tokens of a group; a larger group is not faster per token, and the memory of a pass grows with it
+# limit for the tokens of a group of texts; a larger group is not faster per token, and the memory of a pass grows with
+# it
 GROUP_TOKENS = 1024
-PASS_TOKENS = 64  # a pass reads all weights, which takes as long as this number of additional tokens
-# (length in tokens, step): lengths up to this length are padded to a multiple of the step
+# cost of the start of a pass, in tokens: the pass reads all weights, which takes as long as this number of additional
+# tokens
+PASS_TOKENS = 64
+# pairs (length in tokens, step): a text of up to this length is padded to a multiple of the step
 _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
-# Shapes whose kernels each lane caches. OpenVINO's default is 5,000, with which memory grows for hours.
-# With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+# Number of shapes whose kernels each device thread caches. OpenVINO's default is 5,000, with which memory grows for
+# hours. With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch on a lane that runs alone: two threads nearly halve the time of one short text.
-# While another lane runs, the batch would wait for the slower of its threads (bench/results/engine.md).
+# Threads for a short batch on a device thread that runs alone: two threads nearly halve the time of one short text.
+# While another device thread runs, the batch would wait for the slower of its two threads (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
-_EXAMPLE_TOKENS = 300  # longer than the local window of ModernBERT, which creates its masks only for longer texts
+# tokens of each example text of the trace: more than the local window of ModernBERT, which creates its masks only for
+# longer texts
+_EXAMPLE_TOKENS = 300
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -54,7 +59,9 @@ class NoGraph(Exception):
 
 
 class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """A model with positional inputs, which a trace requires."""
+    """Wrapper of a model that has only positional arguments, as a trace requires. `names`: the names of these
+    arguments.
+    """
 
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -65,7 +72,7 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker ski
 
 
 class Graph:
-    """States of a model's last layer. Several threads may call `run` at once.
+    """Model compiled to a graph, which computes the states of its last layer. Several threads may call `run` at once.
 
     `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
     """
@@ -89,9 +96,9 @@ class Graph:
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # The graph is mapped from a temporary file.
-            # The runtime keeps the float32 weights in addition to the weights in the order of its kernels.
-            # The operating system can reclaim pages of a file when memory is needed.
+            # The compiled graph is read from a temporary file by mmap, because the runtime keeps the float32 weights in
+            # addition to the weights in the order of its kernels. The operating system can reclaim pages of a file when
+            # memory is needed.
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
@@ -107,7 +114,7 @@ class Graph:
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def places(self, packed: PackedBatch) -> slice:
-        """Return the positions of the tokens whose states `run` returns: all tokens."""
+        """Return the positions of all tokens: `run` computes the states of every token."""
         return slice(None)
 
     def close(self) -> None:
@@ -120,7 +127,7 @@ class Graph:
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
-        """Yield the results of `run`, once for each compiled graph that may run."""
+        """Run the batch on each compiled graph, and yield the states of each, so that the caller can check them all."""
         for compiled in (self._of_lanes, self._alone):
             if compiled is not None:
                 yield self._run(packed, compiled)
@@ -144,9 +151,7 @@ class Graph:
 
 
 class _Compiled:
-    """A graph compiled for `streams` streams, with `threads` threads in total. Up to `streams` threads may call `infer`
-    at once.
-    """
+    """Model that OpenVINO compiled for `streams` concurrent calls of `infer`, with `threads` threads in total."""
 
     def __init__(self, path: Path, options: Mapping[str, Any], streams: int, threads: int) -> None:
         more = {"NUM_STREAMS": streams, "INFERENCE_NUM_THREADS": threads}
@@ -160,14 +165,17 @@ class _Compiled:
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        for place, array in enumerate(inputs):  # this loop runs less Python than a call of `infer` with inputs
+        # inputs are set one by one, because a call of `infer` with inputs runs more Python code
+        for place, array in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
         return cast("NDArray[Any]", request.get_output_tensor(0).data)
 
 
 class RowGroup(NamedTuple):
-    """Sequences from `start` to before `stop` that run together, as `rows` rows of `columns` tokens."""
+    """Sequences that run together: from the index `start` to before `stop`. They are padded to `rows` rows of `columns`
+    tokens.
+    """
 
     start: int
     stop: int
@@ -185,9 +193,10 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     """
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
-    least = [0]  # shortest time of the first n sequences, at index n
-    starts: list[int] = []  # start of the last group of the first n sequences, at index n - 1
-    first = 0  # first sequence that may be in one group with the sequence `stop - 1`
+    least = [0]  # least[n]: shortest total time of the first n sequences
+    # starts[n - 1]: first sequence of the last group, if the first n sequences take the shortest time
+    starts: list[int] = []
+    first = 0  # first sequence that may be in one group with the last sequence so far (stop - 1)
     for stop, width in enumerate(columns, 1):
         while width - own[first] > max_filling:
             first += 1
@@ -210,15 +219,15 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length to which a text is padded. With few different lengths there are few shapes. OpenVINO caches
-    kernels for each shape (bench/results/engine.md).
+    """Return the length to which a text is padded. It is one of few lengths, because OpenVINO caches kernels for each
+    shape (bench/results/engine.md).
     """
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
 
 
 def has_windows(config: PretrainedConfig) -> bool:
-    """Return whether some layers attend only to a window of tokens."""
+    """Return whether in some layers a token attends only to a window of tokens around it."""
     kinds = getattr(config, "layer_types", None) or ()
     return bool(getattr(config, "sliding_window", None)) or any(kind != "full_attention" for kind in kinds)
 
@@ -230,21 +239,20 @@ def most_filling(config: PretrainedConfig) -> int:
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    return max(0, window // 2 - 1)  # some model classes count only half of the window per side, others the whole window
+    # half of the window, because some model classes count the keys on each side, others the keys on both sides
+    return max(0, window // 2 - 1)
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the inputs of this architecture. The model computes positions itself, as on its stock
-    path.
-    """
+    """Return the names of the inputs of this model class. Positions are no input: the model computes them."""
     parameters = inspect.signature(model.forward).parameters
     has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in parameters
     return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))
 
 
 def _runtime() -> Any:
-    # the import of openvino sends a usage event to its vendor, unless openvino_telemetry cannot be imported (see
-    # `prepare_process`)
+    # openvino_telemetry must not be importable, because the import of openvino would send a usage event to its vendor
+    # (see `prepare_process`)
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -253,8 +261,9 @@ def _runtime() -> Any:
 
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for a trace: float32 weights and an empty loss function. The front end builds a wrong graph
-    from 16-bit weights. A trace reads every attribute, and transformers warns of a model without a loss function.
+    """Prepare the model for a trace. Its weights become float32, because the front end builds a wrong graph from 16-bit
+    weights. It gets an empty loss function, because a trace reads every attribute, and transformers warns of a model
+    without a loss function.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
@@ -282,7 +291,8 @@ def compress(graph: Any) -> int:
         if source.get_type_name() != "Constant" or len(source.shape) != 2:
             continue
         weight = source.data
-        axis = 1 if product.get_attributes()["transpose_b"] else 0  # the axis of the inputs
+        # the axis along which the inputs of the layer are counted
+        axis = 1 if product.get_attributes()["transpose_b"] else 0
         scale = np.maximum(np.abs(weight).max(axis, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
         quantized = opset13.constant(np.rint(weight / scale).astype(np.int8))
         whole = opset13.multiply(opset13.convert(quantized, "f32"), opset13.constant(scale))
@@ -303,10 +313,14 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # a trace keeps a map of modules that is global to the process; the filters of warnings are global too
+        # under a lock, because a trace changes a map of modules, and this code the filters of warnings; both are global
+        # to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            warnings.simplefilter("ignore")  # hides warnings of the trace: the trial of the backbone checks the result
-            # no second trace for a comparison: the trial of the backbone checks the result
+            # warnings about a wrong trace are not needed: the backbone compares the states of the graph with those of
+            # the model later
+            warnings.simplefilter("ignore")
+            # no second trace to compare with: the backbone compares the states of the graph with those of the model
+            # later
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))

@@ -1,6 +1,6 @@
 """Records of the last MAX_BATCHES batches and their durations, for tuning, if SIE_INSTRUMENTATION is set.
 
-    lane ran a batch ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
+    a batch ran ──► Instrumentation.ran ──► ring ──► Description ──► `/ws/status` of the worker
 
 The records have sizes and times, and no part of an input.
 """
@@ -24,21 +24,21 @@ MAX_BATCHES = 100
 
 
 class Instrumentation:
-    """Ring of the last batches. Lanes write to it, any thread may read it."""
+    """Buffer with the records of the last batches. Device threads write to it, any thread may read it."""
 
     def __init__(self, used_bytes: Callable[[], int]) -> None:
-        """Create an empty ring. `used_bytes` returns the bytes of the device that are in use now."""
+        """Create an empty buffer. `used_bytes` returns the bytes of the device that are in use now."""
         self._used_bytes = used_bytes
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
 
     def ran(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Record a batch that was answered with `reply`. It was at the device from `began_ns` to `ended_ns`,
-        nanoseconds since 1970.
+        """Record a batch that was answered with `reply`. The device ran it from `began_ns` to `ended_ns`, nanoseconds
+        since 1970.
         """
         message = job.message
-        # malformed batches, which were refused, are recorded too: their bytes need not be a multiple of 4
+        # `lengths` may have any number of bytes, because batches that were refused as malformed are recorded too
         lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)
         due = sum(group.due for group in message.groups)
         done = reply if isinstance(reply, BatchDone) else None

@@ -1,9 +1,9 @@
 """Results of inputs, computed from the rows of the heads with the options of the request. Output options are applied
 here, per work item: they never split a batch.
 
-rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays          encode
-                    ──► one row against the others ──► scores              sides
-                    ──► activation of logits ──► scores, classes           pair, pieces, hypotheses
+    rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
+                        ──► row of the query against rows of documents ──► scores    score of vectors (sides)
+                        ──► activation of logits ──► scores, classes                 pair, pieces, hypotheses
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class ClientVectors:
 
 @dataclass
 class ItemResult:
-    """The result of one input: arrays by the names of `messages.Ok`, a score, or the maps of an extraction."""
+    """The result of one input: either arrays, by their names in `messages.Ok`, or a score, or the maps that an
+    extraction returns.
+    """
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     score: float | None = None
@@ -56,7 +58,7 @@ ItemResults = list[ItemResult | SIEError]
 
 
 def check_groups(groups: tuple[Group, ...], count: int) -> None:
-    """Raise InternalFailure unless the groups cover `count` rows in order."""
+    """Raise InternalFailure unless the groups (work items) cover all `count` rows, in order."""
     ends = [0, *(group.stop for group in groups)]
     starts = [*(group.start for group in groups), count]
     if ends != starts or any(group.start > group.stop for group in groups):
@@ -94,12 +96,12 @@ def batch_reply(
 
 
 def not_finite() -> InferenceFailed:
-    """Return the error for a vector or score that is zero or not finite. Such values must not reach the client."""
-    return InferenceFailed("the model gave a vector that is not finite, or zero", reason="non_finite")
+    """Return the error for a vector or score that is zero, NaN or infinite. Such values must not reach the client."""
+    return InferenceFailed("the model returned a vector that is zero, NaN or infinite", reason="non_finite")
 
 
 def vectors(options: RunOptions, rows: Rows) -> ItemResults:
-    """Return the outputs of each input, in order."""
+    """Return the vectors of each input, in order: the outputs that the options request."""
     count = len(next(iter(rows.values()), ()))
     results: ItemResults = [ItemResult() for _ in range(count)]
     for name in options.outputs:
@@ -116,8 +118,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
-    """Return the vectors shortened and normalised. Vectors of the client stay unchanged unless the request has fewer
-    dimensions.
+    """Return the token vectors that MUVERA reads: shortened to the requested dimensions, and normalised. Vectors of the
+    client stay unchanged unless the request has fewer dimensions.
     """
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
     return [
@@ -131,7 +133,7 @@ def _tensors(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _cut(vectors: Tensor, options: RunOptions, *, keep_scale: bool) -> Tensor:
-    """Return the first `dimensions` of each row, divided by max(norm, 1e-12) unless `keep_scale`."""
+    """Return the first `dimensions` numbers of each vector, divided by max(norm, 1e-12) unless `keep_scale`."""
     if not 0 <= options.dimensions <= vectors.shape[-1]:
         raise InvalidInput(
             f"dimensions: expected at most {vectors.shape[-1]}, got {options.dimensions}", reason="bad_dimensions"
@@ -150,7 +152,7 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 
 
 def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
-    """Add the output `name` to each result: row i of `vectors` belongs to input i."""
+    """Store `vectors` in the results under the output `name`: row i of `vectors` belongs to result i."""
     if dtype == "float32":
         values, scale, offset = vectors.float().cpu().numpy(), None, None
     else:
@@ -167,12 +169,14 @@ def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
 
 
 def _overflows(values: NDArray[Any]) -> bool:
-    """Return whether values overflowed: only float16 has a smaller range than its source."""
+    """Return whether a conversion to float16 overflowed. No other dtype has a smaller range than its source."""
     return values.dtype == np.float16 and not np.isfinite(values).all()
 
 
 def _too_large() -> InvalidInput:
-    return InvalidInput("a value does not fit float16: ask for float32, or normalise", reason="unsupported_dtype")
+    return InvalidInput(
+        "a number of a vector is too large for float16: request float32, or set normalize", reason="unsupported_dtype"
+    )
 
 
 def _add_multivectors(name: str, options: RunOptions, rows: Sequence[Row], results: ItemResults) -> None:
@@ -229,10 +233,12 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
     if is_relevance(options):
         scores = scores.double()
         if "sparse" in weights:
-            scores = scores / (1 + scores.abs())  # a sum of products has no upper bound
+            # a sum of products has no upper bound, so x / (1 + |x|) maps it to -1 to 1
+            scores = scores / (1 + scores.abs())
         elif "multivector" in weights and not per_row:
             scores = scores / max(1, len(query["multivector"]))
-        scores = ((1 + scores) / 2).clamp(0, 1)  # rounding in float32 may raise a cosine above 1
+        # limited to 0..1, because rounding in float32 may raise a cosine above 1
+        scores = ((1 + scores) / 2).clamp(0, 1)
     return _scores(scores)
 
 
@@ -249,7 +255,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # a query without a pass may be on the host
+    ids, weights = (part.to(device) for part in query)  # the row of a query that needed no pass is on the host
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -261,7 +267,7 @@ def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _unit_rows(row: Row) -> Tensor:
-    """Return token vectors in the form that scores compare: normalised, but unchanged if a client sent them."""
+    """Return token vectors, normalised as scores need them. Vectors that a client sent are returned unchanged."""
     return row.vectors if isinstance(row, ClientVectors) else F.normalize(row, dim=1, eps=_EPSILON)
 
 
@@ -269,10 +275,11 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     unit = _unit_rows(query)
     if not len(unit):
         return unit.new_zeros(len(documents))
-    if unit.device.type == "cuda":  # a separate kernel for each document would take longer to start than to run
+    # all documents at once, because a separate kernel for each document would take longer to start than to run
+    if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # one document at a time, since a padded product would need the memory of the longest document for each document
+    # one document at a time: a product over padded documents would need, for each, the memory of the longest document
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -280,8 +287,9 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
-    """Return the same scores as `_late_scores`, with one product. `query`: [rows, width], normalised. Documents are
-    split by offsets, since torch would check lengths on the host.
+    """Return the same scores as `_late_scores`, with one matrix product for all documents. `query`: [rows, width],
+    normalised. The product is split at offsets into documents, because torch's own split would check lengths on the
+    host.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):
@@ -307,7 +315,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
     With `raw_scores` a score is the logit, or with two classes the difference of both logits, as Text Embeddings
     Inference and Infinity return it.
     """
-    stacked = torch.stack(list(logits)).double()  # activations in float32 would turn large logits into ties
+    # float64, because in float32 the scores of different large logits would be equal
+    stacked = torch.stack(list(logits)).double()
     if activation == "softmax":
         stacked = stacked[:, -1:] - stacked[:, :-1].logsumexp(1, keepdim=True)
     is_probability = activation != "identity" or is_relevance(options)
@@ -353,9 +362,10 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no if `difference` or
-    `raw_scores` is set. Of logits [yes] the missing one counts as 0.
+    `raw_scores` is set. If the logits are only [yes], 0 replaces the logit of no.
     """
-    stacked = torch.stack(list(logits)).double()  # float64 for the same reason as in class_scores
+    # float64, because in float32 the scores of different large logits would be equal
+    stacked = torch.stack(list(logits)).double()
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
     return _scores(gaps if is_raw else torch.sigmoid(gaps))

@@ -1,10 +1,11 @@
-"""Chunks of texts from the states of a batch: each is pooled from its own tokens, which may lie in several windows.
+"""Vectors of the chunks of texts ("late chunking"). A chunk is pooled from the states of its own tokens. These may lie
+in several windows; the tokens of a chunk in one window are a segment.
 
     states of a pass ──► those of each segment, side by side ──► heads ──► a part for each segment
     parts of all passes ──► joined by chunk ──► rows after those of the batch ──► results, as of any row
 
-A row of the batch that is a window has no row of a head of its own: the rows of its chunks are numbered after all rows
-of the batch.
+Heads compute no row for a row of the batch that is a window. The rows of its chunks are numbered after all rows of the
+batch.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from sie_adapter.packed.packing import Int64, Items, MalformedBatch, Positions, 
 from sie_contracts.errors import InternalFailure, SIEError
 from sie_contracts.wire.ipc import ChunkedRows, Group
 
-# arrays of a result that have an entry for each chunk
+# names of arrays in a result that have an entry for each chunk
 _LISTS = ("dense", "multivector", "sparse.indices", "sparse.values")
 
 
 class LateChunks:
-    """Segments of the windows of one batch, and the parts that heads compute from these segments. `count`: the number
-    of rows of the batch. Raises MalformedBatch for segments outside of their rows.
+    """Values of the segments of one batch. A segment is the tokens of a chunk that lie in one window of a text; the
+    value that a head computes for a segment is a part of the vector of the chunk.
+
+    `count`: the number of rows of the batch. Raises MalformedBatch for a segment that is not inside its row.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:
         self._count = len(lengths)
         tables: list[Int64] = []
-        self._firsts: dict[int, int] = {}  # number of the first chunk of an input with windows, by its first row
+        # first row of an input with windows -> number of the first chunk of this input
+        self._firsts: dict[int, int] = {}
         chunks = 0
         for group in groups:
             row = group.start
@@ -50,13 +54,13 @@ class LateChunks:
                 raise MalformedBatch("the rows of inputs with chunks do not add up to those of their group")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
-        self.windows = np.zeros(self._count, bool)  # rows that are windows
+        self.windows = np.zeros(self._count, bool)  # bool [rows]: rows of the batch that are windows of a longer text
         self.windows[self._segments[:, 1]] = True
         self.chunks = chunks
 
     def reduce(self, name: str, head: Head, states: States, rows: Int64) -> set[int]:
-        """Compute the parts of the segments of these rows, which are windows of the pass. Return the rows with values
-        that are not finite.
+        """Compute the values of the segments in these rows, which are windows of the pass. Return the rows with values
+        that are NaN or infinite.
         """
         if not isinstance(head, JoiningHead):
             raise InternalFailure(f"the head {name} joins no segments", reason="malformed_batch")
@@ -72,7 +76,7 @@ class LateChunks:
         within = np.arange(len(source)) - np.repeat(packed.bounds[:-1], packed.lengths)
         source = source[np.repeat(items.starts[packed.order], packed.lengths) + within]
         hidden = states.hidden[to_device(source, states.hidden.device)]
-        none = np.zeros(len(numbers), bool)  # chunks are always parts of documents, never of a query
+        none = np.zeros(len(numbers), bool)  # no row is a query, because only documents have chunks
         segments = States(hidden, packed, none, states.pooling, begins[packed.order] > 0)
         reduced = head.parts(segments, np.arange(len(numbers)))
         parts = self._parts.setdefault(name, [None] * len(self._segments))
@@ -82,8 +86,8 @@ class LateChunks:
         return set(owners[bad].tolist())
 
     def joined(self, heads: Mapping[str, Head], pooling: str) -> dict[str, list[Row | None]]:
-        """Return the rows of all chunks, by head; None for a chunk of which a part is missing. `pooling`: the pooling
-        of the batch.
+        """Return the results of all chunks, by head (output layer); None for a chunk of which a segment has no value.
+        `pooling`: the pooling that the batch requests.
         """
         bounds = np.searchsorted(self._segments[:, 0], np.arange(self.chunks + 1))
         lengths = self._segments[:, 3] - self._segments[:, 2]
@@ -103,7 +107,9 @@ class LateChunks:
         return rows
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
-        """Return for each input of a group its rows in the batch, and the rows that have its results."""
+        """Return for each input of a work item the rows of the batch with its texts, and the numbers of the rows with
+        its results.
+        """
         units = []
         row = group.start
         for described in group.chunked:
@@ -137,8 +143,9 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
-    """Return the result of one input from the results of its chunks: the arrays of the chunks one after the other, and
-    the table of the chunks (`messages.Ok`). If chunks have errors, the first error is the error of the input.
+    """Return the result of one input from the results of its chunks: its arrays have the arrays of the chunks one after
+    the other, and a table has the range of each chunk (`messages.Ok`). If chunks have errors, the result is the first
+    error.
     """
     if not described.spans:
         (result,) = results
@@ -160,7 +167,9 @@ def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) 
 
 
 def results_of(group: Group, results: ItemResults) -> ItemResults:
-    """Return the results of the inputs of a group from the results of all chunks of these inputs, in order."""
+    """Return one result for each input of a work item. `results`: the results of the chunks of all these inputs, in
+    order.
+    """
     joined: ItemResults = []
     at = 0
     for described in group.chunked:

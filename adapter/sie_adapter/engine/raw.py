@@ -35,12 +35,12 @@ class VerbModel(Protocol):
     `extract(texts, options)` returns for each text the map that the client gets. Any result may be a typed error
     instead.
 
-    If the `rows` of extract accept images, the call is `extract(texts, options, images)` with a list of `Shown` for
-    each text. For sounds, the third argument has a list of `Heard` for each text. For documents, it has the document of
+    A model that accepts files declares so in its attribute `rows`, and `extract` then has a third argument. For images,
+    it is a list of `Shown` for each text; for sounds, a list of `Heard` for each text; for documents, the document of
     each text, or None.
 
-    A model that tokenises its texts itself may have `prepare(texts, options)`, which runs off the device lane and
-    returns a Preparation. `extract` then gets this Preparation as an argument too.
+    A model that tokenises its texts itself may have `prepare(texts, options)`, which does not run on the device
+    thread and returns a Preparation. `extract` then gets this Preparation as an argument too.
     """
 
 
@@ -120,13 +120,13 @@ def run_raw(
     return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
 
 
-Call = Callable[[Sequence[int]], Sequence[Any]]  # returns results for the texts with these numbers
+Call = Callable[[Sequence[int]], Sequence[Any]]  # a function that returns the results of the texts with these indices
 Fitting = Callable[[Call, int], list[Any]]
 
 
 def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
-    """Return the images, the sounds or the document of each text; None for a model that accepts no files. Raises
-    InternalFailure.
+    """Return the files of each text: its images, its sounds or its document. Return None for a model that accepts no
+    files. Raises InternalFailure for files that do not match the texts.
     """
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):
@@ -153,7 +153,9 @@ def _extracted(
     preparation: Preparation | None,
     files: Sequence[Any] | None,
 ) -> list[ItemResults]:
-    """Run all groups in one call: the model itself batches texts with equal options."""
+    """Call `extract` once for all work items of the batch, because the model itself forms passes of texts with equal
+    options.
+    """
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 
@@ -193,7 +195,7 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
     def score_texts(some: Sequence[int]) -> Sequence[Any]:
         try:
             return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
-        except SIEError as error:  # the options of this group caused the error, so the other groups still run
+        except SIEError as error:  # the options of this work item caused the error, so the other work items still run
             return [error] * len(some)
 
     results = fitting(score_texts, len(texts))
@@ -206,7 +208,7 @@ def _scored(score: float) -> ItemResult | SIEError:
     return (
         ItemResult(score=score)
         if np.isfinite(score)
-        else InferenceFailed("the model gave a score that is not finite", reason="non_finite")
+        else InferenceFailed("the model returned a score that is NaN or infinite", reason="non_finite")
     )
 
 
@@ -224,7 +226,7 @@ def _encoded(results: list[Any], options: RunOptions) -> ItemResults:
                 else [item_results.not_finite()]
             )
         except KeyError as error:
-            encoded.append(InvalidInput(f"the model gave no output {error}", reason="unsupported_output"))
+            encoded.append(InvalidInput(f"the model did not return the output {error}", reason="unsupported_output"))
         except SIEError as error:
             encoded.append(error)
     return encoded

@@ -1,4 +1,4 @@
-"""SGLang server for one model: a separate process on loopback that ends with its model.
+"""SGLang server for one model: a separate process that listens on loopback, and that ends when the model is unloaded.
 
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
                                          └──► it ended, or hangs: a new server replaces it, once for each batch
@@ -37,7 +37,7 @@ from torch import Tensor
 from sie_adapter.packed.packing import Float32, Int64, PackedBatch
 from sie_contracts.errors import InferenceFailed
 
-# architectures for which SGLang returns the state of the last token as the vector
+# model classes for which SGLang's vector of a text is the state of its last token
 ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3Model",
@@ -46,10 +46,11 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MistralModel",
 )
-START_S = 300.0  # seconds: the imports and the weights take minutes on a busy machine
-RUN_S = 120.0  # seconds for one batch; the client of the adapter has its own timeout
+# seconds until a started server must be ready; the imports and the weights take minutes on a busy machine
+START_S = 300.0
+RUN_S = 120.0  # seconds until the server must have answered a batch; then it is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
-_POOL_TOKENS = 16_384  # tokens of keys and values in the server's cache; a text that does not fit waits
+_POOL_TOKENS = 16_384  # size of the server's KV cache in tokens; a text that does not fit waits
 # Environment variables that the process inherits. None of them is secret.
 _KEPT = (
     "PATH",
@@ -62,7 +63,8 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Program that makes the kernel kill the process when the thread that started it ends, also after exec: prctl(2).
+# Python program that starts SGLang, after it has told the kernel to kill the process when the thread that started it
+# ends: prctl(2), also valid after exec.
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -71,11 +73,11 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class SglangNotStarted(Exception):
-    """The server did not become ready. The message is the reason."""
+    """Error of a server that did not become ready. The message has the reason."""
 
 
 class _SglangLost(Exception):
-    """Raised if the server does not answer, or if its answer is not valid."""
+    """Error of a server that does not answer, or whose answer is not valid."""
 
 
 class _SglangVector(msgspec.Struct):
@@ -111,7 +113,8 @@ class Launch:
             "--dtype": str(self.dtype).removeprefix("torch."),
             "--host": "127.0.0.1",
             "--port": str(port),
-            "--context-length": str(self.max_tokens + 1),  # SGLang accepts only texts that are shorter than this length
+            # one more than max_tokens, because SGLang accepts only texts that are shorter than this length
+            "--context-length": str(self.max_tokens + 1),
             "--max-total-tokens": str(max(_POOL_TOKENS, 2 * self.max_tokens)),
             "--log-level": "error",
         }
@@ -120,7 +123,7 @@ class Launch:
         return [self.python, "-m", "sglang.launch_server", *named, *switches, *where]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the process."""
+        """Return the environment variables of the server's process."""
         inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {
             "HF_HUB_OFFLINE": "1",
@@ -132,9 +135,10 @@ class Launch:
 
 
 class SGLang:
-    """States of the last tokens of texts, normalised. Several threads may call `run` at once.
+    """Engine that computes vectors of texts with an SGLang server: the states of their last tokens, normalised. Several
+    threads may call `run` at once.
 
-    `memory_bytes`: bytes of device memory that the server's processes had when they were ready.
+    `memory_bytes`: bytes of device memory that the server's processes used when they were ready.
     """
 
     attention = "sglang"
@@ -144,9 +148,9 @@ class SGLang:
         self._launch = launch
         self._lock = threading.Lock()
         self._width = 0
-        # The process ends with the thread that started it, so this thread must stay alive.
+        # The process ends with the thread that started it, so a thread that stays alive starts it.
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # server in use, in a list so that the finalizer can end it after this object is gone
+        # list of the server in use: the finalizer below can end it after this object is gone
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -158,8 +162,8 @@ class SGLang:
         return self._servers[0].pid
 
     def places(self, packed: PackedBatch) -> Int64:
-        """Return the positions of the tokens whose states `run` computes, [sequences]. The states of all other tokens
-        are zero.
+        """Return the indices of the tokens whose states `run` computes, [sequences]: the last token of each text. The
+        states of all other tokens are zero.
         """
         return packed.bounds[1:].astype(np.int64) - 1
 
@@ -183,7 +187,7 @@ class SGLang:
         try:
             return server.embed(texts)
         except _SglangLost as error:
-            _logger.warning("the SGLang server %d is replaced: %s", server.pid, error)
+            _logger.warning("the SGLang server (process %d) is replaced: %s", server.pid, error)
         try:
             return self._successor(server).embed(texts)
         except SglangNotStarted as error:
@@ -195,7 +199,9 @@ class SGLang:
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """Return the server that replaces `lost`. The first thread that needs it starts it. Raises SglangNotStarted."""
+        """Return the server that replaces the server `lost`. The first thread that calls this starts it; later calls
+        return the same server. Raises SglangNotStarted.
+        """
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -213,7 +219,7 @@ def _end(servers: Sequence[_SglangProcess], thread: ThreadPoolExecutor) -> None:
 
 
 class _SglangProcess:
-    """One server process and its children, all in one session."""
+    """SGLang server process and its children, which are all in one session (setsid)."""
 
     def __init__(self, launch: Launch) -> None:
         """Start the process and wait until it is ready. Call this on a thread that stays alive. Raises
@@ -237,7 +243,7 @@ class _SglangProcess:
             raise SglangNotStarted(str(error)) from error
         self.pid = self._process.pid
         self._is_over = False
-        # the client may be used from several threads; it needs no certificates on loopback
+        # one client for all threads; `verify` is off, because plain HTTP on loopback needs no certificates
         url = f"http://127.0.0.1:{self._port}"
         self._client = httpx.Client(base_url=url, timeout=RUN_S, trust_env=False, verify=False)  # noqa: S501
         try:
@@ -263,7 +269,8 @@ class _SglangProcess:
         body = msgspec.json.encode({"model": "model", "input": texts, "encoding_format": "base64"})
         try:
             answer = self._client.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: another thread has closed the client
+        except (httpx.HTTPError, RuntimeError) as error:
+            # httpx raises RuntimeError if another thread has closed the client
             raise _SglangLost(f"{type(error).__name__} during a batch") from error
         if answer.status_code != 200:
             raise _SglangLost(f"it answered with status {answer.status_code}")
@@ -280,7 +287,9 @@ class _SglangProcess:
         return vectors
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the server's processes on the device that they compute on."""
+        """Return the bytes of memory that the server uses: memory of the GPU, or on a CPU memory of the processes of
+        its session.
+        """
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
         used_bytes = 0
@@ -291,8 +300,8 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill the processes of the session; they have no data that would be lost. This runs only once: later, another
-        process may have the number of the session.
+        """Kill the processes of the session; they have no data that would be lost. A second call does nothing, because
+        the system may have assigned the id of the session to another process.
         """
         if self._is_over:
             return

@@ -1,4 +1,5 @@
-"""Spans of the device: one for the forward pass of a batch, and two stages for each work item in it.
+"""Trace spans of the device: `forward` for the pass of a batch, and `inference` and `postprocess` for each work item in
+the batch.
 
 The spans are recorded after a batch is answered, so that no answer waits for them.
 """
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def ran(tracer: Tracer, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-    """Record the spans of a batch that was at the device from `began_ns` to `ended_ns`, nanoseconds since 1970. A batch
-    without a trace gets no span.
+    """Record the trace spans of a batch that the device ran from `began_ns` to `ended_ns`, nanoseconds since 1970. A
+    batch without a trace gets no span.
     """
     batch = job.message
     if not batch.traceparent:

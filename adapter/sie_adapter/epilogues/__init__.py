@@ -1,1 +1,1 @@
-"""Transformations of the values of an output before the adapter returns them: one file each."""
+"""Conversions of output vectors before the adapter returns them, each in a file: the dtype, and MUVERA encodings."""

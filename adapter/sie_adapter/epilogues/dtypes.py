@@ -56,7 +56,7 @@ def _bits(vectors: Tensor) -> Converted:
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
-    return divisor.where(divisor > 0, 1.0)  # if the divisor is zero, the dividend is zero too
+    return divisor.where(divisor > 0, 1.0)  # 1 replaces a divisor of zero, whose dividend is zero too
 
 
 def _per_row(values: Tensor) -> Array:

@@ -5,8 +5,8 @@ token rows ──► partition of each token, per repetition ──► sum (quer
 [items, width]
 
 Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
-are numbered by Gray code. Items and repetitions are computed in blocks, each block with one call per step, so memory
-does not grow with a batch.
+are numbered by Gray code. The items of a batch, and their repetitions, are computed in blocks of limited size, so that
+memory does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-BLOCK_BYTES = 32 << 20  # bytes of one intermediate result; in float64, twice this number
-# bytes of one intermediate result on a CPU, which fits the cache of the CPU: 16 MiB took 1.4 times as long on an AMD
-# EPYC (bench/muvera.py --block-mib)
+# limit for the bytes of one intermediate result in float32; the same result in float64 has twice as many
+BLOCK_BYTES = 32 << 20
+# the same limit on a CPU, so that the result fits the cache of the CPU: with 16 MiB the computation took 1.4 times as
+# long on an AMD EPYC (bench/muvera.py --block-mib)
 CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
 
@@ -49,15 +50,15 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """Return the bytes per token of the largest intermediate result. It has a row per token for one repetition, or an
-    index per token for each repetition.
+    """Return the bytes per token of the largest intermediate result. This result has either a row of floats per token,
+    for one repetition, or an index per token for each repetition.
     """
     return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of items whose tokens, and whose partitions of one repetition, fit the budget. An item that does not
-    fit is a range alone.
+    """Yield ranges of items. The tokens of a range, and its partitions of one repetition, need at most `budget` bytes.
+    An item that needs more is a range alone.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
     token_bytes = _token_bytes(dim, parameters)
@@ -73,7 +74,9 @@ def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) 
 def _encode_block(
     rows: Sequence[Tensor], parameters: Muvera, matrices: _Matrices, result: Tensor, budget: int, *, is_query: bool
 ) -> None:
-    """Add the encodings of `rows` to `result` [items, width], which is zeros."""
+    """Compute the encodings of the items `rows`, and add them to `result` [items, width], which the caller has set to
+    zeros.
+    """
     device, items, partitions = result.device, len(rows), parameters.partitions
     lengths = torch.tensor([len(item) for item in rows])
     item_of = torch.repeat_interleave(torch.arange(items), lengths).to(device)  # shape [tokens]
@@ -124,10 +127,9 @@ def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: i
 def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
-    """Return the sum or mean per bag, [bags, cell]. A bag is one partition of an item in one repetition.
-
-    `bag_of` [entries]: the bag of each entry. The vector of entry e is row e // `repeats`. The entries of an item are
-    in the order of its tokens.
+    """Return the sum or the mean of the vectors in each bag, [bags, cell]. A bag has the tokens of an item that are in
+    one partition of one repetition. `bag_of` [entries]: the bag of each entry; an entry is a token in one repetition,
+    and its vector is row entry // `repeats`. The entries of an item are in the order of its tokens.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -142,8 +144,9 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return the entry nearest to each bag, int64 [bags]: the entry of its item with the smallest Hamming distance of
-    the bits, the first of equal ones; -1 if the item has no entry.
+    """Return for each bag the nearest entry of its item, int64 [bags]; -1 if the item has no entry. The distance is the
+    Hamming distance between the bits of two partitions: the bag's and the entry's. Of several nearest entries, the
+    first is returned.
 
     A Hamming distance is a sum over bits, so the minimum is found one bit at a time, without a comparison of each token
     with each partition.
@@ -151,21 +154,22 @@ def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) ->
     entries = len(order)
     far = (projections + 1) * entries
     gray = torch.arange(1 << projections, device=order.device)
-    gray = gray ^ (gray >> 1)  # bits of each partition
+    gray = gray ^ (gray >> 1)  # Gray code: the bits of each partition
     first = order[bounds[:-1].clamp_max(entries - 1)].where(counts > 0, far).view(-1, 1 << projections)
     best = torch.empty_like(first)
     best[:, gray] = first
     for bit in range(projections):
         sides = best.view(-1, 2, 1 << bit)
-        best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)  # distance * entries + entry
+        # `best` is distance * entries + entry, so the minimum has the smallest distance, and the first of equal entries
+        best = torch.minimum(sides, sides.flip(1) + entries).view_as(best)
     best = best[:, gray].flatten()
     return (best % entries).where(best < far, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sketch:
-    """Count sketch: input i is added to column `columns[i]` with sign `signs[i]`. `columns` is int64 [inputs], `signs`
-    float32 [inputs].
+    """Count sketch, a random projection: the number at index i of a vector is added to column `columns[i]`, multiplied
+    by `signs[i]`. `columns` is int64 [inputs], `signs` float32 [inputs].
     """
 
     columns: Tensor
@@ -178,8 +182,8 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Count sketches of all repetitions, from the token width to `cell` columns. Each tensor has one row per
-    repetition, [repetitions, dim].
+    """Count sketches that project token vectors to `cell` columns, one for each repetition. Each tensor is
+    [repetitions, dim].
     """
 
     columns: Tensor
@@ -187,8 +191,8 @@ class _Inner:
     cell: int
 
     def projected(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """Return `tokens` [tokens, dim] projected in the repetitions `first` to `last`: [tokens, (last - first) *
-        cell].
+        """Return `tokens` [tokens, dim] projected by the sketches of the repetitions from `first` to before `last`:
+        [tokens, (last - first) * cell].
         """
         count = last - first
         columns = self.columns[first:last] + self.cell * torch.arange(count, device=tokens.device)[:, None]
@@ -199,7 +203,7 @@ class _Inner:
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """Matrices drawn from the seeds, for one set of parameters and one token width. `planes`: [dim, projections *
+    """Random matrices for one set of parameters and one width of token vectors. `planes`: [dim, projections *
     repetitions]; the index of the repetition changes fastest.
     """
 
@@ -216,8 +220,8 @@ class _Matrices:
 
 
 def _draw(parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-    """Draw the matrices. The order of draws is part of the format of an index: each matrix is drawn from a new random
-    stream.
+    """Draw the random matrices from the seeds. The order of draws must not change, because indexes are built with these
+    matrices: each matrix is drawn from a new random stream.
     """
     seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
     shape = (dim, parameters.num_simhash_projections)
@@ -241,8 +245,8 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _ProjectionCache:
-    """Cache of matrices, by the parameters that they are drawn from. The longest unused matrices are dropped first.
-    Thread-safe.
+    """Cache of random matrices, by the parameters that they are drawn from. The least recently used matrices are
+    dropped first. Thread-safe.
     """
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
@@ -251,14 +255,14 @@ class _ProjectionCache:
         self._held: OrderedDict[tuple[Muvera, int, torch.device], _Matrices] = OrderedDict()
 
     def get(self, parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-        # these two parameters do not change the draws
+        # normalize and fill_empty_partitions do not change the random numbers, so they are not part of the key
         key = (msgspec.structs.replace(parameters, normalize=False, fill_empty_partitions=False), dim, device)
         with self._lock:
             held = self._held.get(key)
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        # outside of the lock: two threads may draw the same matrices, but no other thread waits for the draw
+        # computed without the lock: two threads may draw the same matrices, but no other thread waits
         drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn

@@ -1,4 +1,6 @@
-"""ColPali over PaliGemma, for `vision_language`: images of one size, attention in both directions."""
+"""Model class of ColPali (on PaliGemma) for the module `vision_language`: images of one size, and bidirectional
+attention.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,13 @@ from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
-_PAGE_PROMPT = "<bos>Describe the image.\n"  # follows the image. Source: transformers, ColPaliProcessor
-_PATCHES_PER_TOKEN = 4  # number of patches of the tower that take about as long as one token of the language model
+_PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: transformers, ColPaliProcessor
+# divisor: the image encoder takes about as long for 4 patches as the language model for one token
+_PATCHES_PER_TOKEN = 4
 
 
 class ColPali:
-    """ColPali, a `vision_language.VisionLanguageKind` with token vectors."""
+    """Model class of ColPali in `vision_language`: its output is one vector per token."""
 
     output = "multivector"
 
@@ -72,8 +75,8 @@ class ColPali:
 
 
 def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """Return the conversion of inputs to ids for a model with token vectors. Scores are computed from the vectors
-    too.
+    """Return for each operation how inputs become ids, for a model with token vectors. Scores are computed from these
+    vectors.
     """
     return {
         "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
@@ -82,8 +85,8 @@ def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Make attention bidirectional: each token of a prompt attends to all others. The model does so for the token types
-    that its processor sets.
+    """Make attention bidirectional: each token attends to all tokens of its sequence. Transformers' model does the same
+    if its processor sets token types.
     """
     language.config.is_causal = False
     for module in language.modules():

@@ -1,4 +1,5 @@
-"""Dual encoders: texts and images become vectors of one space. CLIP (arXiv 2103.00020), SigLIP (arXiv 2303.15343).
+"""Dual encoders, whose vectors of texts and of images are in one space: CLIP (arXiv 2103.00020), SigLIP (arXiv
+2303.15343).
 
     token ids ──► packed text tower ──► the state that the model reads ──┐
                                                                          ├──► projection ──► one vector for each row
@@ -44,15 +45,15 @@ from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space
-# id of the end token in old configurations: for these, the state at the largest id is read instead (transformers,
-# CLIPTextModel)
+# end id in old configurations, which is wrong: for these, transformers' CLIPTextModel reads the state at the largest id
+# instead
 _ARGMAX_EOS = 2
 
 
 @dataclass
 class _DualPass(PackedBatch):
-    """Pass over rows of texts, and rows of images or sounds; each row has one state. `texts`: the rows of token ids,
-    packed; they are first. `files`: the images or sounds of each later row.
+    """Rows of one forward pass. `texts`: the rows with token ids, packed; they are first. `files`: the images or sounds
+    of each later row. Each row has one result.
     """
 
     texts: PackedBatch | None = None
@@ -60,10 +61,8 @@ class _DualPass(PackedBatch):
 
 
 class TextTower(Protocol):
-    """Text tower of a dual encoder.
-
-    `filled`: the number of tokens to which each text is padded with the id `filler`; 0: texts are not padded. `width`:
-    width of a vector.
+    """Text encoder of a dual encoder. `filled`: the number of tokens to which each text is padded with the id `filler`;
+    0: texts are not padded. `width`: width of a vector.
     """
 
     filled: int
@@ -75,7 +74,7 @@ class TextTower(Protocol):
 
 
 class _ImageTextTowers(TextTower, Protocol):
-    """Towers of a dual encoder of images."""
+    """The two encoders, for texts and for images, of one model class."""
 
     def image(self, pixels: Tensor) -> Tensor:
         """Return the vector of each image, float32 [images, width], from normalised pixels [images, 3,
@@ -100,8 +99,8 @@ class _Clip:
         return self._of_text(hidden[ends].float())
 
     def _ends(self, packed: PackedBatch) -> Int64:
-        """Return the position of the token whose state is read, [sequences]: the first end token of a sequence, or its
-        first token if it has no end token.
+        """Return the index of the token whose state is the result of a sequence, [sequences]: its first end token, or
+        its first token if it has none.
         """
         starts = packed.bounds[: len(packed.order)].astype(np.int64)
         lengths = packed.lengths[: len(packed.order)]
@@ -126,7 +125,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # the tower's own pass would run the float32 head on states that may have 16 bits
+        # the head is replaced, because the tower's own pass would run the float32 head on states that may have 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -146,16 +145,16 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row of a pass. A certificate compares passes of the text tower alone. For
-    these, the head computes the vectors from the hidden states.
+    """Head that returns the vector of each row of a pass. The check of a loaded model (`certificate`) compares passes
+    of the text tower alone; for these passes, the head computes the vectors from the hidden states.
     """
 
     def __init__(self, towers: TextTower) -> None:
         self._towers = towers
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for a pooling: a dual encoder has no choice of
-        pooling.
+        """Return vectors, float32 [width] each. Raises InvalidInput if the batch requests a pooling, because a dual
+        encoder has only one.
         """
         if states.pooling:
             raise InvalidInput(
@@ -185,8 +184,8 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two towers: `backbone` encodes rows of texts, the other tower encodes rows of files. Each row
-    gets one vector.
+    """Base of models with two encoders: `backbone` encodes rows of token ids, the other encoder encodes rows of images
+    or sounds. Each row gets one vector.
     """
 
     _towers: TextTower
@@ -199,7 +198,7 @@ class TwoTowers(PackedModel, ABC):
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad texts to the length that the model was trained with."""
+        """Pad texts to the length with which the model was trained, if it needs that."""
         if not self._towers.filled:
             return batch
         lengths = np.where(batch.lengths > 0, self._towers.filled, 0)
@@ -236,22 +235,22 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """Return the files of the rows that have files instead of ids; None if the batch has no files."""
+        """Return the images or sounds of the rows that have these instead of ids; None if the batch has none."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
-        """Return the vector of each row of files, float32 [rows, width]."""
+        """Return the vector of each row of images or sounds, float32 [rows, width]."""
 
 
 class DualEncoder(TwoTowers):
-    """Loaded model of texts and images; `backbone` is the text tower."""
+    """Loaded model of texts and images; `backbone` is the text encoder."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         _model_type(folder, entry)
         _processor(folder, entry)
@@ -311,7 +310,7 @@ class DualEncoder(TwoTowers):
 
 
 def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of images. Raises ModelLoadFailed."""
+    """Return the recipe that turns images into pixels, and the normalisation of the pixels. Raises ModelLoadFailed."""
     return (open_clip.processor_of_open_clip if open_clip.is_open_clip(folder) else processor_of)(folder, entry)
 
 

@@ -1,4 +1,4 @@
-"""Entities from the logits of a token classifier."""
+"""Conversion of the logits of a token classifier to entities."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sie_adapter.heads import Row
 from sie_contracts.wire.ipc import Group, RunBatch
 
 _OUTSIDE = "O"
-# prefix of a tag -> True if its token begins an entity, whatever the tag before it is.
-# The prefixes are from BIO, BIOES and BILOU
+# prefix of a tag -> whether its token begins an entity even if the tag before it has the same label. The prefixes are
+# from BIO, BIOES and BILOU.
 _BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": False}
 
 
@@ -46,7 +46,7 @@ def entities(
 def _merge(text: str, spans: list[list[int]], kinds: list[str], scores: list[float]) -> list[dict[str, Any]]:
     runs: list[tuple[str, list[int]]] = []
     for token, ((start, _), kind) in enumerate(zip(spans, kinds, strict=True)):
-        if start < 0:  # the token is a special token
+        if start < 0:  # a special token has no offset in the text
             continue
         label = kind[2:] if kind[:2] in _BEGINS else kind
         if runs and runs[-1][0] == label and not _BEGINS.get(kind[:2], False):

@@ -1,4 +1,5 @@
-"""Base of the extraction families: options, preparation, windows of words, padded passes, weights from files.
+"""Code that the extraction families share: options, tokenisation before a batch runs, windows over long texts, padded
+passes, and the load of weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
                                                └─ off the device thread, in a Preparation ─┘
@@ -40,10 +41,11 @@ _logger = logging.getLogger("sie.adapter")
 Result = dict[str, Any] | SIEError
 
 _HARMLESS = ("pooler.", "position_ids")
-_WASTE = 1.25  # largest ratio of padded positions to tokens in a pass
-_MIN_ROOM = 8  # divisor: labels leave at least one eighth of the tokens of a pass to the text
+_WASTE = 1.25  # largest number of positions in a pass, padding included, per token
+# divisor: at least one eighth of the tokens of a forward pass are for the text, the others may be for labels
+_MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192
-_OVERLAP = 8  # divisor: windows overlap by one eighth of their words
+_OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,14 @@ class ExtractOptions:
         return float(least)
 
     def same(self) -> bytes:
-        """Return bytes that are equal for equal options."""
+        """Return a key of these options: equal bytes for equal options."""
         named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction)
         return msgspec.json.encode(named, order="deterministic")
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options, in the form that the device reads. `padding`: number of positions
-    in their passes that hold no token.
+    """Texts with equal options, tokenised and padded for the device. `padding`: the number of positions in their passes
+    that hold no token.
     """
 
     @property
@@ -90,8 +92,8 @@ Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
 
 
 class Preparation:
-    """Prepared texts of one batch. `seconds`: duration of the preparation. `padding`: positions without a token in the
-    passes that ran.
+    """Texts of one batch that were tokenised before the batch runs. `seconds`: duration of the preparation. `padding`:
+    positions without a token in the passes that ran.
     """
 
     def __init__(self) -> None:
@@ -100,8 +102,8 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Prepare the texts. Errors are dropped: `run_alike` prepares the text again, gets the same error and assigns
-        it to the text.
+        """Tokenise the texts. Errors are dropped here: `run_alike` tokenises the text again, gets the same error and
+        returns it for the text.
         """
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
@@ -110,10 +112,12 @@ class Preparation:
             except SIEError:
                 continue
             except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` assigns it
-                _logger.debug("preparing failed with %s", type(error).__name__)
+                _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Return the prepared form of these texts. Texts that are not prepared yet are prepared now."""
+        """Return the tokenised form of these texts, and remove it from this object. Texts that were not tokenised
+        before are tokenised now.
+        """
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -129,8 +133,9 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of families that tokenise and collate without the sidecar. `_make` runs on the host and `_extract` on the
-    device, each with texts that have equal options. `max_tokens`: tokens of one pass, labels included.
+    """Base of extraction families, which tokenise texts themselves instead of in the sidecar. `_make` tokenises on the
+    host, `_extract` runs on the device, each with texts that have equal options. `max_tokens`: tokens of one sequence,
+    labels included.
     """
 
     max_tokens: int
@@ -138,7 +143,9 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
-        """Set the attributes of a loaded model. `tokenizer` belongs to `encoder` and has no padding and truncation."""
+        """Set the attributes that every loaded model has. `tokenizer`: the tokenizer of `encoder`, without padding and
+        truncation.
+        """
         self._counter = tokenizer
         self.tokenizer: bytes = tokenizer.to_str().encode()
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
@@ -146,9 +153,11 @@ class Extractor(ABC, Generic[M]):
         self.attention = f"{encoder.config._attn_implementation} padded"
 
     def _check_room(self, tokens: int) -> None:
-        """Raise InvalidInput if labels with `tokens` tokens leave too little room for the text."""
+        """Raise InvalidInput if labels with `tokens` tokens leave less than an eighth of the tokens of a pass to the
+        text.
+        """
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
-            raise labels_refused(f"they take {tokens} of {self.max_tokens} tokens, too little is left for the text")
+            raise labels_refused(f"they need {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
     def prepare(self, texts: Sequence[str], options: Sequence[ExtractOptions]) -> Preparation:
         """Prepare these texts for `extract`. Several threads may call it at once, off the device thread."""
@@ -177,8 +186,8 @@ def run_alike(
     run: Run[M],
     preparation: Preparation | None = None,
 ) -> list[Result]:
-    """Call `run` once for each group of texts with equal options, like `by_options`. Returns results in the order of
-    the texts.
+    """Call `run` once for each set of equal options, with the tokenised texts that have these options. Returns one
+    result per text, in the order of the texts; an error takes the place of a result.
 
     Raises only errors of the whole device: out of memory, or a lost device.
     """
@@ -189,9 +198,9 @@ def run_alike(
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each group of inputs with equal options. A SIEError becomes the result of each input of the
-    group; after another error, the inputs of the group run one by one. Returns results in the order of the inputs.
-    Raises the same errors as `run_alike`.
+    """Call `run` once for each set of equal options, with the inputs that have these options. If it raises a SIEError,
+    this error is the result of each of these inputs; after any other error, they run again one by one. Returns results
+    in the order of the inputs. Raises the same errors as `run_alike`.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -200,7 +209,7 @@ def by_options(
 
 
 def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
-    """Return the distinct options, each with the indices of its inputs."""
+    """Return each set of equal options, with the indices of the inputs that have it."""
     alike: dict[bytes, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault(option.same(), []).append(index)
@@ -224,8 +233,8 @@ def _attempt(
 
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
-    """Return the number of padded positions without a token. Each element of `chosen` is a pass, which is padded to its
-    longest sequence.
+    """Return the number of positions without a token in these passes. Each element of `chosen` is a pass, which is
+    padded to its longest sequence.
     """
     return sum(
         len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen
@@ -236,8 +245,8 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Yield passes, shortest sequences first. A pass is a list of indices of sequences that are padded to one length
     and run together.
 
-    A pass has at most `budget` padded positions, and at most _WASTE padded positions per token, or it has a single
-    sequence.
+    A pass has at most `budget` positions, padding included, and at most _WASTE positions for each token. A sequence
+    that is longer runs alone.
     """
     chosen: list[int] = []
     real = 0
@@ -253,9 +262,9 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
-    """Yield the first word, and the last word + 1, of each window over words with `sizes` tokens. A window has at most
-    `max_words` words that fit `room` tokens, but at least one word. An eighth of its words, at least `min_shared` but
-    at most half of them, are also in the next window.
+    """Yield the windows of a text, each as its first word and its last word + 1. `sizes`: the number of tokens of each
+    word. A window has at most `max_words` words and `room` tokens, but at least one word. An eighth of its words, at
+    least `min_shared` but at most half of them, are also in the next window.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
@@ -272,7 +281,7 @@ def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) ->
 
 @dataclass(frozen=True)
 class TextWindow:
-    """Words `start` to before `stop` of one text."""
+    """Window of words of one text: from the word `start` to before the word `stop`."""
 
     text: int
     start: int
@@ -280,9 +289,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """Return a range of words, begin and end, for each window of a text. A span of a window counts if its first word is
-    in the range of this window. Windows overlap; the ranges of two windows meet in the middle of their overlap, so each
-    span counts in the window with more words around it.
+    """Return for each window of a text a range of words, begin and end. An entity that a window finds counts only if
+    its first word is in the range of this window. Windows overlap; the ranges of two windows meet in the middle of
+    their overlap, so each entity counts in the window that has more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
@@ -329,11 +338,13 @@ def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Re
 
 def scores_not_finite() -> InferenceFailed:
     """Return the error of a text whose scores are not finite."""
-    return InferenceFailed("the model's scores are not finite", reason="non_finite")
+    return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")
 
 
 def absolute_positions(encoder: Any) -> int:
-    """Return the number of positions in the encoder's position table for a text; 0 for an encoder without a table."""
+    """Return the number of tokens for which the encoder has a position in its table; 0 for an encoder without a
+    table.
+    """
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
     if table is None:
         return 0
@@ -351,21 +362,21 @@ def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
 
 
 def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code in
-    it.
+    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code that
+    it names.
     """
     if config is not None and not trusted:
         config.pop("auto_map", None)
 
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
-    """Replace the backbone name `raw[name]` by the path of its local folder, below the model's folder or else in the
-    hub cache. Fill in its configuration `raw[part]` if it is missing. Raises ModelLoadFailed NOT_FOUND if the folder
-    does not exist.
+    """Replace the name of a backbone, `raw[name]`, by the path of its local folder. The folder is below the model's
+    folder, or else in the hub cache. If the backbone's configuration `raw[part]` is missing, read it from this folder.
+    Raises ModelLoadFailed NOT_FOUND if the folder does not exist.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
-        # search the hub cache that contains the model itself, if the model is in one
+        # if the model is in a hub cache, its backbones are searched in the same cache
         cache = folder.parents[2] if folder.parent.name == "snapshots" else None
         try:
             backbone = Path(snapshot_download(raw[name], cache_dir=cache, local_files_only=True))
@@ -381,8 +392,8 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
 
 
 def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
-    """Drop remote code from the configuration of a backbone. Raises ModelLoadFailed INCOMPATIBLE for a model type that
-    transformers does not have.
+    """Remove references to code from the configuration of a backbone. Raises ModelLoadFailed INCOMPATIBLE for a model
+    type that transformers does not have.
     """
     if config is None:
         return
@@ -408,7 +419,7 @@ def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
 
 
 def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
-    """Copy the weights into the model. Raises the errors of `compare`."""
+    """Copy the weights into the tensors of the model. Raises the errors of `compare`."""
     own = model.state_dict()
     compare(own, weights, entry)
     model.load_state_dict({name: weights[name] for name in own.keys() & weights.keys()}, strict=False)
@@ -426,8 +437,8 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if some keys of the weights are `misfit`. Keys of a pooler, which never runs,
-    and of position ids do not count.
+    """Raise ModelLoadFailed INCOMPATIBLE if `names` are keys of weights that do not fit the model. `misfit`: the kind
+    of fault, for the message. Keys of a pooler, which never runs, and of position ids do not count.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise load_failed(

@@ -1,7 +1,7 @@
 """GLiClass, by the package `gliclass`: scores for the classes that a request names. One prompt contains the labels and
 the text.
 
-    text, labels ──► the package's prompt ──► ids; the text is cut, the rest never ──► passes of equal length ──►
+    text, labels ──► the package's prompt ──► ids; only the text may be truncated ──► passes of equal length ──►
     softmax or sigmoid
 
 The prompt may also have an instruction, and `examples` of texts with their labels, which models of the kind instruct
@@ -43,13 +43,13 @@ from sie_contracts.models.load_errors import load_failed
 
 _TOKENS_PER_PASS = {"cpu": 4096}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 8  # characters per token that are assumed for a long text before it is tokenised
+_CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut of a long text before it is tokenised
 
 
 @dataclass(frozen=True)
 class GliclassTexts:
-    """Texts in the form that the device reads. `results`: a result for each text; a pass replaces the results of its
-    texts. `passes`: indices of texts with their padded ids. `padding`: positions without a token.
+    """Tokenised texts. `results`: a result for each text; a pass replaces the results of its texts. `passes`: for each
+    pass the indices of its texts, and their padded ids. `padding`: positions without a token.
     """
 
     results: list[Result]
@@ -59,7 +59,9 @@ class GliclassTexts:
 
 @dataclass(frozen=True)
 class _Around:
-    """Parts of a prompt in addition to labels and text. `examples`: maps with `text` and `labels`."""
+    """Parts of a prompt other than labels and text: the instruction and the examples. `examples`: maps with `text` and
+    `labels`.
+    """
 
     examples: tuple[dict[str, Any], ...]
     instruction: str
@@ -72,9 +74,9 @@ class GliclassModel(Extractor[GliclassTexts]):
     """Loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
 
     A result is `{"classifications": [{label, score}]}`, best first: all labels whose score reaches the threshold
-    (default 0). A text of white space has no classifications. The result is an InvalidInput if the labels cannot be
-    used, or if the text contains a token that separates the parts of the prompt; it is an InferenceFailed if the scores
-    are not finite.
+    (default 0). A text of white space has no classifications. Instead of a result, an input gets an InvalidInput if the
+    labels cannot be used, or if the text contains a token that separates the parts of the prompt. It gets an
+    InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens; longer
     texts are cut.
@@ -82,10 +84,10 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
         return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
@@ -104,7 +106,8 @@ class GliclassModel(Extractor[GliclassTexts]):
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
         self._describe(self._model, encoder, bare_tokenizer(self._tokenizer))
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # one thread at a time: a fast tokenizer raises if a second thread calls it while its padding or truncation is
+        # being set
         self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
@@ -134,8 +137,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return results
 
     def _passes(self, lengths: list[int]) -> list[list[int]]:
-        """Return the rows of each pass. The package also pools padding, except with the pooling `first`. So with
-        other poolings, all rows of a pass have the same length.
+        """Return the texts of each pass, as indices. The package includes padding in the pooling, except with the
+        pooling `first`. So with other poolings, all texts of a pass have the same length.
         """
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         if self._model.config.pooling_strategy == "first":
@@ -154,7 +157,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
         if len(labels) > limit:
-            raise labels_refused(f"got {len(labels)}, the model takes {limit}")
+            raise labels_refused(f"got {len(labels)}, expected at most {limit}")
         if any(self._reserved(label) for label in labels):
             raise labels_refused("one of them holds a token that the model reserves")
         for name, text in (("instruction", around.instruction), *(("examples", text) for text in around.texts())):
@@ -189,12 +192,12 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _cut(self, text: str, room: int) -> str:
         offsets = self._counter.encode(text, add_special_tokens=False).offsets
-        # one token fewer: inside the prompt, the last word of the text may need one more token
+        # one token fewer than fit: inside the prompt, the last word of the text may become one more token
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """Return the text. A long text is shortened to its first whole words, which still have more tokens than the
-        model reads.
+        """Return the text. Of a very long text, return only the first words, with more tokens than the model reads, so
+        that the rest of the text is not tokenised.
         """
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
@@ -209,7 +212,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             return self._tokenizer.pad({"input_ids": rows}, padding="longest", return_tensors="pt")
 
     def _logits(self, padded: Any, labels: list[str]) -> Tensor:
-        """Return logits, float32 [rows, labels], on the host."""
+        """Run one pass, and return its logits, float32 [rows, labels], on the host."""
         batch = padded.to(self._device)
         classes = self._pipeline._resolve_max_num_classes(labels, True)
         output = self._model(
@@ -244,7 +247,7 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
         )
     encoder = raw.get("encoder_config") or {}
     check_encoder(encoder, entry, load)
-    raw["encoder_model"] = str(folder)  # the package looks for an adapter of the encoder in this folder
+    raw["encoder_model"] = str(folder)  # the package looks for a PEFT adapter of the encoder in this folder
     with construction():
         model, report = GLiClassModel.from_pretrained(
             folder,

@@ -45,21 +45,22 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# padded tokens of a pass, labels included: the states of all its spans need about 0.2 MB per word at a width of 512
+# largest number of tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass
+# need about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
-# characters per token of a word; a longer word is cut, since the model reads its first token
+# a word is cut to this number of characters per token of a pass, since the model reads only its first token
 _CHARACTERS_PER_TOKEN = 16
-# Most candidates of a window that are decoded, best first: the decoder compares each candidate with all that are
-# selected, or all starts with all ends.
+# largest number of candidates of a window that are decoded, best first: the decoder compares each candidate with all
+# selected ones, or in a token-level model each start with each end
 _CANDIDATES = 2048
-# most candidates for flat entities with one label each, because the decoder selects few of them
+# the same limit for flat entities with one label each, of which the decoder selects few
 _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024
 _LABELS_KEPT = 4096
 _LABELS_PER_PASS = 64
 
-Span = tuple[int, int, str, float]  # first word, last word, label, score
+Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class _GlinerWords:
 
 @dataclass(frozen=True)
 class GlinerTexts:
-    """Texts in the form that the device reads. `passes`: the windows of each pass with the output of the package's
-    collator, on the host.
+    """Tokenised texts. `passes`: for each pass its windows of texts, and their ids as the package's collator returns
+    them, on the host.
     """
 
     labels: list[str]
@@ -93,15 +94,15 @@ class _GlinerRequest:
     flat: bool
     multi_label: bool
     merge: bool
-    label_vectors: Tensor | None  # [labels, width] for a bi-encoder, else None
+    label_vectors: Tensor | None  # vectors of the labels, [labels, width], for a bi-encoder, else None
 
 
 class GlinerModel(Extractor[GlinerTexts]):
     """Loaded GLiNER. `extract` may run on several threads at once.
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start. Offsets are code points of the
-    text, `end` is exclusive. A text without words has no entities. The result is an InvalidInput if the labels cannot
-    be used, and an InferenceFailed if the scores are not finite.
+    text, `end` is exclusive. A text without words has no entities. Instead of a result, an input gets an InvalidInput
+    if the labels cannot be used. It gets an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels and special tokens;
     longer texts take several windows.
@@ -109,10 +110,10 @@ class GlinerModel(Extractor[GlinerTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         model = empty_gliner(folder, entry, entry.load)
         layers, processor = model.model.token_rep_layer, model.data_processor
@@ -134,7 +135,8 @@ class GlinerModel(Extractor[GlinerTexts]):
             return_tokens=True,
             return_id_to_classes=True,
             prepare_labels=False,
-            # the collated labels of a bi-encoder: unused here, but the processor of a token-level model counts them
+            # the collator must prepare labels for a token-level bi-encoder, although they are not read: the processor
+            # counts them
             prepare_entities=self._is_token_level,
         )
         layers = self._gliner.model.token_rep_layer
@@ -144,7 +146,8 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
-        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
+        # one thread at a time: a fast tokenizer raises if a second thread calls it while its padding or truncation is
+        # being set
         self._tokenizing = threading.Lock()
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
@@ -210,7 +213,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         prompt = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         encoding = self._counter.encode(prompt, is_pretokenized=True)
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
-            raise labels_refused("one of them has no token")
+            raise labels_refused("one of them is empty after tokenisation")
         if prompt and encoding.ids.count(self._gliner.config.class_token_index) != len(labels):
             raise labels_refused(f"one of them holds {self._gliner.config.ent_token}, which the model reserves")
         self._check_room(len(encoding.ids))
@@ -231,7 +234,9 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _spans(self, words: list[list[str]], batch: Any, request: _GlinerRequest) -> list[list[Span] | SIEError]:
-        """Run one pass over the collated words. Positions in the result count the words of the row."""
+        """Run one pass over the words that the package's collator prepared. Return the entities of each row; their
+        positions count the words of the row.
+        """
         inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
@@ -289,8 +294,8 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: _GlinerRequest) -> list[Span]:
-        """Return the spans of the whole text from the spans of its windows. The decoder selects among overlapping
-        spans.
+        """Return the entities of the whole text from the entities of its windows. Of entities that overlap, the
+        package's decoder selects.
         """
         joined: list[Span] = []
         last: list[Span] = []
@@ -309,9 +314,7 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 class _LabelVectors:
-    """Cache of the label vectors that the label encoder of a bi-encoder computes. It keeps the most recently used
-    labels.
-    """
+    """Cache of the vectors that a bi-encoder computes for labels. It keeps the most recently used labels."""
 
     def __init__(self, layers: Any, tokenizer: Any, tokenizing: threading.Lock, device: torch.device) -> None:
         self._layers = layers
@@ -322,8 +325,8 @@ class _LabelVectors:
         self._lock = threading.Lock()
 
     def encode(self, labels: list[str], *, keep: bool) -> Tensor:
-        """Return vectors [labels, width], before any fusion with the text. Without `keep` all labels are encoded and no
-        vector is cached.
+        """Return the vectors of labels, [labels, width], before the model combines them with the text. If `keep` is
+        false, all labels are encoded and no vector is cached.
         """
         with self._lock:
             vectors = {label: self._kept[label] for label in labels if label in self._kept} if keep else {}
@@ -345,7 +348,7 @@ class _LabelVectors:
         vectors: Tensor = self._layers.encode_labels(
             tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
         )
-        # each vector is cached separately: without the copy it would keep the memory of the whole batch in use
+        # clone, because a cached view of one vector would keep the memory of all vectors of its batch
         return [vector.clone() for vector in vectors]
 
 

@@ -1,5 +1,5 @@
-"""GLiNER2, by the package `gliner2`: entities of the types that a request names, for models that score spans of words,
-or scores for its classes where the entry gives classifications.
+"""GLiNER2, by the package `gliner2`, for models that score spans of words: entities of the types that a request names.
+If the entry has the output classifications, a model returns scores for the classes of a request instead.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -55,11 +55,12 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-# padded tokens of a pass, labels included: the states of all its spans need about 0.1 MB per word at a width of 768
+# largest number of tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass
+# need about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 16  # characters per token of a word; a longer word is cut
-_CANDIDATES = 16384  # largest number of spans of a window that are kept, best first
+_CHARACTERS_PER_TOKEN = 16  # a word is cut to this number of characters per token of a pass
+_CANDIDATES = 16384  # limit for the candidate entities of a window; the best are kept
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 _TASK = "category"  # name of the classification task, if neither the request nor the entry has a name
@@ -89,12 +90,12 @@ class _Gliner2Prompt:
     ids: list[int]
     marks: list[int]
     words: list[str]
-    owners: list[int]  # index of the word of each token
+    owners: list[int]
 
 
 @dataclass(frozen=True)
 class _Spans:
-    """First words, last words, labels and scores of spans, ordered by label and position."""
+    """Spans of words: arrays of their first words, last words, labels and scores, ordered by label and position."""
 
     firsts: NDArray[np.int64]
     lasts: NDArray[np.int64]
@@ -104,8 +105,8 @@ class _Spans:
 
 @dataclass(frozen=True)
 class Gliner2Texts:
-    """Texts in the form that the device reads. `passes`: the windows of each pass with the package's batch, on the
-    host. `errors`: errors of texts that are not run, by index.
+    """Tokenised texts. `passes`: for each pass its windows of texts, and the package's batch, on the host. `errors`:
+    index of a text that is not run -> its error.
     """
 
     labels: list[str]
@@ -120,9 +121,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
     the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
-    has no entities. The result is an InvalidInput if the labels cannot be used, or if the text holds a token that the
-    model reserves; it is an InferenceFailed if a state or score is not finite. With the output `classifications`, a
-    result is that of GliclassModel.
+    has no entities. Instead of a result, an input gets an InvalidInput if the labels cannot be used, or if the text
+    holds a token that the model reserves. It gets an InferenceFailed if a state or score is not finite. With the output
+    `classifications`, a result is that of GliclassModel.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
     in several windows.
@@ -130,10 +131,10 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         weights = read_weights(folder, entry)
         with torch.device("meta"):
@@ -218,7 +219,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         return results
 
     def _prompt(self, labels: list[str], task: str) -> _Gliner2Prompt:
-        """Return the prompt of these labels. Raises InvalidInput for labels that cannot be used."""
+        """Return the prompt with these labels, which precedes each text. Raises InvalidInput for labels that cannot be
+        used.
+        """
         if not labels:
             raise labels_refused("expected at least one")
         processor = self._processor
@@ -226,10 +229,10 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         words = processor._transform_schema(name, labels, mark, example_mode="none")
         parts = self._ids([*words, processor.SEP_TEXT])
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
-        # ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
+        # words of the prompt: ( [P] entities ( [E] label [E] label .. ) ), or ( [P] task ( [L] label [L] label .. ) )
         marks, named = [1, *range(4, len(words) - 2, 2)], range(5, len(words) - 2, 2)
         if not all(len(parts[place]) for place in named):
-            raise labels_refused("one of them has no token")
+            raise labels_refused("one of them is empty after tokenisation")
         if any(np.isin(parts[place], self._reserved).any() for place in named):
             raise labels_refused("one of them holds a token that the model reserves")
         if not len(parts[2]) or np.isin(parts[2], self._reserved).any():
@@ -251,8 +254,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # after a URL at the end of a text, the splitter counts the added full stop as part of the URL; otherwise it is
-        # a separate word
+        # words that begin in the text: after a URL at the end of a text, the splitter counts the added full stop as
+        # part of the URL; otherwise it is a separate word
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -265,7 +268,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """Return the package's record of one window. If a single word is too long for the model, its end is cut off."""
+        """Return the record that the package's model reads for one window. If a single word is too long for the model,
+        its end is cut off.
+        """
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
@@ -297,7 +302,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _spans(self, read: list[TextWindow], batch: Any, threshold: float) -> list[_Spans | SIEError]:
-        """Return the spans of each window whose score reaches the threshold, at most _CANDIDATES for each window."""
+        """Run the model, and return the spans of each window whose score reaches the threshold, at most _CANDIDATES for
+        each window.
+        """
         model, batch = self._model, batch.to(self._device)
         states = model.encode_tokens(batch)
         words, marks = self._processor.extract_embeddings_from_batch(states, batch.input_ids, batch)
@@ -386,13 +393,13 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         {**encoder, "vocab_size": len(tokenizer)}
     )
     config = ExtractorConfig.from_dict(raw)
-    # set explicitly, because the package would fall back to eager
+    # sdpa is set explicitly, because the package would fall back to eager
     config.attn_implementation = "eager" if eager else "sdpa"
     with construction():
         model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
-    # additional rows of the table belong to no token; the tokenizer check reports a table with too few rows
+    # a table with more rows than tokens is accepted here; the check of the tokenizer reports a table with too few rows
     if name in weights and len(weights[name]) != len(table.weight):
         rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
         model.encoder.set_input_embeddings(rows)

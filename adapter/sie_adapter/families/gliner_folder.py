@@ -1,5 +1,5 @@
-"""Loading of a GLiNER folder as the package's model: offline, only from configurations of the folder, with exactly its
-weights.
+"""Load of a GLiNER folder as the package's model: without a network, only from the configurations in the folder, and
+with exactly its weights.
 
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
     precision, device
@@ -74,7 +74,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     if raw.get("encoder_config") is None or not has_tokenizer:
         describe_backbone(raw, "model_name", "encoder_config", folder, entry)
     tokenizer = read_tokenizer(folder if has_tokenizer else Path(raw["model_name"]))
-    raw["model_name"] = str(folder)  # the package looks for an adapter of the encoder in this folder
+    raw["model_name"] = str(folder)  # the package looks for a PEFT adapter of the encoder in this folder
     if raw.get("labels_encoder") is not None:
         describe_backbone(raw, "labels_encoder", "labels_encoder_config", folder, entry)
     for part in ("encoder_config", "labels_encoder_config"):
@@ -82,6 +82,6 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     with construction():
         kind = GLiNER._get_gliner_class(GLiNERConfig(**raw))
         model = kind(kind.config_class(**raw), tokenizer=tokenizer, backbone_from_pretrained=False)
-        if not issubclass(kind, BaseBiEncoderGLiNER):  # a bi-encoder has no label tokens between the words
+        if not issubclass(kind, BaseBiEncoderGLiNER):  # only a uni-encoder has label tokens in its prompt
             kind._resize_token_embeddings(model, model.config, tokenizer)
     return model

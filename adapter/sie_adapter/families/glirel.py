@@ -1,4 +1,4 @@
-"""GLiREL, by the package `glirel`: relations between the entities in an item.
+"""GLiREL, by the package `glirel`: relations between the entities that a request marks in its text.
 
     text ──► words ──► the words of each entity ──► the package's collator and model ──► scores [pairs, labels] ──► the
     best labels of each pair
@@ -49,12 +49,12 @@ from sie_contracts.wire.messages import Mention
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
 _THRESHOLD, _TOP_K = 0.3, 10
 
-Span = tuple[int, int]  # index of the first word, index of the last word
+Span = tuple[int, int]  # range of words of an entity: index of its first word, index of its last word
 
 
 @dataclass(frozen=True)
 class GlirelTexts:
-    """Words of each text, and the span of each of its entities."""
+    """Words of each text, and the range of words of each of its entities."""
 
     labels: list[str]
     read: list[tuple[list[str], list[Span]] | InvalidInput]
@@ -67,18 +67,18 @@ class GlirelModel(Extractor[GlirelTexts]):
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
     entities are copied from the request, with a score of 1. For each pair of entities, the relations are the `top_k`
     best labels with a score above the threshold; all relations are sorted, best first. Fewer than two entities have no
-    relation. The result is an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
-    word that the model reads; it is an InferenceFailed if the scores are not finite.
+    relation. Instead of a result, an input gets an InvalidInput if labels or entities cannot be used, or if an entity
+    ends after the last word that the model reads. It gets an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         model = _built(folder, entry, entry.load, torch.device("cpu"))
         compare(model.state_dict(), read_weights(folder, entry), entry)
@@ -92,14 +92,15 @@ class GlirelModel(Extractor[GlirelTexts]):
         fill(self._model, read_weights(folder, entry), entry)
         self._model.eval().requires_grad_(False)
         self._model.float().to(compute.device)
-        self.precision = "float32"  # the package's LSTM and masks are float32
+        self.precision = "float32"  # always float32, because the package's LSTM and masks are float32
         backbone = self._model.token_rep_layer.bert_layer
         self._describe(self._model, backbone.model, bare_tokenizer(backbone.tokenizer))
         self._reserved = {*self._counter.get_added_tokens_decoder()} - {backbone.tokenizer.unk_token_id}
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        self._running = threading.Lock()  # the pass of the model calls its tokenizer, which is not thread-safe
+        # one pass at a time, because the model's pass calls its tokenizer, which is not thread-safe
+        self._running = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
         labels = list(dict.fromkeys(options.labels))
@@ -133,14 +134,14 @@ class GlirelModel(Extractor[GlirelTexts]):
         encoding = self._counter.encode(prompt, is_pretokenized=True, add_special_tokens=False)
         tokens = len(encoding.ids) + self._around
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
-            raise labels_refused("one of them has no token")
+            raise labels_refused("one of them is empty after tokenisation")
         if sum(number in self._reserved for number in encoding.ids) != len(labels) + 1:
             raise labels_refused("one of them holds a token that the model reserves")
         self._check_room(tokens)
         return tokens
 
     def _read(self, text: str, mentions: Sequence[Mention], prompt: int) -> tuple[list[str], list[Span]] | InvalidInput:
-        """Return the words that the model reads, up to its limit, and the span of each entity. The result is an
+        """Return the words that the model reads, up to its limit, and the first and last word of each entity. Return an
         InvalidInput if an entity contains no word, or ends after the last word that the model reads.
         """
         split = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]
@@ -156,9 +157,11 @@ class GlirelModel(Extractor[GlirelTexts]):
             first, last = bisect_right(ends, mention.start), bisect_left(starts, mention.end) - 1
             path = f"metadata.entities[{index}]"
             if last < first:
-                return InvalidInput(f"{path}: there is no word at its place", reason="schema", param=path)
+                return InvalidInput(f"{path}: its range of the text contains no word", reason="schema", param=path)
             if last >= len(words):
-                message = f"{path}: it ends behind the {len(words)} words that the model reads with these labels"
+                message = (
+                    f"{path}: it ends after the first {len(words)} words, and with these labels the model reads no more"
+                )
                 return InvalidInput(message, reason="input_too_long", param=path, extras={"limit": len(words)})
             spans.append((first, last))
         return words, spans
@@ -216,7 +219,10 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.dev
         raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
     for name in ("add_entity_markers", "max_entity_pair_distance"):
         if raw.get(name):
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: {name} is {raw[name]}: the package gives no scores")
+            raise load_failed(
+                "INCOMPATIBLE",
+                f"{entry.id}: {name} is {raw[name]}, and with this setting the package returns no scores",
+            )
     raw = {"max_entity_pair_distance": None, "encoder_config": None, **raw, "device": str(device)}
     describe_backbone(raw, "model_name", "encoder_config", folder, entry)
     encoder = raw.pop("encoder_config")

@@ -1,8 +1,7 @@
-"""Qwen3-VL models for `vision_language`, one kind for embeddings and one for scores. The images are part of the prompt
-of a text.
+"""Model classes of Qwen3-VL for the module `vision_language`: one for embeddings, one for scores. The images are part
+of the prompt of a text.
 
-Both kinds read the state of the last token of a conversation. The last turn of the conversation is the model's empty
-answer.
+Both read the state of the last token of a conversation, which ends with the begin of the model's answer.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-# tokens after every text of an encoder; a long text is truncated before them
+# end of the user's turn, and begin of the answer, after every text of an encoder; a long text is truncated before them
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
-_NOTHING = "NULL"  # text for an input without text and images, as in the training of the model
+_NOTHING = "NULL"  # text that replaces an input with neither text nor image, as in the training of the model
 
 
 class _Qwen3(QwenVL):
@@ -40,8 +39,8 @@ class _Qwen3(QwenVL):
 
 
 class Qwen3Encoder(_Qwen3):
-    """A `vision_language.VisionLanguageKind` that embeds: the vector is the state of the last token. Source: the
-    vendor's Qwen3-VL-Embedding.
+    """Model class of Qwen3-VL-Embedding in `vision_language`: the vector is the state of the last token. Source: the
+    vendor's code.
     """
 
     output = "dense"
@@ -55,7 +54,7 @@ class Qwen3Encoder(_Qwen3):
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer with a post-processor that adds the end of the turn to every text. A long text is
-        truncated before it is added.
+        truncated before the end of the turn is added.
         """
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]
@@ -69,8 +68,8 @@ class Qwen3Encoder(_Qwen3):
 
 
 class Qwen3Reranker(_Qwen3):
-    """A `vision_language.VisionLanguageKind` that scores: P(yes) at the last token. Source: the vendor's
-    Qwen3-VL-Reranker.
+    """Model class of Qwen3-VL-Reranker in `vision_language`: the score is P(yes) for the token after the last one.
+    Source: the vendor's code.
     """
 
     output = "score"
@@ -96,8 +95,8 @@ class Qwen3Reranker(_Qwen3):
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
-        """Return the rows of the output layer for these ids, float32. If the output layer is tied, the input embeddings
-        have the rows.
+        """Return the rows of the output layer for these ids, float32. A model without an output layer of its own uses
+        the input embeddings.
         """
         if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
             return torch.stack(stored)

@@ -1,4 +1,5 @@
-"""Models based on Qwen2.5-VL and Qwen3-VL, for `vision_language`: images of any size, positions on three axes.
+"""Code that models based on Qwen2.5-VL and Qwen3-VL share, for the module `vision_language`: images of any size, and
+positions on three axes.
 
 images ──► patches of all images ──► tower ──► features of each block ──► replace the image tokens
                                                       └──► `axes_of`: positions of images and texts
@@ -36,12 +37,14 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # only a few rows of this weight are read
-_BLOCK_TOKENS = 1  # cost of a block, in tokens: its four patches take about as long as one token of the language model
+LANGUAGE_HEAD = "lm_head.weight"  # name of the output layer's weight, of which only a few rows are read from the file
+# cost of a block of an image, in tokens: the image encoder takes about as long for its four patches as the language
+# model for one token
+_BLOCK_TOKENS = 1
 
 
 class QwenVL:
-    """Common base of the `VisionLanguageKind` classes for Qwen."""
+    """Base of the Qwen model classes in `vision_language`."""
 
     consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
 
@@ -84,7 +87,7 @@ class QwenVL:
 
 
 class ColQwen(QwenVL):
-    """A `vision_language.VisionLanguageKind` with token vectors, based on Qwen2.5-VL."""
+    """Model class of ColQwen2.5 in `vision_language`: its output is one vector per token."""
 
     output = "multivector"
     consumed = (LANGUAGE_HEAD, f"{_PROJECTION}.weight", f"{_PROJECTION}.bias")
@@ -117,8 +120,8 @@ class ColQwen(QwenVL):
 
 
 class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Module with the layers that a LoRA of ColQwen changes, under the names in the LoRA. Its forward pass is the
-    projection.
+    """Module that has the layers which a LoRA of ColQwen changes, under the names that the LoRA uses. Its forward pass
+    is the projection to token vectors.
     """
 
     def __init__(self, language: Any, projection: nn.Linear) -> None:

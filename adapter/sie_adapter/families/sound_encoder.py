@@ -1,4 +1,4 @@
-"""Dual encoders of sounds: the vectors of texts and sounds are in one space. CLAP (arXiv 2211.06687).
+"""Dual encoders, whose vectors of texts and of sounds are in one space: CLAP (arXiv 2211.06687).
 
     token ids ──► packed text tower ──► pooler of the first token ──► projection ──┐
                                                                                    ├──► one vector for each row
@@ -36,7 +36,7 @@ from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
 MODEL_TYPE = "clap"
-# settings that the text tower of CLAP shares with RoBERTa
+# names of settings that the text encoder of CLAP shares with RoBERTa
 _OF_ROBERTA = (
     "vocab_size",
     "hidden_size",
@@ -88,8 +88,8 @@ class _Clap:
 
 
 def _roberta(source: Any) -> Any:
-    """Return the text tower of CLAP as a RobertaModel with the same weights. RobertaModel passes the bounds of
-    sequences to attention; CLAP's class does not.
+    """Return the text encoder of CLAP as a RobertaModel with the same weights, because only RobertaModel passes the
+    bounds of packed sequences to attention.
     """
     config = source.config
     own = RobertaConfig(**{name: getattr(config, name) for name in _OF_ROBERTA})
@@ -118,14 +118,14 @@ class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
 
 
 class SoundEncoder(TwoTowers):
-    """Loaded model of texts and sounds; `backbone` is the text tower."""
+    """Loaded model of texts and sounds; `backbone` is the text encoder."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
@@ -185,7 +185,7 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
             "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
         )
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
-    # edge of the position grid of the last stage, whose states are the widest
+    # side of the square of positions in the last stage of the sound tower, whose states are the widest
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
     try:
         recipe = from_extractor(config, positions=edge * edge)

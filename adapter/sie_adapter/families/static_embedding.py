@@ -1,7 +1,9 @@
-"""Static embeddings: the vector of a text is the mean of the stored vectors of its tokens. There is no pass.
+"""Static embeddings: the vector of a text is the mean of the stored vectors of its tokens. The model has no forward
+pass.
 
-StaticEmbedding, then Dense, LayerNorm, Normalize  as sentence-transformers reads modules.json
-model2vec without modules.json                     as its own package reads config.json
+    files                                               read in the same way as by
+    modules.json: StaticEmbedding, then Dense, ...      sentence-transformers
+    config.json of model2vec, without modules.json      the package model2vec
 """
 
 from __future__ import annotations
@@ -27,21 +29,23 @@ from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import RunOptions
 from sie_store.folder_files import read_json
 
-MAX_TOKENS = 1 << 20  # largest number of tokens of a text, if the model has no limit
-_CUT = 512  # number of tokens that model2vec reads if config.json has no max_length
+MAX_TOKENS = 1 << 20  # limit for the tokens of a text if the model has none
+_CUT = 512  # limit for the tokens of a text in model2vec if config.json has no max_length
 _FILE = "tokenizer.json"
 
 
 class StaticEmbedding:
-    """Loaded table of vectors. `encode` may run on several threads at once. A text without a token is an error."""
+    """Table with a vector for each token. `encode` may run on several threads at once. A text without a token gets an
+    error.
+    """
 
     rows: ClassVar = {"encode": Rows("raw")}
     precision, attention = "float32", "none"
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for a table or layers that cannot be read.
+        """Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for a table
+        or layers that cannot be read.
         """
         modules = read_modules(folder)
         table = read_table(modules.folder)
@@ -49,7 +53,7 @@ class StaticEmbedding:
         if words.get_vocab_size() > len(table):
             return f"its tokenizer has {words.get_vocab_size()} tokens, its table {len(table)} rows"
         if (width := modules.width(table.shape[1])) != entry.outputs.get("dense"):
-            return f"outputs.dense is {entry.outputs.get('dense')}, the model's is {width} wide"
+            return f"outputs.dense is {entry.outputs.get('dense')}, the vectors of the model are {width} wide"
         return ""
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:

@@ -1,5 +1,5 @@
-"""Families on the packed engine: encoders and decoders of text with their heads. `PackedModel` is also the base of
-families that read images.
+"""Models that run on packed sequences, without padding: encoders and decoders of text, and the heads that compute
+outputs from their hidden states. `PackedModel` is also the base of models that read images.
 
 items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
 
@@ -44,8 +44,8 @@ from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# number of additional short sequences in the trial of the packed path, for a model that ranks or has int8 weights.
-# Its scores are also compared by rank, which needs many sequences.
+# number of additional short sequences in the trial of the packed path (its comparison with the stock path at load), for
+# a model that ranks or has int8 weights. Its scores are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
@@ -63,20 +63,21 @@ class PackedModel:
     needs = TokenNeeds()
     width: int
     memory_bytes: int
-    per_row = False  # value of the argument `per_row` of `item_results.side_scores`
+    # whether a score of token vectors is divided by the number of query vectors (`item_results.side_scores`)
+    per_row = False
 
     def __init__(self, entry: ModelEntry, compute: Compute) -> None:
         self.max_tokens = entry.max_tokens
         self.precision = compute.precision
 
     def _run_on(self, backbone: Backbone, model: Any, compute: Compute) -> None:
-        """Use `backbone`, which runs the text model in `model`."""
+        """Use `backbone` for the forward passes. `model` contains the text model that it runs."""
         self.backbone = backbone
         self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
         self.loras = self._loras(model, compute)
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
-        """Return the LoRAs that requests may name."""
+        """Return the store for LoRAs that requests may name."""
         return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
     @staticmethod
@@ -85,19 +86,22 @@ class PackedModel:
         if entry.outputs.get(output) != width:
             declared = entry.outputs.get(output)
             raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
+                "INCOMPATIBLE",
+                f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch in the form that the device reads. `queries`: bool [items]."""
+        """Return the batch after the changes that the model needs before a pass. `queries`: bool [items], True for
+        queries.
+        """
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the row of an input that needs no forward pass; None for an input that needs one."""
+        """Return the result of a head for an input that needs no forward pass; None for an input that needs one."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items with this architecture's positions."""
+        """Lay out the chosen items one after the other, with the positions that the model's architecture uses."""
         return self.backbone.pack(batch, chosen)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -107,7 +111,7 @@ class PackedModel:
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads whose rows `answer` needs."""
+        """Return the names of the heads (output layers) whose results `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
@@ -120,8 +124,9 @@ class PackedModel:
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of `group`. `query`: for each head, the rows of the query to which documents are
-        compared. `rows`: for each head, the rows of the inputs. `places`: the positions of these rows in the batch.
+        """Return one answer per input of the work item `group`. `query`: for each head, the results for the query to
+        which documents are compared. `rows`: for each head, the results for the inputs. `places`: the indices of the
+        inputs' rows in the batch.
         """
         if message.operation == "score":
             return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
@@ -129,13 +134,15 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Return the number of additional sequences in the trial of `Backbone`: its argument `more_samples`."""
+    """Return the number of additional sequences in the trial of a model of this family: the argument `more_samples` of
+    `Backbone`.
+    """
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
-    """Check the tokenizer of a model that reads images or sounds. The text model has embeddings for `table` ids. Return
-    the fault; an empty string if there is none.
+    """Return the reason why a tokenizer does not fit a model that reads images or sounds, or an empty string. `table`:
+    the number of ids for which the text model has embeddings.
     """
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())
 
@@ -144,14 +151,14 @@ _OF_SGLANG = ", ".join(ARCHITECTURES)
 
 
 class TextEncoder(PackedModel):
-    """Loaded model of texts."""
+    """Loaded model that reads only texts."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
@@ -238,19 +245,21 @@ class TextEncoder(PackedModel):
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad queries of late interaction to their fixed length with mask tokens. `queries`: bool [items]."""
+        """Pad the queries of a late-interaction model to their fixed length with mask tokens. `queries`: bool [items],
+        True for queries.
+        """
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the row of an inference-free query, from a table of weights; None for an input that needs a forward
-        pass.
+        """Return the sparse vector of an inference-free query, from a table of weights; None for an input that needs a
+        forward pass.
         """
         table = self._parts.query_weights
         return table.row(ids) if table and is_query and head == "sparse" else None
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads whose rows `answer` needs."""
+        """Return the names of the heads (output layers) whose results `answer` needs."""
         own = self._parts.reads.get(operation) if options.muvera is None else None
         return own or super().heads_for(operation, options)
 
@@ -262,7 +271,7 @@ class TextEncoder(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of `group`."""
+        """Return one answer per input of the work item `group`."""
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)
         return super().answer(message, group, query, rows, places)

@@ -1,5 +1,5 @@
-"""Loading of text models: backbone, tokenizer, heads, and the functions that turn rows into answers are built from the
-files of a folder.
+"""Load of text models. From the files of a folder it creates the model without its head (backbone), the tokenizer, the
+heads, and the functions that turn the results of heads into answers.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
@@ -55,18 +55,19 @@ from sie_store.entry_faults import MODEL_FILE
 from sie_store.folder_files import read_json
 
 _logger = logging.getLogger("sie.adapter")
-# Return the answers to the inputs of one work item. Arguments: the batch, the group of the work item, the rows of its
-# heads, and the numbers of these rows in the batch.
+# Function that returns the answers to the inputs of one work item. Arguments: the batch, the group of the work item,
+# the rows of its heads, and the numbers of these rows in the batch.
 Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Heads of one model. `rows`: conversion of the inputs to rows of ids, for each operation.
+    """Heads (output layers) of one model, and how their results become answers. `rows`: for each operation, how the
+    texts of an input become rows of ids.
 
-    A model of vectors has a head for each output; `per_row` is the argument of `item_results.side_scores`. Any other
-    model has `finish`, which computes results from rows of heads. `reads` lists the names of these heads for an
-    operation; for an operation that is not in it, the first head is used.
+    A model whose outputs are vectors has a head for each output; `per_row` is the argument of
+    `item_results.side_scores`. Any other model has `finish`, which computes answers from the results of heads. `reads`
+    has the names of these heads for an operation; for an operation that is not in it, the first head is used.
     """
 
     heads: dict[str, Head]
@@ -80,7 +81,7 @@ class Parts:
 
 def class_of(entry: ModelEntry, folder: Path) -> Any:
     """Return the transformers class that loads the files of `folder`."""
-    # the masked-LM class, with its head, is loaded only if that head computes the sparse output
+    # the class with a masked-LM head is loaded only if that head computes the sparse output
     family = families.row(entry.family)
     if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
         return AutoModelForMaskedLM
@@ -91,12 +92,14 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of tensors that a head reads and that do not belong to the class."""
+    """Return the names of tensors in the files that a head reads itself, because the transformers class does not have
+    them.
+    """
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 
 class Builder:
-    """Loader of the model of one entry, which also builds its heads."""
+    """Loader of the model of one catalogue entry. It also creates the model's heads (output layers)."""
 
     def __init__(
         self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
@@ -130,7 +133,7 @@ class Builder:
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:
-        """Return the heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the
+        """Create the heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the
         entry.
         """
         return {
@@ -143,7 +146,7 @@ class Builder:
             "pruner": self._pruner,
         }[self.entry.family]()
 
-    # heads of the models of family text-encoder
+    # methods for the heads of the family text-encoder
 
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs
@@ -174,7 +177,7 @@ class Builder:
             raise load_failed(
                 "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
             )
-        # layers without a pooling layer before them are layers of late interaction
+        # without a pooling layer, the dense layers of modules.json belong to late interaction
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
@@ -185,7 +188,8 @@ class Builder:
         if self.entry.outputs[output] != width:
             declared = self.entry.outputs[output]
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: outputs.{output} is {declared}, the model's is {width} wide"
+                "INCOMPATIBLE",
+                f"{self.entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
             )
 
     def _sparse(self) -> Head:
@@ -194,7 +198,7 @@ class Builder:
         self._expect_width("sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            # the same tokens as in FlagEmbedding
+            # tokens that get no weight, the same as in FlagEmbedding
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None
@@ -213,8 +217,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the weights of inference-free queries if the entry requests them, or if the model's files route
-        queries to such a table; else None.
+        """Return the table of token weights for queries that need no forward pass. Return None unless the entry
+        requests such queries, or the model's files route queries to a table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -250,7 +254,7 @@ class Builder:
         pooling = self.modules.token_pooling
         if pooling is not None and self.entry.max_tokens > MAX_ROWS:
             raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the most rows that are pooled"
+                "INCOMPATIBLE", f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the limit of token pooling"
             )
         head = MultivectorHead(
             _sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3, pooling=pooling
@@ -259,7 +263,7 @@ class Builder:
         if length:
             if length > self.entry.max_tokens:
                 raise load_failed(
-                    "INCOMPATIBLE", f"{self.entry.id}: queries are filled up to {length} tokens, max_tokens is less"
+                    "INCOMPATIBLE", f"{self.entry.id}: queries are padded to {length} tokens, more than max_tokens"
                 )
             own = (
                 options.filler
@@ -276,7 +280,9 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of a marker; -1 if the marker is empty. PyLate stores a marker with a space after it."""
+        """Return the id of the token that marks queries or documents; -1 if there is none. PyLate stores this token
+        with a space after it.
+        """
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -291,15 +297,15 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the words that are exactly one token. The id of the unknown token counts only if one of the
-        words is that token.
+        """Return the ids of these words, without words that become several tokens. The id of the unknown token is
+        returned only if one of the words is that token.
         """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
         return frozenset(number for number in ids.values() if number is not None and number != outside)
 
-    # heads that read a whole sequence, or each of its tokens
+    # methods for heads that read a whole sequence, or each of its tokens
 
     def _cross_encoder(self) -> Parts:
         assert self.head is not None
@@ -328,8 +334,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Cut the output layer down to the rows of the answers no and yes. Later changes of the logits by the model
-        remain.
+        """Reduce the output layer to the rows of the answers no and yes. Operations of the model after this layer, such
+        as a scaling of logits, still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")
@@ -363,7 +369,8 @@ class Builder:
         if entailment is None or against is None:
             raise load_failed(
                 "INCOMPATIBLE",
-                f"{self.entry.id}: its labels are {', '.join(names)}, expected entailment and its opposite",
+                f"{self.entry.id}: its labels are {', '.join(names)}, "
+                "expected entailment, and contradiction or not_entailment",
             )
         return Parts(
             heads={"label": self._sequence_head(self.head)},
@@ -396,8 +403,8 @@ class Builder:
         )
 
     def _pruner(self) -> Parts:
-        """Return the parts of a cross-encoder with one more head, which scores each token of the text: the higher the
-        score, the more the token should be kept.
+        """Return the heads of a pruner: those of a cross-encoder, and one that scores each token of the text. The
+        higher the score, the more the token should be kept.
         """
         scores = self._cross_encoder()
         keep = KeepHead.load(self.folder / "best.pt", self.config.hidden_size, self.compute.device, self.entry.id)

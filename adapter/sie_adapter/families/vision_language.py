@@ -41,11 +41,11 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_store.folder_files import read_json
 
-Seen = Sequence[Sequence[Shown]]  # images of each sequence of a pass, in packed order
+Seen = Sequence[Sequence[Shown]]  # images of each sequence of a forward pass, in packed order
 
 
 class VisionLanguageKind(Protocol):
-    """Kind of vision-language model. It is created from a folder, and loads the weights.
+    """Model class of a vision-language model. It is created from a folder, and loads the weights.
 
     `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
     that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 means an output
@@ -66,24 +66,26 @@ class VisionLanguageKind(Protocol):
 
     @staticmethod
     def table_of_files(folder: Path, entry: ModelEntry) -> int:
-        """Return the number of rows of the table of embeddings, without loading weights. Raises ModelLoadFailed for
-        tensors that do not fit the class.
+        """Return the number of ids for which the files have embeddings, without loading weights. Raises ModelLoadFailed
+        for tensors that do not fit the model class.
         """
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer with the special ids before and after every text."""
+        """Return the tokenizer with the special tokens that the model expects before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return the tokens of an image in the prompt."""
+        """Return the ids that represent an image in the prompt: the id that its features replace, their number, and the
+        ids before and after them.
+        """
 
     def priced(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the cost of an image."""
+        """Return the recipe with the cost of an image, which is a number of tokens of the language model."""
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-        """Return the conversion of inputs to ids, for each operation."""
+        """Return for each operation how inputs become rows of token ids."""
 
     def see(self, packed: PackedBatch, images: Seen) -> None:
-        """Compute the features of the images of a pass, and store them in `packed`."""
+        """Compute the features of the images of a forward pass, and store them in `packed`."""
 
 
 _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
@@ -96,7 +98,7 @@ _READERS: Mapping[tuple[str, str], type[VisionLanguageKind]] = {
 
 @dataclass
 class _ImagePass(PackedBatch):
-    """Pass over sequences with images. `shown`: the images of each sequence, in packed order."""
+    """Forward pass over sequences with images. `shown`: the images of each sequence, in packed order."""
 
     shown: Seen = ()
 
@@ -106,10 +108,10 @@ class VisionLanguage(PackedModel):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         reader = _reader(folder, entry)
         processor_of(folder, entry)
@@ -141,13 +143,13 @@ class VisionLanguage(PackedModel):
         most = tokens.count or max_blocks(recipe)
         if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
             raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the row of an image has {length}"
+                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, one image needs {length} tokens"
             )
         self.rows = reader.rows(reader.priced(recipe), tokens)
         self._difference = entry.head.score == "difference"
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items, with the images of each item."""
+        """Lay out the chosen items one after the other, with the images of each item."""
         packed = self.backbone.pack(batch, chosen)
         if batch.images is None:
             return packed
@@ -168,7 +170,7 @@ class VisionLanguage(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of `group`."""
+        """Return one answer per input of the work item `group`."""
         if "answer" in self.heads:
             return item_results.answer_scores(group.options, rows["answer"], difference=self._difference)
         return super().answer(message, group, query, rows, places)

@@ -1,4 +1,4 @@
-"""Heads, which turn the hidden states of a pass into one output for each sequence. Each kind has a small file.
+"""Heads, which turn the hidden states of a pass into one output for each sequence. Each kind is in a separate file.
 
 hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and a mask of the usable ones
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from sie_adapter.engine.device import to_device
 from sie_adapter.packed.packing import Int64, PackedBatch
 
-# Output of one sequence: a vector [width], rows [tokens, width], sparse (ids int32, weights float32), or logits.
-# The tensors are float32 on the device.
+# Result of a head for one sequence: a vector [width], vectors of tokens [tokens, width], a sparse vector (ids int32,
+# weights float32), or logits. The tensors are float32 on the device.
 Row = Any
 
 
@@ -27,9 +27,8 @@ class States:
     """Hidden states of a pass: `hidden` [tokens, width] of any float type, in packed order. `queries` [sequences] is
     True for queries, False for documents.
 
-    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner`:
-    [sequences], True for a part of a row that does not begin with the row's first token; None: all sequences are whole
-    rows.
+    `pooling`: the pooling of the batch; empty for the model's own pooling. `inner` [sequences]: True for a sequence
+    that is a later part of a row, without the row's first token; None if all sequences are whole rows.
     """
 
     hidden: Tensor
@@ -39,7 +38,7 @@ class States:
     inner: NDArray[np.bool_] | None = None
 
     def span(self, sequence: int) -> slice:
-        """Return the slice of the tokens of a sequence."""
+        """Return the slice with the tokens of one sequence."""
         return slice(int(self.packed.bounds[sequence]), int(self.packed.bounds[sequence + 1]))
 
     def ids(self, sequence: int) -> Int64:
@@ -49,8 +48,8 @@ class States:
 
 @dataclass(frozen=True)
 class Reduced:
-    """Outputs of a head. `rows[i]` belongs to the i-th of the requested sequences. `usable`: bool [sequences], on the
-    device; True if all values of a row are finite.
+    """Results of a head. `rows[i]` is the result of the i-th requested sequence. `usable`: bool [sequences], on the
+    device; True if all values of the result are finite.
     """
 
     rows: Sequence[Row]
@@ -58,8 +57,8 @@ class Reduced:
 
 
 def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
-    """Return for each owner whether all of its `values`, [entries] or [entries, width], are finite: bool [count].
-    `owners` [entries]: the owner of each entry, a number below `count`.
+    """Return for each owner (a sequence) whether all of its `values` are finite: bool [count]. `values`: [entries] or
+    [entries, width]. `owners` [entries]: the number of the owner of each entry, below `count`.
     """
     finite = torch.isfinite(values) if values.ndim == 1 else torch.isfinite(values).all(1)
     faults = torch.zeros(count, dtype=torch.int32, device=values.device)
@@ -67,19 +66,21 @@ def all_finite(values: Tensor, owners: Int64, count: int) -> Tensor:
 
 
 class Head(Protocol):
-    """Head for one kind of output."""
+    """Layers that compute one kind of output from hidden states."""
 
     def reduce(self, states: States, sequences: Int64) -> Reduced: ...
 
 
 @runtime_checkable
 class JoiningHead(Head, Protocol):
-    """Head whose output for a chunk of a text can be joined from parts of the chunk, which may be in several passes."""
+    """Head whose result for a chunk of a text can be joined from parts. Each part is computed from the tokens of the
+    chunk in one window.
+    """
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the part of each sequence, which is a segment of a chunk."""
+        """Return the part of the output for each sequence. A sequence is a segment of a chunk."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the output of each chunk from its parts. `lengths`: the tokens of each part. `pooling`: the pooling of
-        the batch; empty for the model's own pooling.
+        """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the
+        pooling that the batch requests; empty for the model's own pooling.
         """

@@ -1,4 +1,4 @@
-"""Logits of whole sequences, of tokens, and of the last token of a decoder."""
+"""Heads for logits: of whole sequences, of each token, and of the last token of a decoder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SequenceHead:
     """Head of any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width`: width of a hidden
     state.
 
-    Most of these heads read only the first token, which a trial detects. They are called once for sequences of all
-    lengths; other heads are called once for each length.
+    Most of these heads read only the first token. A trial call in the constructor detects this: these heads are then
+    called once for sequences of all lengths, other heads once for each length.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class SequenceHead:
 
 class TokenHead:
     """Head of any `ForTokenClassification`: float32 logits [tokens, labels] of each sequence. It is called once for all
-    sequences if it does not mix tokens, which a trial detects.
+    sequences if it does not mix tokens, which a trial call in the constructor detects.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:

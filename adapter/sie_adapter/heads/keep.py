@@ -1,4 +1,4 @@
-"""Head that chooses the tokens of a passage to keep: a small network over the state of each token.
+"""Head of a pruner: a small network over the state of each token computes which tokens of a passage should be kept.
 
 best.pt ──► two layers, detected by the shapes of its tensors ──► float32 logits [tokens] of each sequence
 """
@@ -19,8 +19,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 class KeepHead:
-    """Head that computes for each token a score for keeping it. `layers`: from states [tokens, width] to logits
-    [tokens, 1], float32.
+    """Head of a pruner: it computes for each token how much it should be kept, as a logit. `layers`: from states
+    [tokens, width] to logits [tokens, 1], float32.
     """
 
     def __init__(self, layers: nn.Module, device: torch.device) -> None:

@@ -1,5 +1,5 @@
-"""Head of late interaction: one vector per token. It selects the tokens whose vectors are scored, then projects them.
-Source: ColBERTv2 (arXiv 2112.01488).
+"""Head of late interaction: it computes one vector per token, for the tokens whose vectors are scored. Source:
+ColBERTv2 (arXiv 2112.01488).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from sie_adapter.heads import Reduced, States, all_finite
 from sie_adapter.heads.token_pooling import TokenPooling
 from sie_adapter.packed.packing import Int64
 
-_STATE_BYTES = 32 << 20  # bytes of the float32 states of one block of tokens
+_STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one block of tokens
 
 
 class MultivectorHead:
-    """Head that applies `layers` (float32) to the tokens. Tokens of documents with an id in `skipped` are left out;
-    with `drop_first`, the first token of each row is left out too. `pooling` merges rows that are near to each other.
+    """Head of late interaction: it applies `layers` (float32) to the states of tokens. Tokens of documents with an id
+    in `skipped` get no vector; with `drop_first`, the first token of each text gets none either. `pooling` merges
+    similar vectors.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class MultivectorHead:
         self._pooling = pooling
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return one float32 matrix [kept tokens, width] per sequence, not normalised."""
+        """Return one float32 matrix per sequence, [tokens with a vector, width], not normalised."""
         reduced = self.parts(states, sequences)
         if self._pooling is None:
             return reduced
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the matrix of each sequence before rows are merged. All sequences need only one index and one
-        gather.
+        """Return the token vectors of each segment before similar vectors are merged. One gather reads the states of
+        all segments.
         """
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
@@ -67,7 +68,7 @@ class MultivectorHead:
         return Reduced(rows, usable)
 
     def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
-        """Return the vectors of each chunk: the vectors of its parts, in order, merged like the vectors of a
+        """Return the token vectors of each chunk: the vectors of its parts, in order, merged like the vectors of a
         document.
         """
         rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]

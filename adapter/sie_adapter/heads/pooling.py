@@ -65,18 +65,18 @@ class DenseHead:
 
     @property
     def is_last_state(self) -> bool:
-        """True if a vector is the unchanged state of the last token."""
+        """Return whether a vector is the unchanged state of the last token, so that another engine can compute it."""
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling of the batch, and for one of
-        another width.
+        """Return vectors, float32 [width] each. Raises InvalidInput if the batch requests an unknown pooling, or a
+        pooling whose vectors have another width.
         """
         return self._finished(self._pooled(states, sequences))
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the pooled states of each segment, float32, before the layers. Raises InvalidInput for a pooling that
-        cannot be joined.
+        """Return the pooled states of each segment of a chunk, float32, before the dense layers. Raises InvalidInput
+        for a pooling whose parts cannot be joined.
         """
         pooling = states.pooling or self.pooling
         if not is_joinable(pooling):
@@ -86,7 +86,7 @@ class DenseHead:
         return Reduced(pooled.unbind(0), torch.isfinite(pooled).all(1))
 
     def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
-        """Return the vector of each chunk: the pooling over the tokens of all its parts, after the layers."""
+        """Return the vector of each chunk: the pooling over the tokens of all its segments, then the dense layers."""
         name = pooling or self.pooling
         pooled = [_joined(own, counts, name) for own, counts in zip(parts, lengths, strict=True)]
         return self._finished(torch.stack(pooled)).rows
@@ -114,7 +114,7 @@ class DenseHead:
 
 
 def _joined(parts: Sequence[Tensor], lengths: Int64, pooling: str) -> Tensor:
-    """Return the pooled states of a chunk from the pooled states of its parts."""
+    """Return the pooled states of a chunk from the pooled states of its segments."""
     if len(parts) == 1:
         return parts[0]
     weights = to_device(lengths.astype(np.float32), parts[0].device)

@@ -1,4 +1,4 @@
-"""Learned sparse vectors: one weight for each vocabulary id with a positive weight.
+"""Heads for learned sparse vectors, which have one positive weight for some of the ids of the vocabulary.
 
     masked-LM logits ──► max over tokens ──► activation     (SPLADE, arXiv 2109.10086)
     one weight per token ──► relu ──► max per id            (BGE-M3, arXiv 2402.03216)
@@ -20,7 +20,7 @@ from sie_adapter.heads import Reduced, Row, States, all_finite
 from sie_adapter.heads.transformers_head import TransformersHead
 from sie_adapter.packed.packing import Int64
 
-# bytes of the float32 logits or states of one block of tokens: half of the limit for an intermediate result
+# limit for the bytes of the float32 logits or states of one block of tokens
 BLOCK_BYTES = 30_000_000
 
 
@@ -40,8 +40,8 @@ class MaskedLanguageHead:
         max_entries: int = 0,
         sums: bool = False,
     ) -> None:
-        """Create the head. `twice` applies log1p twice. `dropped` ids get no weight. Only the `max_entries` largest
-        weights of a row are returned; 0 means all.
+        """Create the head. `twice`: the activation is log1p(log1p(relu(x))) instead of log1p(relu(x)). `dropped`: ids
+        that get no weight. `max_entries`: only this number of the largest weights of a row is returned; 0 means all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._sums = sums
@@ -73,7 +73,9 @@ class MaskedLanguageHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the largest weight of each id in the parts of each chunk, at most `max_entries` of them."""
+        """Return the sparse vector of each chunk: the largest weight of each id in its parts. At most `max_entries`
+        weights are returned.
+        """
         return [_largest(own, self._max_entries) for own in parts]
 
     def _short(self, states: States, chosen: Int64) -> Tensor:
@@ -82,7 +84,7 @@ class MaskedLanguageHead:
         if self._sums:
             logits = self._activated_logits(logits)
         lengths = [span.stop - span.start for span in spans]
-        if logits.device.type == "cuda":  # one kernel for all sequences
+        if logits.device.type == "cuda":  # on a GPU, one kernel for all sequences is faster than one for each
             offsets = to_device(np.cumsum([0, *lengths]), logits.device)
             return torch.segment_reduce(logits, "sum" if self._sums else "max", offsets=offsets)
         parts = logits.split(lengths)
@@ -104,7 +106,9 @@ class MaskedLanguageHead:
         return weights.log1p_() if self._twice else weights
 
     def _activated(self, peaks: Tensor) -> list[Row]:
-        """Return the rows of peaks [sequences, vocabulary]: the largest logits, or the sums of weights."""
+        """Return the sparse rows of `peaks` [sequences, vocabulary]: for each sequence, the largest logit of each id,
+        or with `sums` the sum of its weights.
+        """
         weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)
         if 0 < self._max_entries < self._vocabulary:
@@ -114,14 +118,14 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return the number of rows whose nonzero entries are searched in one call. The position of an entry has 16 bytes,
-    four times the bytes of the entry.
+    """Return the number of rows whose nonzero entries are searched in one call, so that the result needs at most twice
+    BLOCK_BYTES: the position of an entry has 16 bytes.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 
 
 def _rows(weights: Tensor) -> list[Row]:
-    """Return the positive entries of each row of a matrix [rows, vocabulary]."""
+    """Return for each row of a matrix [rows, vocabulary] the ids and the weights of its positive numbers."""
     row, column = torch.nonzero(weights > 0, as_tuple=True)
     counts = torch.bincount(row, minlength=len(weights)).tolist()
     return list(zip(column.int().split(counts), weights[row, column].split(counts), strict=True))
@@ -168,12 +172,14 @@ class TokenWeightHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the largest weight of each id in the parts of each chunk."""
+        """Return the sparse vector of each chunk: the largest weight of each id in its parts."""
         return [_largest(own, 0) for own in parts]
 
 
 def _largest(rows: Sequence[Row], max_entries: int) -> Row:
-    """Return the largest weight of each id of several rows; with `max_entries` only the largest weights."""
+    """Return the largest weight of each id in several rows; with `max_entries`, only this number of the largest
+    weights.
+    """
     if len(rows) == 1:
         return rows[0]
     ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)
@@ -197,7 +203,7 @@ class TokenTable:
         self._weights, self._max_entries = weights, max_entries
 
     def row(self, ids: Int64) -> Row:
-        """Return (ids, weights) of a query's token ids."""
+        """Return the sparse vector (ids, weights) of a query from its token ids."""
         distinct = torch.from_numpy(np.unique(ids))
         weights = self._weights[distinct]
         if 0 < self._max_entries < len(weights):

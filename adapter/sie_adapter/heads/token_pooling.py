@@ -1,6 +1,6 @@
 """Reduction of the rows of a document for late interaction: similar rows are replaced by their mean.
 
-    rows [tokens, width] ──► the first ones stay; Ward's clusters of the rest ──► means [fewer, width]
+    rows [tokens, width] ──► the first rows stay; Ward's clusters of the other rows ──► means [fewer, width]
 
 Source: sentence-transformers' HierarchicalTokenPooling, whose clusters are also computed by scipy.
 """
@@ -17,13 +17,14 @@ from torch.nn import functional
 
 from sie_contracts.models.load_errors import load_failed
 
-MAX_ROWS = 8192  # rows of a sequence: at this number, the distances of all pairs need 0.5 GB
+MAX_ROWS = 8192  # largest number of rows of a sequence; the distances of all their pairs need 0.5 GB
 
 
 @dataclass(frozen=True)
 class TokenPooling:
-    """Settings of token pooling. The first `protected` rows are not changed. Of the other rows, about one of `factor`
-    remains. `normalizes`: all rows get length 1 afterwards. `queries` and `documents`: the sides whose rows are pooled.
+    """Settings for the reduction of token vectors. The first `protected` vectors of an item are not changed. Of its
+    other vectors, about one of `factor` remains. `normalizes`: all vectors get length 1 afterwards. `queries`,
+    `documents`: whether the vectors of queries, and of documents, are reduced.
     """
 
     factor: float
@@ -33,7 +34,9 @@ class TokenPooling:
     documents: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the pooled rows of one sequence, finite float32 [rows, width], on their device."""
+        """Return the reduced token vectors of one item. `rows`: its token vectors, finite float32 [tokens, width]; the
+        result is on the same device.
+        """
         rest = rows[self.protected :]
         clusters = max(int(len(rest) // self.factor), 1)
         if self.factor > 1 and clusters < len(rest):
@@ -45,10 +48,15 @@ def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
     """Return the settings in config.json of a HierarchicalTokenPooling. Raises ModelLoadFailed INCOMPATIBLE."""
     factor, protected = config.get("pool_factor", 1.0), config.get("num_protected_tokens", 1)
     if not (isinstance(factor, int | float) and factor >= 1 and isinstance(protected, int) and protected >= 0):
-        raise load_failed("INCOMPATIBLE", f"token pooling by {factor!r} with {protected!r} protected tokens")
+        raise load_failed(
+            "INCOMPATIBLE",
+            f"token pooling: pool_factor is {factor!r}, expected at least 1; "
+            f"num_protected_tokens is {protected!r}, expected at least 0",
+        )
     tasks = config.get("tasks", ["document"])
     tasks = [tasks] if isinstance(tasks, str) else tasks
-    normalizes = bool(config.get("normalize_embeddings", False))  # as the library reads files without it
+    # False is the library's value for a file without this field
+    normalizes = bool(config.get("normalize_embeddings", False))
     return TokenPooling(float(factor), protected, normalizes, "query" in tasks, "document" in tasks)
 
 

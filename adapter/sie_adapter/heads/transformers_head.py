@@ -1,5 +1,5 @@
-"""Head of a transformers model without its backbone: any `For...` class, called on states that were
-computed elsewhere.
+"""Head of any transformers class `For...` without its backbone: it is called with hidden states that were computed
+elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 
 class TransformersHead:
-    """Layers of `model` after its backbone."""
+    """Layers of `model` after its backbone, as a function of hidden states."""
 
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
         """Remove the backbone from `model`, which is then only the head. `self.backbone` is the backbone without its
@@ -38,23 +38,24 @@ class TransformersHead:
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
-        if pooler is not None:  # the pooler is part of the head: it has the head's precision and runs once
+        if pooler is not None:  # the pooler moves to the head, so that it has the head's precision and runs once
             self.backbone.pooler = None
         setattr(model, model.base_model_prefix, _BackbonePlaceholder(pooler))
         self.is_decoder = isinstance(model, GenericForSequenceClassification)
         self.pad: int | None = model.config.pad_token_id
         if (
             self.is_decoder and self.pad is None
-        ):  # without a pad id the model cannot recognise padding, so it refuses a batch of several sequences
+        ):  # a pad id is set, because without one the model refuses a batch of several sequences
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
-        # tensors that the head shares with the backbone, often the embedding
+        # addresses of tensors that the head shares with the backbone, often the embedding: `memory_bytes` does not
+        # count them
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the layers that are not part of the backbone."""
+        """Return the bytes of the head's weights, without weights that it shares with the backbone."""
         own = [
             int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared
         ]
@@ -63,8 +64,8 @@ class TransformersHead:
         )
 
     def block(self) -> None:
-        """Replace the linear layers by blocked ones, on a CPU: see `linear`. This is faster if the head is as large as
-        the head of a language model. The weight of a tied decoder is copied.
+        """Replace the linear layers by layers with blocked weights (`packed.linear`), on a CPU. This is faster if the
+        head is as large as the head of a language model. The weight of a tied decoder is copied.
         """
         block_linears(self._model)
 
@@ -78,8 +79,8 @@ class TransformersHead:
 
 
 def per_group(head: TransformersHead, hidden: Tensor, groups: list[list[int]]) -> Tensor:
-    """Return the logits of all sequences in packed order, float32 [sequences, ..]. They are computed group by group, so
-    the input of a head never has padding.
+    """Return the logits of all sequences in packed order, float32 [sequences, ..]. The head is called once for all
+    sequences of one length, so its input never has padding.
     """
     parts = [
         head(hidden[first : first + count * length].unflatten(0, (count, length)))

@@ -1,12 +1,13 @@
 """Checks that a loaded model computes correct numbers, before it serves requests. If a model fails a check, it does not
-become ready.
+become ready. The results of the checks are the model's certificate.
 
     digests   SHA-256 of its files against the catalogue entry
     files     pooling and prompts of the entry against the model's own files
     tokenizer its ids are within the table of the weights, it has its special tokens, and it knows tokens of sentences
               in several scripts
     packed    the packed path against the reference path, output by output
-    golden    vectors of the public oracle, if the entry names a file of them and load.accept_unproven is not set
+    golden    vectors that another, public implementation computed, if the entry names a file of them and
+              load.accept_unproven is not set
 
 Bounds: cosine 0.9999 in float32, 0.999 in 16 bit; for scores also Kendall's tau 0.98. With weights in 8 bits: cosine
 0.99, and Kendall's tau 0.95 over the similarities of all pairs of vectors, or over scores.
@@ -56,8 +57,8 @@ class LoadCertificate(msgspec.Struct, frozen=True):
 
 
 def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
-    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE that names the failed check and the
-    differing value.
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE, which names the failed check and the
+    value that differs.
     """
     started = time.perf_counter()
     entry = resolved.entry
@@ -76,8 +77,8 @@ def _refuse(entry: ModelEntry, cause: str) -> Exception:
 
 
 def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str, ...]:
-    """Return the names of the files whose digests match. Raises ModelLoadFailed CERTIFICATE for a file with another
-    digest than in the entry, and for an entry that contradicts a file.
+    """Return the names of the files whose digests match the entry. Raises ModelLoadFailed CERTIFICATE for a file with
+    another digest, and for an entry that contradicts a file.
     """
     digests = _check_digests(folder, entry)
     if (mismatch := entry_faults.fault(folder, entry, load)) is not None:
@@ -102,8 +103,8 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check the tokenizer. A family without a table of embeddings uses it only to count tokens, so only its format is
-    checked.
+    """Check that the tokenizer fits the model. A model without a table of embeddings uses it only to count tokens, so
+    only its format is checked.
     """
     try:
         tokenizer = Tokenizer.from_buffer(model.tokenizer)
@@ -116,8 +117,8 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
-    """Refuse a model whose attention direction depends on padding. Some classes read is_causal only if no text is
-    padded: then the result of a text would depend on the other texts of its batch.
+    """Refuse a model whose result for a text depends on the other texts of its batch: some classes read is_causal only
+    if no text is padded.
     """
     if not hasattr(model, "backbone"):
         return
@@ -134,8 +135,9 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Run the trial sequences on the packed path, and compare each output with the output of the stock, padded path,
-    whose states were computed at load. Return the lowest cosine of each output.
+    """Run the sequences of the backbone's trial on the packed path, and compare each output of the model with the same
+    output on the stock path, which is padded. The states of the stock path were computed at load. Return the lowest
+    cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)
@@ -143,7 +145,9 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
     queries = np.zeros(len(sequences), bool)
     worst = {}
     for name, head in model.heads.items():
-        if name == TOKEN_STATES:  # no output of the entry; in 16 bit single tokens of a correct model may deviate
+        # token states are not compared: no entry has them as an output, and in 16 bit single tokens of a correct model
+        # may deviate
+        if name == TOKEN_STATES:
             continue
         expected = head.reduce(States(reference, packed, queries), sequences).rows
         packed_rows = head.reduce(States(states, packed, queries), sequences).rows
@@ -175,7 +179,7 @@ def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Seq
 
 
 def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
-    """Return two rows as vectors that can be compared."""
+    """Return two rows as dense vectors of equal width; rows of dense vectors are returned unchanged."""
     if not isinstance(left, tuple):
         return left, right
     width = 1 + max((int(ids.max()) for ids, _ in (left, right) if len(ids)), default=0)
@@ -200,7 +204,7 @@ def _cosine(left: Tensor, right: Tensor) -> float:
 
 
 def _scores(rows: Sequence[Row]) -> Tensor:
-    """Return the score of each row: its logit, or of two logits the last minus the first."""
+    """Return the score of each row of logits: the logit, or with two logits the last minus the first."""
     return torch.stack([row[-1] - row[0] if len(row) > 1 else row[0] for row in rows]).cpu().double()
 
 
@@ -212,7 +216,9 @@ def _similarities(rows: Sequence[Row]) -> Tensor:
 
 
 def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
-    """Return Kendall's tau over the pairs whose difference exceeds the resolution of the precision."""
+    """Return Kendall's tau. It counts only pairs whose difference in `left` is larger than the rounding errors of
+    `dtype`.
+    """
     left_gaps, right_gaps = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = left_gaps.abs() > resolution
@@ -227,7 +233,7 @@ def golden_file(entry: ModelEntry) -> Path:
 
 
 def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
-    """Compare dense vectors of texts with the vectors of the public oracle. Return the lowest cosine."""
+    """Compare dense vectors of texts with the entry's golden vectors. Return the lowest cosine."""
     cases = read_json(golden_file(entry)).get("dense")
     if not cases or "dense" not in getattr(model, "heads", ()):
         raise _refuse(
@@ -255,8 +261,8 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
 
 
 def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
-    """Return the text of a golden case in the form that is tokenised: with the prompt of its side if it has `is_query`,
-    else without a prompt.
+    """Return the text of a golden case in the form that is tokenised: with the prompt for queries or for documents if
+    it has `is_query`, else without a prompt.
     """
     if "is_query" not in case:
         return str(case["text"])

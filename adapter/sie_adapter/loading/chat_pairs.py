@@ -1,5 +1,5 @@
-"""Conversion of a reranker's chat template to the pieces of an entry's `pair`: the texts around the query and the
-document.
+"""Conversion of a reranker's chat template to the option `pair` of a catalogue entry: the texts before, between and
+after a query and a document.
 
     chat template, rendered with {query} and {document} ──► cut at added tokens ──► text before, middle, text after
 
@@ -30,8 +30,8 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
     if not rendered:
         raise load_failed(
             "INCOMPATIBLE",
-            "its chat template does not show the roles query and document as they are: an entry with pair says how a "
-            "query and a document become one text",
+            "its chat template leaves out or changes the roles query and document; write an entry with `pair`, which "
+            "has the texts around a query and a document",
         )
     fields = (*_FIELDS, "{instruction}") if instructed else _FIELDS
     start, end = min(map(rendered.index, fields)), max(map(rendered.index, fields))
@@ -51,7 +51,7 @@ def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, stru
         text = _render(tokenizer, {role: side.strip() for role, side in sides.items()}, options, instructed, structured)
     except Exception:  # noqa: BLE001  a template may raise anything; then it does not have this form
         return ""
-    # a template for plain contents prints a structured one as Python's repr
+    # a template that expects plain strings prints a structured content as Python's repr, with 'type' in it
     shown = all(text.count(field) == 1 and f" {field} " in spaced for field in _FIELDS) and "'type'" not in text
     return text if shown and text.count("{instruction}") == (1 if instructed else 0) else ""
 

@@ -23,13 +23,13 @@ from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# While transformers constructs a model, it changes torch for the whole process.
-# Transformers changes the default dtype, which would change the results of the lanes if it is not float32.
-# Transformers also replaces functions of torch, which two concurrent loads would restore in the wrong order.
+# While transformers constructs a model, it changes torch for the whole process. It changes the default dtype, which
+# would change the results of other threads' passes if it is not float32. It also replaces functions of torch, which two
+# concurrent loads would restore in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # the class computes these values, so files do not have them
-# top-level names of language-model heads: a checkpoint trained with such a head may be used without it
+_COUNTED = "position_ids"  # names of tensors that the class computes itself, so they may be missing in files
+# top-level names of the tensors of language-model heads: files may have them although the loaded class has no such head
 _LANGUAGE_HEADS = frozenset(
     {
         "cls",
@@ -48,7 +48,7 @@ _LANGUAGE_HEADS = frozenset(
 _PRETRAINED = ("ForMaskedLM", "ForCausalLM", "ForPreTraining")
 
 
-# model types with encoder and decoder -> the class of the encoder alone
+# model type with encoder and decoder -> class that has only its encoder
 ENCODERS: Mapping[str, str] = {"mt5": "MT5EncoderModel", "t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
 
 
@@ -137,7 +137,8 @@ def _from_files(
     foreign_head = is_bare and any(name.endswith(_PRETRAINED) for name in config.architectures or ())
     for fault in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         names = sorted(str(name) for name in report[fault] if _COUNTED not in str(name))
-        if is_bare or fault == "unexpected_keys":  # a pooler that never runs, or that the class does not have
+        # a pooler may be missing if it never runs, or additional if the class has none
+        if is_bare or fault == "unexpected_keys":
             names = [name for name in names if _POOLER not in name]
         if fault == "unexpected_keys":
             names = [
@@ -169,7 +170,7 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message
 
 
 def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
-    """Return the model on the device, for inference."""
+    """Move the model to the device, prepare it for inference, and return it."""
     if compute.backend == "eager":
         model.set_attn_implementation("eager")
     _cast(model, compute.dtype)
@@ -181,7 +182,7 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     rotary base in 16 bit would change the results. The weights of a batch normalisation keep their dtype too, since
     torch accepts them in 16 bit only together with 16-bit statistics, which are buffers.
     """
-    # the setting may also belong to a model inside of this model
+    # a model inside of this model may have its own setting
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     float32_names = {
         pattern for module in model.modules() for name in names for pattern in getattr(module, name, None) or ()

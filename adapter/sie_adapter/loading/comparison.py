@@ -23,8 +23,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raise ModelLoadFailed for faults because of which a load of `entry` from `folder` would be refused. Return the
-    parts that could not be compared, each with the reason.
+    """Raise ModelLoadFailed if a load of `entry` from `folder` would be refused. Return the parts that could not be
+    checked, each with the reason.
 
     No code of the folder is run, whatever the entry allows.
     """

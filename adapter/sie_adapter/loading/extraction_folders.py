@@ -1,4 +1,4 @@
-"""Families and limits for model folders of the extraction packages."""
+"""Parts of catalogue entries for model folders of the extraction packages: family, outputs and limits."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 
 from sie_store.folder_files import read_json
 
-UNLIMITED = 1 << 24  # tokens; transformers writes 10^30 if a tokenizer has no limit
+# tokens; a larger limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
+UNLIMITED = 1 << 24
 _GLINER_WORDS = 384
-# tokens per word that are assumed for the longest window if the encoder has no limit.
-# The package has no limit either, and counts a Chinese clause as one word.
+# estimated tokens per word, for the longest window of words if the encoder has no limit. The package has no limit
+# either, and counts a Chinese clause as one word.
 TOKENS_PER_WORD = 8
-_WINDOW = 512  # tokens of a window if the model's files have no limit
+_WINDOW = 512  # limit for the tokens of a window if the model's files have none
 
 
 @dataclass(frozen=True)
 class Described:
-    """Part of an entry. `findings`: the facts on which it is based. `assumed`: values that are in no file."""
+    """Part of a catalogue entry, built from the files of a model folder. `findings`: the facts on which it is based.
+    `assumed`: values that are in no file.
+    """
 
     entry: dict[str, Any]
     findings: list[str]
@@ -26,8 +29,8 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """Return the description of `folder`, whose config.json is `raw`, if it is a folder of one of the packages; else
-    None.
+    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`. Return None unless an extraction
+    package reads this kind of folder.
     """
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)

@@ -1,4 +1,4 @@
-"""Families, widths and limits for folders of models that read images or sounds."""
+"""Parts of catalogue entries for folders of models that read images or sounds: family, widths and limits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from sie_adapter.loading.open_clip import CONFIG, is_open_clip
 from sie_adapter.loading.published_florence import is_published, published_config
 from sie_adapter.loading.tokenizer import read_tokenizer
 
-_QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # transformers, ColPaliProcessor
-_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10  # source: colpali-engine 0.3.18, ColQwen2_5_Processor
-_QWEN_PAGE_PIXELS = 768 * 28**2  # the value in colpali-engine's class
+_QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # prompt of a query. Source: transformers, ColPaliProcessor
+# prompt of a query. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
+_QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
+_QWEN_PAGE_PIXELS = 768 * 28**2  # largest number of pixels of a page, from the class in colpali-engine
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
 # smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding
 _QWEN_BLOCKS = (4, 1800)
@@ -30,8 +31,8 @@ _BOTH = ["text", "image"]
 
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
-    """Return the description of `folder`, whose config.json is `raw`, if a family here runs its image or sound model;
-    else None.
+    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`. Return None unless a family runs
+    its image or sound model.
     """
     if is_open_clip(folder):
         return _open_clip(folder)
@@ -113,7 +114,9 @@ def _pages(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
-    """Return the entry of a base model of ColQwen2.5. A Qwen2.5-VL without the projection has no entry."""
+    """Return the part of a catalogue entry for the base model of ColQwen2.5. A Qwen2.5-VL without the projection to
+    token vectors gets none.
+    """
     if not (width := stored_rows(folder, "custom_text_proj.weight")):
         return None
     return {
@@ -129,7 +132,9 @@ def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
 
 
 def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
-    """Return the entry of Qwen3-VL-Embedding. The files of its reranker have the same form."""
+    """Return an entry of Qwen3-VL-Embedding. A folder of Qwen3-VL-Reranker gets this entry too, since its files have
+    the same form.
+    """
     return {
         "description": "Texts, images and both together, Qwen3-VL.",
         "family": "multimodal-encoder",

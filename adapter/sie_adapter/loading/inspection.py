@@ -1,5 +1,5 @@
-"""Catalogue entry built from the files of a model folder. Weights and tokenizer are compared with the entry, but not
-loaded.
+"""Inspection of a model folder: it returns a catalogue entry built from the files. Weights and tokenizer are compared
+with the entry, but not loaded.
 
     files of the folder ──► family ──► outputs, limits, head, prompts ──► Inspection: entry, findings, assumptions
 
@@ -39,14 +39,14 @@ from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
-# patterns of the files that a load downloads, without the model card
+# patterns of the files that influence results: all files that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
-_PARTS = ("text_config", "vlm_config")  # sections of a configuration that may have their own dtype
+_PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
 # prefixes of the model_type of models whose states overflow in float16. Source: the model card of EmbeddingGemma; the
 # language model of ColPali is a Gemma; T5 was trained in bfloat16.
 _OVERFLOWING = ("gemma", "colpali", *ENCODERS)
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
-# fields in configurations of models with encoder and decoder, such as T5
+# fields of config.json that only models with encoder and decoder have, such as T5
 _DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
 _ENTAILS, _OPPOSES = ("entail",), ("contra", "not_entail")
 
@@ -82,7 +82,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
-    if "hub" in weights:  # the folder was downloaded with the files that a load needs, and with their manifest
+    if "hub" in weights:  # of a model from the hub, the folder has only the downloaded files and their manifest
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
     if licence := _licence(folder):
@@ -202,7 +202,8 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):  # older formats imply a Normalize
+    # only these formats list a Normalize if rows are normalised; older formats always normalise
+    if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
             f"rows {'normalised' if modules.normalizes else 'as the modules leave them'}: modules.json"
@@ -253,7 +254,7 @@ def _refuse_other_folders(folder: Path) -> None:
 def _config(folder: Path) -> PretrainedConfig:
     raw = read_json(folder / "config.json")
     if not raw:
-        raise load_failed("NOT_FOUND", f"{folder}, which modules.json may name, has no config.json")
+        raise load_failed("NOT_FOUND", f"{folder}, the folder of the transformer, has no config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
@@ -282,13 +283,13 @@ def _check_quantisation(config: PretrainedConfig) -> None:
     try:
         quantizer = AutoHfQuantizer.from_config(quantised, pre_quantized=True)
         quantizer.validate_environment(device_map=None)
-    except Exception as error:  # transformers raises no narrower exception
+    except Exception as error:  # transformers documents no exception for a missing package or device
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise load_failed("INCOMPATIBLE", f"its weights are quantised by {method}: {error}") from error
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the architecture without storage, so that the sizes of its tables can be read in the same way as in a
+    """Return the backbone's class on the device `meta`, to read the sizes of its tables in the same way as in a
     load.
     """
     try:
@@ -355,9 +356,9 @@ def _outputs(
 def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) -> int:
     stored = {
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
-    }  # by attribute, since some model types store the length under their own name
+    }  # read by getattr, which also finds a length that the model type stores under another name
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # this value replaces the tokenizer's limit, even if that is lower
+    if modules.transformer.max_tokens:  # max_seq_length replaces the tokenizer's limit, even if that is lower
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
@@ -396,11 +397,11 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set the pair of a reranker that inserts its texts into a chat template. Refuse any other model that uses a chat
-    template.
+    """Set `pair` in the entry of a reranker that inserts its texts into a chat template. Refuse any other model that
+    uses a chat template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
-    # for these models, the library uses the template of the tokenizer
+    # sentence-transformers inserts the texts of these models into the chat template of the tokenizer
     is_bare = not modules.kinds and entry["family"] == "cross-encoder"
     if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
         return

@@ -1,7 +1,7 @@
 """Settings of a late-interaction model from its files: markers, lengths, query expansion, skipped words.
 
     artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
-    catalogue entry
+    catalogue entry (a source replaces the settings of the sources on its left)
 
 The rules are the rules of sentence_transformers.MultiVectorEncoder (6.2), including its defaults for the two older
 formats.
@@ -23,7 +23,7 @@ from sie_contracts.models.entries import HeadOptions
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_EXPANDED = 32  # tokens of an expanded query if no file has the number
+_EXPANDED = 32  # tokens to which queries are padded if no file has the number
 _PUNCTUATION = tuple(string.punctuation)
 _PYLATE = (
     "query_prefix",
@@ -67,7 +67,7 @@ class Filling(NamedTuple):
     attended: bool
 
     def expand(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return `batch` in which the items marked in `queries` (bool [items]) are padded."""
+        """Return the batch with its queries padded. `queries`: bool [items], True for queries."""
         if not queries.any():
             return batch
         return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
@@ -166,7 +166,8 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
             "document",
         ):
             raise load_failed(
-                "INCOMPATIBLE", "the MultiVectorMask of the model masks more than the skipped words of documents"
+                "INCOMPATIBLE",
+                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported",
             )
         settings["skipped"] = tuple(mask.get("skiplist_words") or ())
     return settings

@@ -1,4 +1,4 @@
-"""Load of a family from a resolved catalogue entry.
+"""Load of a model: a resolved catalogue entry becomes an object of its family.
 
 entry ──► folder of its weights ──► family ──► Loaded
 
@@ -50,7 +50,7 @@ MAX_CERTIFICATES = 1000
 
 
 def _facts(files: Iterable[Path]) -> list[str]:
-    """Return path, size and time of each file: these change if the file changes."""
+    """Return path, size and time of change of each file. If they are equal later, the files were not changed."""
     return [f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 
@@ -80,7 +80,9 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Convert an exception of a load to a ModelLoadFailed, except the loss of the device."""
+    """Convert any exception of a load, inside the context, to a ModelLoadFailed. The loss of the device is not
+    converted.
+    """
     try:
         yield
     except SIEError:
@@ -101,24 +103,25 @@ def classed(entry: ModelEntry) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads entries for one device, with the settings of this process."""
+    """Loader of models by their catalogue entries, for one device, with the settings of this process."""
 
     device: torch.device
     sources: WeightSources
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
-    # weight files that were already checked, with sizes and times
+    # weight files that were already checked; each key has paths, sizes and times of the files
     _checked: set[tuple[str, ...]] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(
         default_factory=set
     )  # (model, reason) pairs that were already logged: the model has another precision than requested
-    # locks on the files of models whose load has begun, by residency
+    # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
+    # cache
     _leases: dict[str, Lock] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
-        """Return precision and attention of a model on this device. `precision`: the precision in its entry, None for
-        the default.
+        """Return the settings with which models of this precision run on the device. `precision`: the precision in the
+        entry, None for the default.
         """
         default = cast(Precision, self.settings.default_compute_precision)
         lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
@@ -128,8 +131,8 @@ class Loader:
         return Compute(self.device, dtype, *attention, facts, precision or default, reason, self.outputs)
 
     def _compute_of(self, resolved: Resolved) -> Compute:
-        """Return the device, engine and precision of the model, before its files are read. Raises ModelLoadFailed for
-        an engine that cannot serve it.
+        """Return the settings (device, engine, precision) for the model, before its files are read. Raises
+        ModelLoadFailed for an engine that cannot run it.
         """
         compute = self.compute(resolved.load.precision)
         facts = EngineFacts.for_entry(
@@ -141,7 +144,8 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # weights fit into this folder: if /tmp of a pod exceeds its limit, the pod is evicted
+        # temporary files of the load can be as large as the weights: they would exceed the limit for /tmp of a pod,
+        # which would then be evicted
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
@@ -151,7 +155,8 @@ class Loader:
         Fetches the files if necessary. Raises the same errors as `load`.
         """
         with classed(resolved.entry):
-            _family(resolved)  # first, so that a model that will be refused is not downloaded
+            # the family is checked first, so that a model without a family is refused before its files are downloaded
+            _family(resolved)
             compute = self._compute_of(resolved)
             dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
             rule = engines.RULES[compute.engine.engine]
@@ -163,13 +168,13 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Release the lock of a load that has ended. A loaded model has a lock on its files, which ends with the
-        model.
+        """Release the lock that a load holds on the model's files. A loaded model has a lock of its own, until it is
+        unloaded.
         """
         self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
-        """Load the weights. Raises ModelLoadFailed with an error class for every failure."""
+        """Return the loaded model. Every failure raises ModelLoadFailed with an error class."""
         with classed(resolved.entry):
             family = _family(resolved)
             compute = self._compute_of(resolved)
@@ -178,13 +183,13 @@ class Loader:
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
-            # families that split long texts without the sidecar have no backbone
+            # 0 for a model without a backbone: it splits long texts itself
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine that the rules select. If that engine does not support the model, or the
-        certificate of the model fails, return the model on torch.
+        """Return the model on the engine that the rules select. If that engine does not support the model, or the model
+        then fails its checks, return the model on torch.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -197,11 +202,11 @@ class Loader:
             if choice.engine == TORCH.engine or choice.demand:
                 raise
             cause = f"{choice.engine}: {error.message}"
-        del model  # free the model before its weights are read again
+        del model  # free the memory of the model before its weights are read again
         return self._on_torch(family, folder, resolved, compute, cause)
 
     def _on_torch(self, family: Any, folder: Path, resolved: Resolved, compute: Compute, cause: str) -> Any:
-        """Load the model on torch. `cause`: the engine that cannot run it, and the reason."""
+        """Load the model on torch, because the chosen engine cannot run it. `cause`: this engine and the reason."""
         _logger.warning("%s runs on torch, not on %s", resolved.residency, cause)
         model = family(folder, resolved.entry, replace(resolved.load, engine=TORCH.engine), compute)
         return self._with_certificate(model, Choice(TORCH.engine, f"not {cause}"), folder, resolved, compute)
@@ -242,8 +247,8 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the certificate of a model. It is computed once for the same files, entry and device: a reload does
-        not repeat it.
+        """Return the results of the checks of a model. The checks run once for the same files, entry and device: a
+        reload does not repeat them.
         """
         entry = resolved.entry
         golden = [certificate.golden_file(entry)] if entry.golden else []

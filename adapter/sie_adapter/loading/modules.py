@@ -1,4 +1,4 @@
-"""A folder of sentence-transformers, read by the rules of the library.
+"""Reader of a sentence-transformers folder, by the rules of that library.
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
@@ -25,7 +25,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
-# settings by module: the listed settings are applied, or do not change the results
+# class name of a module -> settings of its config.json that this adapter applies, or that do not change the results
 FIELDS: Mapping[str, frozenset[str]] = {
     "Transformer": frozenset(
         {
@@ -74,7 +74,7 @@ _STOCK = ("sentence_transformers.", "pylate.")
 _BACKBONES = ("MLMTransformer", "Transformer")
 STATIC = "StaticEmbedding"
 _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "HierarchicalTokenPooling", "LogitScore"})
-# arguments of from_pretrained that change speed or place, not the results
+# arguments of from_pretrained that change only the speed, or where the weights are stored
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
@@ -85,7 +85,7 @@ _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, 
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
 }
-# activations of torch that have no weights and read one number at a time
+# elementwise activations of torch without weights
 _ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (
@@ -134,9 +134,9 @@ class Modules:
     normalizes: bool = False
     max_entries: int = 0  # largest number of entries of a sparse vector; 0: no limit
     transformer: TransformerSettings = TransformerSettings()
-    # config.json of each module except the transformer, by kind
+    # class name of a module, except the transformer -> its config.json
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    token_pooling: TokenPooling | None = None  # pooling of the rows of a document for late interaction
+    token_pooling: TokenPooling | None = None  # reduction of a document's token vectors for late interaction
 
     def width(self, hidden: int) -> int:
         """Return the width of a vector of a model with hidden states of `hidden` numbers."""
@@ -155,7 +155,7 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
     """Return the width of the vectors that `pooling`, between two groups of layers, computes from states with `hidden`
-    numbers. Empty: no pooling.
+    numbers. An empty `pooling` does not change the width.
     """
     return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
 
@@ -225,10 +225,12 @@ def read_modules(folder: Path) -> Modules:
             f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer or a {STATIC}"
         )
     folder_of_transformer = listed[0][1]
-    is_static = kinds[0] == STATIC  # a static model returns one vector for each text
+    # a static model has no transformer: its first module already returns one vector for each text
+    is_static = kinds[0] == STATIC
     transformer = TransformerSettings() if is_static else read_transformer(folder_of_transformer)
     settings: dict[str, dict[str, Any]] = {}
-    steps: list[tuple[str, str, nn.Module]] = []  # kind, the feature that it changes, the layer
+    # layers of modules.json: class name, the feature that the layer changes, the layer
+    steps: list[tuple[str, str, nn.Module]] = []
     pooled_at: int | None = 0 if is_static else None
     clustered_at: int | None = None
     pooling = ""
@@ -271,7 +273,7 @@ def read_modules(folder: Path) -> Modules:
     normalizes = bool(steps) and steps[-1][0] == "Normalize" and pooled_at != len(steps)
     first = 0 if pooled_at is None else pooled_at
     modules = [module for _, _, module in steps]
-    if clustered_at is not None:  # a Normalize after the token pooling scales the pooled rows
+    if clustered_at is not None:  # a Normalize module after the token pooling scales the pooled vectors
         normalizes = clustered_at < len(steps)
         layers = modules[:clustered_at]
     else:
@@ -300,7 +302,7 @@ def is_model2vec(folder: Path) -> bool:
 
 
 def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
-    """Return the class and the folder of each module."""
+    """Return for each module in modules.json its class and its folder."""
     listed = []
     for entry in entries:
         place = folder / entry["path"]
@@ -311,8 +313,8 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a stock module. A class of the repository is the repository's own code, so it is refused
-    whatever its name is.
+    """Return the class name of a module of sentence-transformers or PyLate. A class of the model's repository would be
+    its own code, so it is refused whatever its name is.
     """
     if not name.startswith(_STOCK):
         raise _refused(
@@ -335,7 +337,7 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
 
 
 def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool) -> str:
-    """Return the feature that a Dense or a Normalize module changes."""
+    """Return the name of the feature (for example sentence_embedding) that a Dense or a Normalize module changes."""
     default = _VECTOR if pooled else _TOKENS
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
@@ -345,7 +347,7 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool)
 
 
 def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None, clustered_at: int | None) -> None:
-    """Refuse layers whose result the library would not use for the vector, or could not compute."""
+    """Refuse layers that sentence-transformers would not apply to the vector, or that it could not compute."""
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
     ):
@@ -413,7 +415,7 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     output, feature = _OUTPUTS[task]
     text = config.get("message") or config.get("text")
     if text is None or (text.get("method"), text.get("method_output_name")) != ("forward", output):
-        raise _refused(f"{name}: modality_config does not read {output} of a text from forward")
+        raise _refused(f"{name}: modality_config must read the output {output} of a text from the method forward")
     if raw.get("module_output_name", feature) != feature:
         raise _refused(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
     return "message" in config
@@ -473,7 +475,7 @@ def _check_splade(config: Mapping[str, Any]) -> None:
 
 
 def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
-    # the default of sentence-transformers' Dense
+    # Tanh is the default of sentence-transformers' Dense
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     name = activation.rpartition(".")[2]
     if not activation.startswith("torch.") or name not in _ACTIVATIONS:

@@ -1,5 +1,5 @@
-"""Conversion of a SigLIP that open_clip wrote to a SiglipModel of transformers: tensors get other names, and some are
-split or joined. open_clip itself is not needed.
+"""Conversion of a SigLIP model in the format of open_clip to a SiglipModel of transformers: tensors get other names,
+and some are split or joined. The package open_clip is not needed.
 
     open_clip_config.json ──► SiglipConfig, and the preparation of images
     open_clip_model.safetensors ──► renamed ──► SiglipModel, with a target for each tensor, and a tensor for each target
@@ -28,9 +28,10 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
-_TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")  # towers whose MLPs use an exact GELU
-_HEAD_WIDTH = 64  # width of an attention head in these towers; no tensor and no setting has this value
-_EPS = 1e-6  # epsilon of the layer norms of these towers
+# names of the image encoders that are supported; their MLPs use an exact GELU
+_TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")
+_HEAD_WIDTH = 64  # width of an attention head in these image encoders; no tensor and no setting has this value
+_EPS = 1e-6  # epsilon of the layer norms of these image encoders
 _FILTERS: Mapping[str, Filter] = {"bicubic": "bicubic", "bilinear": "bilinear"}
 _BLOCK = re.compile(r"(text\.transformer\.resblocks|visual\.trunk\.blocks)\.(\d+)\.(.+)[._](weight|bias)")
 _JOINED = re.compile(r"visual\.trunk\.attn_pool\.(q|kv)\.(weight|bias)")
@@ -46,7 +47,7 @@ _LAYERS = {
     "mlp.c_proj": "mlp.fc2",
     "mlp.fc2": "mlp.fc2",
 }
-_SPLIT = ("attn.in_proj", "attn.qkv")  # tensors whose parts are query, key and value
+_SPLIT = ("attn.in_proj", "attn.qkv")  # names of tensors in which query, key and value are joined
 _PLACES = {
     "text.token_embedding": "text_model.embeddings.token_embedding",
     "text.ln_final": "text_model.final_layer_norm",
@@ -178,7 +179,7 @@ def _layers(stored: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tensor]:
-    """Return each tensor under its name in transformers."""
+    """Return the tensors of the files under their names in transformers."""
     renamed: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in stored.items():

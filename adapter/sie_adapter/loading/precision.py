@@ -1,8 +1,8 @@
 """Precision of a model: the precision in its entry, the precision that this device supports, and the reason for a
 difference.
 
-precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype and the reason for another
-one
+    precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it is
+    not that precision
 
 A limit for a library counts like a limit of the CPU: with ATEN_CPU_CAPABILITY=avx2 (torch) or ONEDNN_MAX_CPU_ISA=AVX2
 (oneDNN) a machine counts as a machine with AVX2.
@@ -18,14 +18,15 @@ import torch
 
 from sie_contracts.models.entries import Precision
 
-# dtype of a pass; models with weights in 8 bits compute in 16 bit
+# precision in an entry -> dtype of a forward pass; models with weights in 8 bits compute in 16 bits
 _DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "int8": torch.bfloat16,
 }
-# limits in oneDNN's documentation ("CPU Dispatcher Control") that exclude AVX512-BF16; oneDNN ignores an unknown name
+# values of ONEDNN_MAX_CPU_ISA with which oneDNN does not use AVX512-BF16 (oneDNN's documentation, "CPU Dispatcher
+# Control"); oneDNN ignores an unknown value
 _ONEDNN_BELOW = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
 # environment variables of oneDNN, which reads the first variable that is set
 _ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

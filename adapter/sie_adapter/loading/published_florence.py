@@ -55,7 +55,7 @@ _VISION_IF_SAID = {"in_chans": "in_channels", "mlp_ratio": "mlp_ratio", "qkv_bia
 _FIXED = {"image_feature_source": ["spatial_avg_pool", "temporal_avg_pool"], "conv_at_attn": True, "conv_at_ffn": True}
 _POSITIONS = {"image_pos_embed": "learned_abs_2d", "visual_temporal_embedding": "COSINE"}
 _FIXED_TEXT = {"normalize_before": False, "add_final_layer_norm": False}
-# (prefix in the authors' format, prefix in transformers)
+# prefix of tensor names in the authors' format, and in transformers
 _PARTS = (
     ("vision_tower.", "model.vision_tower."),
     ("image_pos_embed.", "model.multi_modal_projector.image_position_embed."),
@@ -74,7 +74,7 @@ _LAYERS = (
 )
 _TURNED = "image_projection"
 _BIAS = "language_model.final_logits_bias"
-# names of the one table of embeddings, which the files contain once or several times
+# names under which the files contain the same table of embeddings, once or several times
 _TABLES = (
     "model.language_model.shared.weight",
     "model.language_model.encoder.embed_tokens.weight",
@@ -84,7 +84,7 @@ _TABLES = (
 
 
 def is_published(folder: Path) -> bool:
-    """Return whether the folder has the layout of the authors."""
+    """Return whether the folder has the format of the model's authors."""
     text = read_json(folder / "config.json").get("text_config")
     return isinstance(text, dict) and text.get("model_type") == _TEXT_TYPE
 
@@ -102,7 +102,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
     weights = _renamed(stored)
     tables = [weights[name] for name in _TABLES if name in weights]
     if any(not torch.equal(tables[0], table) for table in tables[1:]):
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: its tables of embeddings differ, and the class has one")
+        raise load_failed("INCOMPATIBLE", f"{entry.id}: its tables of embeddings differ, but the class has only one")
     return placed(_filled(folder, entry, weights), compute)
 
 
@@ -120,7 +120,7 @@ def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
 
 
 def published_config(folder: Path, entry_id: str) -> Florence2Config:
-    """Return the configuration of config.json in the form of transformers. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Return the settings of config.json, renamed for transformers. Raises ModelLoadFailed INCOMPATIBLE."""
     raw = read_json(folder / "config.json")
     text, vision = raw.get("text_config") or {}, raw.get("vision_config") or {}
     positions = {name: (vision.get(name) or {}).get("type", kind) for name, kind in _POSITIONS.items()}

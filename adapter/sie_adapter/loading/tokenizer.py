@@ -1,4 +1,4 @@
-"""Tokenizer of a model: it is read from the model's folder, and compared with the needs of weights and heads.
+"""Load of a model's tokenizer from its folder, and checks that it fits the model's weights and heads.
 
     folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
     embeddings ──► fault: reason why it cannot be right
@@ -22,7 +22,7 @@ from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# files with a vocabulary in published model folders
+# names of files that have a vocabulary in published model folders
 _FILES = (
     "tokenizer.json",
     "vocab.txt",
@@ -30,10 +30,11 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-# part of a sentence's characters: if more of them become known tokens, the tokenizer supports the sentence
+# fraction of a sentence's characters: if a larger fraction becomes known tokens, the tokenizer supports the sentence
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
-# one sentence in each script that models are trained for, and notations of models that do not read a language
+# texts of which a right tokenizer knows at least one: a sentence in each script, and samples of notations for models of
+# programs, proteins or molecules
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
     "Vietnamese": "dòng sông chảy qua thành phố cổ",
@@ -100,7 +101,7 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: 
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code, **options
         )
-    except Exception as error:  # transformers raises no narrower exception
+    except Exception as error:  # transformers documents no narrower exception for a tokenizer that cannot be read
         cause = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
         raise load_failed("INCOMPATIBLE", f"{cause}: {_REMEDY}") from error
 
@@ -149,9 +150,8 @@ def _refuse_invented(folder: Path, tokenizer: Tokenizer) -> None:
     if stored is None:
         return
     used = {tokenizer.id_to_token(number) or f"token with the id {number}" for number in _around(tokenizer)}
-    if isinstance(
-        tokenizer.model, models.WordPiece | models.WordLevel
-    ):  # without the unknown token these models fail at a text that they cannot read
+    if isinstance(tokenizer.model, models.WordPiece | models.WordLevel):
+        # these tokenizers replace a word that is not in the vocabulary by the unknown token, and raise if it is missing
         used.add(tokenizer.model.unk_token)
     if lacking := sorted(used - {None} - stored):
         cause = (
@@ -180,7 +180,7 @@ def _stored_tokens(folder: Path) -> set[str] | None:
 
 
 def _around(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer adds to a text and to a pair."""
+    """Return the ids that the tokenizer adds before, between and after the texts of a single text and of a pair."""
     encodings = (tokenizer.encode(""), tokenizer.encode("", ""))
     return [
         number
@@ -207,7 +207,8 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
         return tokenizer
     if last["type"] != "TemplateProcessing":
         raise load_failed(
-            "INCOMPATIBLE", f"load.append_eos is set and the tokenizer has a {last['type']}, which cannot be extended"
+            "INCOMPATIBLE",
+            f"load.append_eos is set, but the tokenizer's post-processor {last['type']} cannot be extended",
         )
     last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
     for template in (last["single"], last["pair"]):
@@ -305,7 +306,9 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token, which a sentencepiece model does not list."""
+    """Return the ids of special tokens and of the unknown token. A character with one of these ids is not read by the
+    model.
+    """
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

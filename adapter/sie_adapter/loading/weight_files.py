@@ -20,10 +20,12 @@ from torch import Tensor
 from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
-_OTHER_FORMATS = ("onnx", "openvino")  # folders in published models whose formats are not read by any family
+_OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-MATRIX = 2  # dimensions of a matrix; attention masks are uint8 too, and have more dimensions
+# number of dimensions of a matrix; only matrices can be quantised weights, since attention masks are uint8 too and have
+# more dimensions
+MATRIX = 2
 _CHUNK = 1 << 22  # number of values that are checked in one step
 _HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"
@@ -78,8 +80,8 @@ def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_length(file: Path) -> None:
-    """Compare the size of a safetensors file with its header. Source: the description of the format in its
-    repository.
+    """Raise ModelLoadFailed if the size of a safetensors file differs from the size that its header implies. Source:
+    the description of the format in its repository.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -101,7 +103,9 @@ def _broken(file: Path, why: str) -> Exception:
 
 
 def _check_parts(folder: Path) -> None:
-    """Check that all parts in the index exist, if a load reads the index."""
+    """Raise ModelLoadFailed if a file that the index of the weights names is missing, unless a load does not read the
+    index.
+    """
     if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())

@@ -1,1 +1,3 @@
-"""Device memory: residency of models, learnt limits of batches, and remedies when memory runs out."""
+"""Memory of the device: which models are loaded, measured limits for the tokens of a pass, and what is freed when
+memory runs out.
+"""

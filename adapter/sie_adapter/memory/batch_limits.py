@@ -2,14 +2,15 @@
 that ran out of memory.
 
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the other items
-    after a pass:  fits(key, tokens) | failed(key, tokens) ──► the edge changes, and is stored on the disk
+    after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
-The rule. A failure of n tokens sets the edge to n. The limit becomes the largest pass below it that fitted, at least n
-/ 2. If n had fitted before, less memory is free now, and the limit is n / 2. Old failures are not valid for ever, since
-another process may have used the memory at that time: for every WAIT_S without a new result, the limit rises by the
-factor RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets
-fewer and fewer attempts. If the pass fits, the wait begins again from that size. A failure that killed the process also
-cost its models and its other batches: half of its tokens count as failed as well, and the wait begins at KILLED_WAIT_S.
+The rule. After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a
+pass of n tokens had fitted before, less memory is free now, and the limit is n / 2. Old failures are not valid for
+ever, since another process may have used the memory at that time: for every WAIT_S without a new result, the limit
+rises by the factor RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is
+too small gets fewer and fewer attempts. If the pass fits, the wait begins again from that size. A failure that killed
+the process also cost its models and its other batches: half of its tokens count as failed as well, and the wait begins
+at KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WAIT_S = 30.0
 KILLED_WAIT_S = 480.0
 MAX_WAIT_S = 1920.0
 RAISE = 1.25
-# after 40 raises the limit is 1.25 ** 40 = 7,500 times the failed size, so the failure has no effect any more
+# number of raises after which a failure is forgotten: the limit is then 1.25 ** 40 = 7,500 times the failed size
 FORGET_STEPS = 40
 MAX_KEYS = 256
 _SAVE_EVERY_S = 1.0
@@ -44,9 +45,9 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class BatchLimit(msgspec.Struct):
-    """Results of one key. `fit_tokens`: tokens of the largest pass that fitted. `fail_tokens`: tokens of the smallest
-    pass that failed, 0 if none did. `since_s`: time of the last result that changed the limit. `wait_s`: seconds until
-    the limit rises; its first value is `first_wait_s`.
+    """Measured passes of one key. `fit_tokens`: tokens of the largest pass that fitted. `fail_tokens`: tokens of the
+    smallest pass that ran out of memory, 0 if none did. `since_s`: time of the last result that changed the limit.
+    `wait_s`: seconds until the limit rises; its first value is `first_wait_s`.
     """
 
     fit_tokens: int = 0
@@ -68,13 +69,13 @@ def limits_key(fingerprint: str, precision: str, device: str) -> str:
 
 
 def learnt_folder(settings: Settings) -> Path:
-    """Return the folder of the files that all adapters of a machine use."""
+    """Return the folder of the files with learnt limits, which all adapters of a machine use."""
     return settings.cache_folder / "sie"
 
 
 def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
-    """Return the next part of the `chosen` items, with at most `limit` tokens and at least one item, and the other
-    items. Short items are first.
+    """Return the items of the next pass, and the other items. The pass has at most `limit` tokens, but at least one
+    item of `chosen`; short items are first.
     """
     if limit is None or lengths[chosen].sum() <= limit:
         return chosen, chosen[:0]
@@ -90,8 +91,8 @@ def _believed(edge: BatchLimit) -> int:
 class DeviceLimits:
     """Limits of this device, at most MAX_KEYS, stored in the file at `path`. Thread-safe. No method raises.
 
-    The file is read at the first use, since a spare process may have started long before. `clock` is wall time, which
-    stays valid after a restart.
+    The file is read at the first use and not by the constructor, because a waiting process may have begun long before
+    it serves. `clock` is wall time, which stays valid after a restart.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -105,7 +106,7 @@ class DeviceLimits:
 
     @classmethod
     def for_machine(cls, settings: Settings) -> DeviceLimits:
-        """Return the limits of this machine, which all of its adapters use."""
+        """Return the limits in the file of this machine, which all of its adapters use."""
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
@@ -148,7 +149,8 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # a single item above the limit, or a pass that another lane began earlier: no new information
+                    # no new information: the pass had a single item above the limit, or another device thread began it
+                    # before the limit was lowered
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
             if killed:
@@ -171,7 +173,8 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        return max(int(believed * RAISE**steps), believed + steps)  # RAISE alone would never raise a limit of 1
+        # adds at least 1 per step, because int(1 * RAISE) is 1 for ever
+        return max(int(believed * RAISE**steps), believed + steps)
 
     def _edge(self, key: str) -> BatchLimit | None:
         if not self._read:
@@ -196,7 +199,7 @@ class DeviceLimits:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             aside = self._path.with_suffix(".corrupt")
             _logger.warning(
-                "the batch limits at %s are corrupt, so they are learnt again, and the file is moved to %s: %s",
+                "the batch limits at %s are corrupt, so they are measured again, and the file is moved to %s: %s",
                 self._path,
                 aside.name,
                 error,
@@ -208,7 +211,7 @@ class DeviceLimits:
             return {}
 
     def _save(self) -> None:
-        # include the limits that another process of this machine learnt for other models
+        # another process of this machine may have measured other models: its limits stay in the file
         edges = self._stored() | self._edges
         learnt = {key: edge for key, edge in edges.items() if edge.fail_tokens and self._steps(edge) < FORGET_STEPS}
         latest = sorted(learnt, key=lambda key: learnt[key].since_s)[-MAX_KEYS:]
@@ -222,9 +225,11 @@ class DeviceLimits:
             _logger.warning("the batch limits cannot be written to %s: %s", self._path, error)
 
 
-SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer lanes
-DOUBTED_TOKENS = 1024  # tokens below which lack of memory is not the likely reason of an unexplained death
-# tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of the key
+SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer device threads
+# if a process ended without a known reason during a pass of fewer tokens, lack of memory is not assumed
+DOUBTED_TOKENS = 1024
+# head of a slot: tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of
+# the key
 _HEAD = struct.Struct("<III")
 _SLOT_BYTES = 512
 _FREE = bytes(_HEAD.size)
@@ -232,8 +237,8 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that had started and not ended. `fitted_tokens`: tokens of the largest earlier pass of the model that
-    fitted.
+    """A pass that was still running when its process ended. `fitted_tokens`: tokens of the largest earlier pass of the
+    model that fitted.
     """
 
     key: str
@@ -242,8 +247,8 @@ class PassRecord:
 
 
 class PassRecords:
-    """Records of one adapter's running passes. `during` may be called from any thread. No method raises: without its
-    file an adapter works too, but learns less.
+    """Records, in a file, of the passes that one adapter is running. `during` may be called from any thread. No method
+    raises: without its file an adapter works too, but does not learn from a crash.
     """
 
     def __init__(self, path: Path) -> None:
@@ -254,13 +259,13 @@ class PassRecords:
 
     @classmethod
     def for_socket(cls, settings: Settings) -> PassRecords:
-        """Return the records of the adapter on this socket."""
+        """Return the records of the adapter that serves on the socket of these settings."""
         name = hashlib.sha256(settings.ipc_socket_path.encode()).hexdigest()[:16]
         return cls(learnt_folder(settings) / f"passes-{name}")
 
     @contextlib.contextmanager
     def during(self, key: str, tokens: int, fitted_tokens: int) -> Iterator[None]:
-        """Store a record of a pass while it runs."""
+        """Keep a record of a pass on the disk while the pass runs."""
         name = key.encode()
         with self._lock:
             slot = self._free.pop() if self._free and len(name) <= _SLOT_BYTES - _HEAD.size else None
@@ -276,7 +281,7 @@ class PassRecords:
                 self._free.append(slot)
 
     def left(self) -> list[PassRecord]:
-        """Return and remove the records that a dead process left."""
+        """Return the records that a dead process left in the file, and remove them."""
         try:
             content = self._path.read_bytes()
             self._path.unlink()
@@ -314,18 +319,20 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reducer of batch limits after passes that killed their process. It runs in the process that starts the next
-    adapter.
+    """Reader of the records after a process ended: it lowers the limits of passes that killed the process. It runs in
+    the process that starts the next adapter.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:
-        """Create the reducer. `batch_limits` reads the limits from the file that the dead process wrote."""
+        """Create the reader. `batch_limits` returns the limits from the file that the dead process wrote."""
         self._pass_records = pass_records
         self._read_limits = batch_limits
         self._kills = control_group.oom_kills()
 
     def learn(self) -> None:
-        """Lower the limits for the passes of the previous process, which is dead."""
+        """Lower the limits of passes that ran when the previous process ended, if a lack of memory probably ended
+        it.
+        """
         kills = control_group.oom_kills()
         is_known, self._kills = kills > self._kills, kills
         how = "was killed by the kernel for lack of memory" if is_known else "ended, probably for lack of memory,"

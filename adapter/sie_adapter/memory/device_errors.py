@@ -1,4 +1,6 @@
-"""Classification of exceptions of the device: out of memory, or lost."""
+"""Classification of the exceptions of torch. If memory ran out, the adapter frees memory and tries again. If the CUDA
+context is lost, the process must end.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,9 @@ import re
 
 from sie_contracts.errors import InternalFailure
 
-# Messages for a failed allocation: of torch's allocator, the mapping of a file, oneDNN, C++, and a thread without room
-# for its stack on a CPU. All of them are a plain RuntimeError, so only the text identifies them.
-# On CUDA, the libraries and the driver allocate too, for a handle or for the code of a kernel: the context survives
-# such a failure.
+# Messages of failed allocations: by torch's allocator, by the mapping of a file, by oneDNN, by C++, for the stack of a
+# thread, and on CUDA by libraries and driver, for a handle or for the code of a kernel; the CUDA context survives such
+# a failure. Each error is a plain RuntimeError, so only its text identifies it.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
@@ -34,7 +35,7 @@ def cancelled() -> InternalFailure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed."""
+    """Return whether this exception means that an allocation failed."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -47,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_primitive_refused(error: BaseException) -> bool:
-    """Return whether oneDNN found no memory for the code of a primitive."""
+    """Return whether this exception means that oneDNN had no memory for the code of a primitive."""
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
@@ -62,8 +63,8 @@ _NOT_STARTED = (
 
 
 def is_device_fatal(error: BaseException) -> bool:
-    """Return whether the device is lost after this error: an asynchronous CUDA error stays in the context until the
-    process ends.
+    """Return whether the CUDA context is lost after this exception: an asynchronous CUDA error stays in the context
+    until the process ends.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The memory of a model's weights, computed from the headers of its files before a load."""
+"""Memory that a model's weights need, computed before a load from the headers of its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recovery from a lack of device memory, and its counters. The sidecar exports them, since this process has no port.
+"""Steps that are taken when device memory runs out, and counters of them. The sidecar exports the counters, because
+this process has no port for metrics.
 
 work ──► out of memory ──► clear the cache ──► evict models ──► halve the batch ──► refuse items that do not fit alone
 """
@@ -29,24 +30,27 @@ Remedy = Literal[
     "evictions_triggered",
     "batch_splits",
 ]
-# remedies that freed memory after a failed allocation; the end of a load is not counted, because no model or output was
-# dropped
+# ways in which memory was freed after a failed allocation. `load_ended` is not counted, because no model and no output
+# was dropped.
 Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of remedies since the start of the process, by model. Every method may be called from any thread."""
+    """Counters of the ways in which memory was freed, by model, since the start of the process. Every method may be
+    called from any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, Counter[str]] = {}  # keys are the models that were ever loaded here
+        # model -> counters of its remedies; a model stays a key after it is unloaded
+        self._counts: dict[str, Counter[str]] = {}
 
     def count(self, model: str, remedy: Remedy) -> None:
         with self._lock:
             self._counts.setdefault(model, Counter())[remedy] += 1
 
     def all(self) -> tuple[Shortages, ...]:
-        """Return the counters of each model that ran out of memory."""
+        """Return the counters of each model for which memory ran out at least once."""
         with self._lock:
             return tuple(Shortages(model, **counts) for model, counts in self._counts.items())
 
@@ -58,7 +62,9 @@ Result = TypeVar("Result")
 # oneDNN up to 3.13 stores the error of its code generator per thread and never clears it (its pull request 5907 clears
 # it). After one failed allocation, every primitive of a new shape fails on that thread, even with free memory.
 class ThreadState(threading.local):
-    """State of the calling thread. `is_unusable`: oneDNN refused a primitive on this thread."""
+    """State of the calling thread. `is_unusable`: oneDNN failed on this thread for lack of memory, and would fail again
+    for every new shape.
+    """
 
     is_unusable = False
 
@@ -107,29 +113,29 @@ def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args,
     thread.start()
     thread.join()
     if errors:
-        # pop removes the reference to the error: the frames of the error refer to the tensors of a failed pass
+        # pop, so that `errors` does not keep the error: its frames refer to the tensors of a failed pass
         raise errors.pop()
     return results.pop()
 
 
 _logger = logging.getLogger("sie.adapter")
-Items = Int64  # positions of items in a batch
+Items = Int64  # indices of items in a batch
 
 
 def halved(items: Items) -> tuple[Items, Items]:
-    """Split items into two parts of equal counts."""
+    """Split items into two parts with equal numbers of items."""
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
 def exhausted() -> ResourceExhausted:
-    """Return the error of an item that does not fit into memory, even without other items."""
+    """Return the error of an item that does not fit into memory, even as the only item of a pass."""
     return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
 
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """Remedies of one device. `make_room` frees memory and returns the remedy, None if there is none. `count` is called
-    for each remedy.
+    """Steps that are taken if memory of a device runs out. `make_room` frees memory and returns how, or None if nothing
+    can be freed. `count` is called with each way in which memory was freed.
     """
 
     device: torch.device
@@ -184,7 +190,7 @@ class OomRecovery:
             tries += 1
             give_memory_back(self.device)
             self.count("cache_clears")
-            _logger.warning("out of memory with %d items", len(items))
+            _logger.warning("a pass of %d items ran out of memory", len(items))
             if (relief := self.make_room()) is not None:
                 if relief != "load_ended":
                     self.count(relief)

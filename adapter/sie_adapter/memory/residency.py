@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class LoadedWeights(Protocol):
-    """Attributes of a loaded family that the process reads, in addition to the methods for passes."""
+    """Attributes that every loaded model has, for the sidecar and for the memory limits."""
 
     tokenizer: bytes
     memory_bytes: int
@@ -57,7 +57,7 @@ class LoadedWeights(Protocol):
 
 @dataclass
 class Resident:
-    """A loaded model. `resolved` may be replaced by an entry that needs no other weights."""
+    """A loaded model. `resolved`: its catalogue entry; it is replaced if a changed entry needs no other weights."""
 
     model: str
     resolved: Resolved
@@ -65,7 +65,7 @@ class Resident:
     load_s: float
     last_used_s: float
     running: int = 0
-    peak_bytes: int = 0  # peak of activations during warm-up, besides the weights
+    peak_bytes: int = 0  # bytes of activations at the peak of the warm-up, without the weights
     _fingerprint: str = ""
     _fingerprinted: Resolved | None = None
 
@@ -79,7 +79,7 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """Return the model in the form of its wire message."""
+        """Return the message that describes this model to the sidecar."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -104,7 +104,7 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
     def facts(resolved: Resolved) -> bytes:
         entry = resolved.entry
-        # a family also stores values from these fields: its heads, its rows, and its own limits
+        # a family stores values from these fields when it is loaded, so a change of one of them needs a new load
         retained = [entry.head, entry.pair, entry.run.pooling, entry.run.parameters]
         return msgspec.json.encode(
             [entry.id, entry.weights, entry.family, entry.max_tokens, entry.outputs, resolved.load, *retained],
@@ -116,11 +116,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: the models in `may_drop`, in that order. It is created at the start
-    of the request: a model that was used after that time is not evicted.
+    """Models that may be evicted for one request: the models in `may_drop`, in that order. It is created when the
+    request arrives: a model that was used after that time is not evicted.
 
-    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were dropped for the request. This
-    happens only once, since the request computes some of them again.
+    `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were already dropped for the
+    request. They are dropped only once, since the request may compute some of them again.
     """
 
     may_drop: tuple[str, ...]
@@ -150,8 +150,9 @@ class DeviceMemory:
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Return whether a cache may use `more_bytes` bytes more. The limit is halfway between the threshold of the
-        loaded models and the total memory. Cached outputs, and free memory of the allocator, are freed first.
+        """Return whether a cache may use `more_bytes` bytes more. The memory in use may rise to the middle between the
+        threshold, above which models are evicted, and the whole memory. If it would rise above that, cached outputs and
+        free memory of the allocator are freed first.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
@@ -180,8 +181,8 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """Create the object without models. `count` is called, by model, for each remedy of a load that ran out of
-        memory. `ended` is called at the end of each load, successful or not.
+        """Create the object without models. `count` is called, with the model, each time memory is freed because its
+        load ran out of memory. `ended` is called at the end of each load, successful or not.
         """
         self._load = load
         self._memory = memory
@@ -194,11 +195,11 @@ class ResidentModels:
         self._loading = SharedLock()
         self._residents: dict[str, Resident] = {}
         self._loads: dict[str, Future[None]] = {}
-        self._arriving: dict[str, int] = {}  # bytes of weights of running loads, by model
+        self._arriving: dict[str, int] = {}  # model that is being loaded -> bytes of its weights
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
-        """Return the permission to evict of a request that begins now."""
+        """Return the permission to evict models for a request that begins now."""
         return Permission(may_drop, self._clock())
 
     def ensure(
@@ -217,7 +218,7 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    # with this time, an older permission does not evict a model that is requested now
+                    # time of use: a permission that was created earlier does not evict a model that is requested now
                     resident.last_used_s = self._clock()
                     return resident
                 pending = self._loads.get(model)
@@ -283,17 +284,19 @@ class ResidentModels:
 
     def make_room(self, permission: Permission) -> Relief | None:
         """Free memory after a failed allocation: drop cached outputs, else evict the next permitted model, else wait
-        for the end of a running load. Return the remedy, None if there is none.
+        for the end of a running load. Return how memory was freed, or None if it could not be freed.
         """
         if self._shed(permission):
             return "cache_clears"
         if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # only loads with known bytes: a load that still fetches its files uses no memory, and may take minutes
+            # only a load whose size is known: another load still fetches its files, so it uses no memory yet and may
+            # take minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            pending.exception()  # only wait; the requests for this load handle its failure
+            # wait for the end of the load; its result is handled by the requests that need the model
+            pending.exception()
         return "load_ended" if pending is not None else None
 
     def describe(self) -> tuple[LoadedModel, ...]:
@@ -349,7 +352,7 @@ class ResidentModels:
         except ModelLoadFailed as error:
             if error.extras.get("error_class") != "OOM":
                 raise
-            # a copy, since the frames of the original error refer to the tensors that did not fit
+            # a copy of the error, because the frames of the original refer to the tensors that did not fit
             return SIEError.from_info(error.info())
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
@@ -373,7 +376,7 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # first free memory for which no other model must be unloaded: cached outputs, free memory of the allocator, and
+        # before a model is evicted, free other memory: cached outputs, free memory of the allocator, and the memory of
         # a model that was released while a batch ran on it
         self._memory.shed()
         self._collect()

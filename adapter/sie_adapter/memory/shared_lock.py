@@ -1,4 +1,4 @@
-"""A lock with shared and exclusive holders."""
+"""Lock that several threads can hold together, or one thread alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 
 class Share:
-    """A shared hold of the lock. `was_alone`: there was no second holder during the hold; set when the hold ends."""
+    """One thread's hold of the lock together with others. `was_alone`: no other thread held the lock during that time;
+    set when the hold ends.
+    """
 
     was_alone = True
 
@@ -21,7 +23,7 @@ class SharedLock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._shares = 0
-        self._taken = 0  # number of shared holds since the start
+        self._taken = 0  # number of shared holds since the start; `shared` uses it to see whether a later hold began
         self._is_exclusive = False
 
     @contextlib.contextmanager

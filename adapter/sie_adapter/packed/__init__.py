@@ -1,1 +1,3 @@
-"""Transformers on packed sequences: no padding, attention by sequence lengths, and layers that several families use."""
+"""Transformers models on packed sequences: the texts of a batch one after the other, without padding. Also layers that
+several families use.
+"""

@@ -25,23 +25,25 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # value for a side of a window without a limit
-# scores of one block on a CPU: they fit the second-level cache. With more scores, each pass over them waits for memory.
+FAR = 1 << 30  # number of keys on a side of a window that has no limit on this side
+# limit for the scores of one block on a CPU, so that they fit the second-level cache. With more scores, each pass over
+# them waits for memory.
 _BLOCK_SCORES = 1 << 18
-_BLOCK_SCORES_ELSEWHERE = 1 << 25  # scores of one block on a GPU, which computes them all at once; 128 MB in float32
-# smallest length of a row of scores: one vector register.
-# Softmax sums a shorter row number by number, which took eight times as long.
+# limit for the scores of one block on a GPU, which computes them all at once: 128 MB in float32
+_BLOCK_SCORES_ELSEWHERE = 1 << 25
+# smallest length to which a row of scores is padded: one vector register. Softmax sums a shorter row number by number,
+# which took eight times as long.
 _SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
-    """Kernel that computes a group of sequences; the last column of a layout."""
+    """Kernel that computes a group of sequences. The last column of a layout has this number."""
 
-    SDPA = 0  # torch's fused kernel, sequences of equal length
-    BLOCKS = 2  # matrix products over blocks of queries, sequences of equal length, any window
-    REFERENCE = 3  # computes one sequence after the other, by the definition of attention
-    VARLEN = 4  # torch's variable-length kernel, all sequences at once, CUDA
-    FLASH = 5  # flash_attn_varlen_func, all sequences at once, CUDA
+    SDPA = 0  # torch's fused kernel, for sequences of equal length
+    BLOCKS = 2  # matrix products over blocks of queries, for sequences of equal length, with any window
+    REFERENCE = 3  # one sequence after the other, by the definition of attention
+    VARLEN = 4  # torch's variable-length kernel, for all sequences at once, on CUDA
+    FLASH = 5  # flash_attn_varlen_func, for all sequences at once, on CUDA
 
 
 class AttentionUnsupported(Exception):
@@ -50,7 +52,7 @@ class AttentionUnsupported(Exception):
 
 @dataclass(frozen=True)
 class MaskPattern:
-    """Pattern of a mask: a query at position i sees the keys i - left to i + right."""
+    """Window of a mask: a query at position i sees the keys from i - left to i + right."""
 
     left: int = FAR
     right: int = FAR
@@ -58,14 +60,14 @@ class MaskPattern:
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """Request to the mask interface. The attention function gets it instead of a mask."""
+    """Replacement for a mask: transformers' request for it, which the attention function gets instead."""
 
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Evaluate the mask function and return its pattern. Raises AttentionUnsupported for a mask without a supported
-        pattern.
+        """Call the mask function of transformers for sample positions, and return which keys a query sees. Raises
+        AttentionUnsupported unless the mask is causal, bidirectional or a window of these.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
         keys = torch.arange(size)
@@ -86,17 +88,18 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """Observations of a trial pass."""
+    """Results of a trial pass: the number of attention calls, and the windows that they had."""
 
-    calls: int = 0  # calls of the attention function
-    edges: set[int] = field(default_factory=set)  # values of `sie_edge` that the layers with a window need
+    calls: int = 0  # number of calls of the attention function
+    # values of `sie_edge` (see `packed_attention`) that the layers with a window need
+    edges: set[int] = field(default_factory=set)
 
     def called(self) -> None:
         self.calls += 1
 
     def edge(self) -> int:
-        """Return the `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers have different
-        edges.
+        """Return the value of `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers need
+        different values.
         """
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
@@ -137,8 +140,9 @@ def packed_attention(
 
     Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an unknown keyword that is not None, since it
     would change the numbers. Windows are defined as in transformers' flash attention path: `sliding_window` counts the
-    token itself, and extends to both sides if the attention is not causal. If the mask differs, the mask is right, as
-    in stock eager and sdpa: `sie_edge` is the number of keys on a side that the mask shows beyond `sliding_window`.
+    token itself, and extends to both sides if the attention is not causal. If the model's mask shows another window,
+    the mask is used, as in stock eager and sdpa: `sie_edge` is the number of keys on a side that it shows beyond
+    `sliding_window`.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -236,7 +240,7 @@ def _attend_in_blocks(
     for start in range(0, length, block):
         stop = min(length, start + block)
         low, high = max(0, start - pattern.left), min(visible, stop + pattern.right)
-        if low >= high:  # the window contains no visible key
+        if low >= high:  # no key is in the window of these queries
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
@@ -259,8 +263,8 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which of the keys from `low` to `high` the queries from `start` to `stop` must not attend to, bool
-    [queries, keys]; None if they attend to all keys.
+    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if it attends to all of them.
+    The block has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
@@ -290,7 +294,7 @@ _GROUPED: dict[int, Callable[[Tensor, Tensor, Tensor, float, MaskPattern, Tensor
 
 
 def _window(pattern: MaskPattern) -> tuple[int, int]:
-    """Return a pattern in the form of the CUDA kernels: -1 is no limit."""
+    """Return the window of a mask in the form of the CUDA kernels, in which -1 means no limit."""
     return -1 if pattern.left == FAR else pattern.left, -1 if pattern.right == FAR else pattern.right
 
 
@@ -301,7 +305,7 @@ def _attend_varlen(
 
     options: dict[str, Any] = {"scale": scale, "window_size": _window(pattern)}
     if query.shape[1] != key.shape[1]:
-        options["enable_gqa"] = True  # which torch has from 2.12 on
+        options["enable_gqa"] = True  # torch has this option from 2.12 on
     output: Tensor = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     return output
 
@@ -334,8 +338,9 @@ _VARLEN: dict[int, Callable[[Tensor, Tensor, Tensor, Tensor, int, float, MaskPat
 
 
 def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
-    """Return the layout for the attention op, int64 [groups, 5]: first token, number of sequences, (longest) length,
-    visible tokens, kernel.
+    """Return the argument `layout` of the attention op, int64 [groups, 5]. A group has sequences of equal length, or
+    all sequences; its row has the first token, the number of sequences, the (longest) length, the number of visible
+    tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
         # the kernels for all sequences at once count windows from the last token, which is wrong if only the first
@@ -348,7 +353,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
 
 
 def register() -> None:
-    """Register the implementation with transformers. A second call has no effect."""
+    """Register the attention and mask functions of this module with transformers. A second call has no effect."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

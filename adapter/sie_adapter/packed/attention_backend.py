@@ -1,4 +1,4 @@
-"""Choice of the attention backend: the requested backend if this machine can run it, with the reason.
+"""Choice of the attention backend: the requested backend if this machine can run it, else sdpa.
 
 SIE_ATTENTION_BACKEND + facts of the device ──► resolve_attention ──► backend and the reason for it
 """
@@ -44,8 +44,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """Return the backend, and the reason. `auto` means flash_attention_2 if the machine meets all its requirements,
-    else sdpa. A request that the machine cannot fulfil becomes sdpa.
+    """Return the attention backend, and the reason for it. `auto` means flash_attention_2 if the machine meets all its
+    requirements, else sdpa. If the machine cannot run the requested backend, sdpa replaces it.
     """
     lacks = _flash_lacks(facts)
     if requested == "eager":

@@ -35,18 +35,20 @@ from sie_contracts.models.load_errors import load_failed
 
 _logger = logging.getLogger("sie.adapter")
 
-# tokens of each sequence of a trial; the longest exceeds the local window of ModernBERT
+# lengths of the sequences of a trial, in tokens; the longest exceeds the local window of ModernBERT
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)
 _LORA_LENGTHS = (8, 24)
-_TRIAL_COSINE = {torch.float32: 0.9999}  # smallest cosine of a token's states; for 16 bits, see _TRIAL_COSINE_16
+# smallest allowed cosine between a token's packed and padded states; for 16 bits, see _TRIAL_COSINE_16
+_TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
-_PADDED_WASTE = 1.25  # largest ratio of padded positions to tokens
+# largest number of positions in a padded group of sequences, padding included, per token
+_PADDED_WASTE = 1.25
 
 
 class StateRunner(Protocol):
-    """Engine other than torch, with the weights of one model. Several threads may call `run` at once.
+    """Engine other than torch that computes the hidden states of one model. Several threads may call `run` at once.
 
     `attention`: the name of its attention, for reports. `memory_bytes`: bytes of device memory in use.
     """
@@ -58,10 +60,10 @@ class StateRunner(Protocol):
         """Return the states of the last layer, [tokens, width], in packed order."""
 
     def places(self, packed: PackedBatch) -> slice | Int64:
-        """Return the positions of the tokens whose states `run` returns."""
+        """Return the indices of the tokens whose states `run` computes."""
 
     def close(self) -> None:
-        """End the engine. Must not be called during a pass. An engine without references also ends when it is
+        """Free the engine. Must not be called during a pass. An engine without references is also freed when it is
         garbage-collected.
         """
 
@@ -90,20 +92,22 @@ class Backbone:
         entry demands sglang.
         """
         attention.register()
-        # set on this configuration, since a part of a larger model has a separate configuration
+        # switched off on the configuration of `model` itself, because a part of a larger model has a configuration of
+        # its own
         model.config.use_cache = False
         self._model = model
         self._compute = compute
         self._max_tokens = max_tokens
         self._lengths = (*_TRIAL_LENGTHS, *(12 + number % 13 for number in range(more_samples)))
         self._pad = model.config.pad_token_id or 0
-        # attention implementation of the loaded model; not every class supports sdpa
+        # attention implementation with which the model was loaded; not every class supports sdpa
         self._stock = model.config._attn_implementation
         self._edge = 0
         _check_rotary(model, max_tokens)
         self._numbering = _numbering(model)
         self._runner: StateRunner | None = None
-        self._is_causal: bool | None = None  # result before another engine replaced torch; None if it was not measured
+        # result of `is_causal` on torch, before another engine replaced it; None if it was not computed
+        self._is_causal: bool | None = None
         self._trial: tuple[PackedBatch, Tensor] | None = None
         self._kernel: Kernel | None = None
         self._graphs: PassGraphs | None = None
@@ -124,15 +128,15 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Use the model's own attention and padded batches from now on. This is for a model whose packed states are
-        wrong. Must not be called during a pass.
+        """Run the model with its own attention on padded batches from now on, instead of packed sequences. Call this if
+        the packed path computes wrong states, and never during a pass.
         """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)
         self.attention = f"{self._stock} padded"
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items with this architecture's positions."""
+        """Lay out the chosen items one after the other, with the positions that the model's architecture uses."""
         return pack(batch, chosen, self._numbering)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -160,8 +164,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Return the states for `tokens` [rows, tokens]: ids, positions and, if there are any, token types. Arguments
-        in `inputs` replace the arguments of the same name.
+        """Call the model, and return the states of its last layer. `tokens` [rows, tokens]: ids, positions and, if
+        there are any, token types. Arguments in `inputs` replace the arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
@@ -169,8 +173,8 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the states of `forward` by the stock path: padded on the right, with a mask. The packed path is
-        compared with them.
+        """Return the same states as `forward`, computed by the stock model: padded on the right, with a mask. The
+        packed path is compared with these states.
         """
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
@@ -190,12 +194,12 @@ class Backbone:
         features = _of_part(packed.features, packed.ids, part.tokens)
         inputs = self._inputs(to_device(part.ids, device), part.ids, features)
         hidden = self._model(**inputs, attention_mask=mask, **more)[0]
-        # index by positions: with a mask, the host would wait until the device has counted it
+        # indices instead of a mask: for a mask, the host would wait until the device has counted its True values
         return hidden.flatten(0, 1)[to_device(np.flatnonzero(part.real), device)]
 
     def _inputs(self, ids: Tensor, on_host: Int64, features: PlacedFeatures | None) -> dict[str, Any]:
-        """Return the inputs of the model: ids [.., tokens], or their embeddings with features instead of the image
-        tokens.
+        """Return the arguments of the model for a pass: ids [.., tokens], or their embeddings, in which features
+        replace the image tokens.
         """
         if features is None:
             return {"input_ids": ids}
@@ -213,8 +217,9 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Run as a graph from now on, without the weights of torch, if the graph's states equal the states of the stock
-        path. If they do not and the entry demands the engine, raises ModelLoadFailed.
+        """Compile the model to a graph that replaces torch from now on, if the states of the graph equal the states of
+        the stock path. The weights of torch are freed. If the states differ and the entry demands the engine, raises
+        ModelLoadFailed.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -232,9 +237,9 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """Run on a server from now on, if its states equal the states of the stock path. The weights of torch are
-        dropped before the server starts, since a GPU may not have memory for both copies. Raises Unserved if the server
-        cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        """Start an SGLang server that replaces torch from now on, if its states equal the states of the stock path. The
+        weights of torch are freed before the server starts, since a GPU may not have memory for both copies. Raises
+        Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -273,7 +278,7 @@ class Backbone:
                 self.use_graphs(cuda_recorder(self._compute.device))
 
     def use_graphs(self, recorder: Recorder | None) -> None:
-        """Replay small passes as graphs from now on; `recorder` captures these graphs. None: run all passes eagerly.
+        """Run small passes by CUDA graphs from now on; `recorder` captures these graphs. None: run all passes eagerly.
         Must not be called during a pass.
         """
         name, kernel, first = type(self._model).__name__, self._kernel, self._numbering.first
@@ -314,9 +319,9 @@ class Backbone:
         return [*preferred, *([Kernel.VARLEN] if uses_varlen_kernel(self._compute.facts) else []), Kernel.SDPA]
 
     def _try(self, kernel: Kernel, reference: Tensor) -> None:
-        """Raise AttentionUnsupported unless the packed states equal `reference`."""
+        """Run a trial with this kernel. Raises AttentionUnsupported unless the packed states equal `reference`."""
         trial, self._edge = Trial(), 0
-        # one sequence, so that a mask depends on two positions only and not on the packing
+        # a single sequence, so that the mask does not depend on the packing of several sequences
         self._forward_packed(self.sample(_TRIAL_LENGTHS[-1:]), kernel, trial)
         layers = self._model.config.num_hidden_layers
         if trial.calls != layers:
@@ -332,14 +337,16 @@ class Backbone:
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """Return the sequences of the trial and their states by the stock path, and drop them. May be called once."""
+        """Return the sequences of the trial and their states on the stock path. They are removed from this object, so
+        this method may be called once.
+        """
         assert self._trial is not None
         trial, self._trial = self._trial, None
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return whether the first token of a text ignores its last token. The test runs the text alone and together
-        with a longer text; None if the two results differ.
+        """Return True if the states of a text's first token do not depend on its last token, measured by a pass with
+        the text alone and one with a longer text; None if the two passes disagree.
         """
         if self._is_causal is not None:
             return self._is_causal
@@ -355,14 +362,18 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids. No id is the pad id, because stock code treats it as padding."""
+        """Return packed sequences of random ids, for trials. No id is the pad id, because stock code treats it as
+        padding.
+        """
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
         ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """Return the states of two short sequences. They are equal in each call, unless a LoRA is active."""
+        """Return the states of two short sequences, to see whether a LoRA changes them. Without a LoRA they are equal
+        in each call.
+        """
         return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
@@ -377,7 +388,7 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """Return the features of some of the tokens of a pass; None if these tokens have none."""
+    """Return the features of images or sounds for some of the tokens of a pass; None if these tokens have none."""
     if features is None:
         return None
     before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))
@@ -388,8 +399,8 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Raise ModelLoadFailed for rotary tables that stock code changes with the longest text of a pass: the states of a
-    text would depend on other texts of its batch and on other threads.
+    """Raise ModelLoadFailed for rotary position tables that transformers changes with the longest text of a pass: the
+    states of a text would depend on other texts of its batch and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
@@ -413,8 +424,8 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return the numbering of positions in the model. Models of RoBERTa's kind count from the pad id on; they are
-    recognised by the method for this numbering.
+    """Return how the model numbers positions. Models like RoBERTa count from the pad id on; they are recognised by
+    their method for this.
     """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -423,7 +434,9 @@ def _numbering(model: PreTrainedModel) -> Positions:
 
 
 def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, shortest first, whose padding stays within _PADDED_WASTE."""
+    """Yield ranges of sequences, shortest first, that can be padded to one length with at most _PADDED_WASTE positions
+    per token.
+    """
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):
         if (stop - start) * length > _PADDED_WASTE * (real + length):

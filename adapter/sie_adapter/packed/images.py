@@ -27,27 +27,27 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# images or sounds in one pass of a tower.
-# A CPU is not faster with more images per pass; powers of two keep the number of different sizes small.
+# largest number of images or sounds in one pass of a tower. A CPU is not faster with more images per pass; powers of
+# two keep the number of different sizes small.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# blocks of patches in one pass of a tower for images of any size.
-# A larger image has a separate pass; on a CPU, each image has one.
+# limit for the blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass; on
+# a CPU, each image has one.
 _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, part: str) -> dict[str, Any]:
-    """Return the configuration of the `image_processor` or `feature_extractor` of a folder. It is a part of
-    processor_config.json, written by transformers 5, else preprocessor_config.json; empty if neither file exists.
-    Source: transformers 5.23.
+    """Return the settings of the `image_processor` or `feature_extractor` of a folder: a section of
+    processor_config.json, which transformers 5 writes, else preprocessor_config.json. Return an empty map if neither
+    file exists. Source: transformers 5.23.
     """
     return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of images from the files, within the pixel bounds of `load`; None means
-    the bounds of the entry. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for a configuration
-    that cannot be reproduced.
+    """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`
+    limit the recipe; if `load` is None, the bounds of the entry do. Raises ModelLoadFailed: NOT_FOUND without a
+    configuration, INCOMPATIBLE for a configuration that cannot be reproduced.
     """
     config = read_processor(folder, "image_processor")
     if not config:
@@ -62,7 +62,7 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = Non
 
 
 class _Levels:
-    """Normalisation of pixels on a device."""
+    """Conversion of uint8 pixels to normalised float32 values, on a device."""
 
     def __init__(self, normalisation: Normalisation, device: torch.device) -> None:
         self._device = device
@@ -73,13 +73,13 @@ class _Levels:
         )
 
     def normalised(self, pixels: UInt8) -> Tensor:
-        """Return float32 values of pixel levels [.., 3]."""
+        """Return the normalised float32 values of uint8 pixels [.., 3]."""
         return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
 
 
 class Tower:
-    """Tower for images of one size. It computes them in passes through `run`, [images, 3, height, width] -> [images,
-    ..], in the precision of `compute`. `keeps`: whether outputs are cached.
+    """Image encoder for images of one size. It calls `run`, [images, 3, height, width] -> [images, ..], with a few
+    images at a time, in the precision of `compute`. `keeps`: whether outputs are cached.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class Tower:
 
 
 def per_pass(compute: Compute) -> int:
-    """Return the number of images or sounds in one pass of a tower."""
+    """Return the largest number of images or sounds in one pass of an encoder on this device."""
     return _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of passes over images or sounds. Their number in a pass is a power of two, at most `most`: a CPU
-    keeps memory for each size that a pass has had.
+    """Yield begin and end of each pass over images or sounds. The number of files in a pass is a power of two, at most
+    `most`, because a CPU keeps memory for each size that a pass has had.
     """
     start = 0
     while start < images:
@@ -125,8 +125,8 @@ def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Patches(NamedTuple):
-    """Cut of an image for a tower of any size. Patches are squares of `edge` pixels; `merged` by `merged` of them make
-    a block. Each patch is repeated `frames` times, like the frames of a film.
+    """Sizes of the patches into which a tower for images of any size cuts an image. A patch is a square of `edge`
+    pixels; `merged` by `merged` patches make a block. Each patch is repeated `frames` times, like the frames of a film.
     """
 
     edge: int
@@ -135,14 +135,15 @@ class Patches(NamedTuple):
 
     @staticmethod
     def from_config(config: Any) -> Patches:
-        """Read the patches from a vision_config."""
+        """Return the sizes in a vision_config."""
         return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
 
 
 class GridTower:
-    """Tower for images of any size. It computes them in passes through `run`. Its arguments are patches [patches,
-    values] and the grid of each image, int64 [images, 3]: frames, rows and columns of patches. Its result is tensors
-    [blocks, width]. Patches are in the order of the image processors of Qwen2-VL: block by block. Outputs are cached.
+    """Image encoder for images of any size. It calls `run` with a few images at a time. The arguments of `run` are
+    patches [patches, values] and the grid of each image, int64 [images, 3]: frames, rows and columns of patches. Its
+    result is tensors [blocks, width]. Patches are in the order of the image processors of Qwen2-VL: block by block.
+    Outputs are cached.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class GridTower:
         self._outputs = compute.outputs.of_tower()
 
     def grid(self, image: Shown) -> tuple[int, int]:
-        """Return the rows and columns of blocks of an image."""
+        """Return the number of rows and columns of blocks into which an image is cut."""
         unit = self._patches.edge * self._patches.merged
         return image.pixels.shape[0] // unit, image.pixels.shape[1] // unit
 
@@ -193,8 +194,8 @@ class GridTower:
         grids = [self.grid(image) for image in images]
         patches = [self._cut(image, *grid) for image, grid in zip(images, grids, strict=True)]
         blocks = sum(rows * columns for rows, columns in grids)
-        # a CPU keeps memory for each number of rows that a pass has had: an additional image reduces the number of
-        # different sizes
+        # a CPU keeps memory for each number of rows that a pass has had: an empty image fills the pass up to one of few
+        # numbers
         more = missing(blocks) if self._compute.device.type == "cpu" else 0
         if more:
             grids.append((1, more))

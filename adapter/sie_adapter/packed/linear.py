@@ -21,29 +21,29 @@ _RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """An nn.Linear for inference on a CPU: [.., in] -> [.., out]. It owns its weight; the weight of `source` may be
-    freed.
+    """Linear layer for inference on a CPU, whose weight is in oneDNN's blocked order: [.., in] -> [.., out]. It has a
+    copy of the weight, so the weight of `source` may be freed.
     """
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = source.in_features, source.out_features
         self.bias = source.bias
-        # not a parameter: a blocked weight cannot be moved, cast or saved
+        # no nn.Parameter, because a weight in blocked order cannot be moved, cast or saved
         self._blocked = torch.ops.mkldnn._reorder_linear_weight(source.weight.detach())
         self.nbytes = source.weight.nbytes
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the product, in the precision of the weight."""
+        """Return the product of `states` and the weight, plus the bias, in the precision of the weight."""
         return self._in_few_sizes(states) if is_limited() else self._product(states)
 
     def _product(self, states: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """Return the product, computed in parts of at most _CHUNK rows, each padded to a power of two. oneDNN keeps 0.5
-        to 1 MB for every number of rows that a product had: 1 GB after 1,200 different numbers, which is too much under
-        a limit on the process's memory.
+        """Return the product of `states` and the weight, for a process whose memory is limited. It is computed in parts
+        of at most _CHUNK rows, each padded to a power of two, because oneDNN keeps 0.5 to 1 MB for every number of rows
+        that a product had: 1 GB after 1,200 different numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -55,11 +55,11 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 
 def block_linears(model: nn.Module) -> int:
-    """Replace the linear layers of `model` by blocked ones if these are exact enough. Returns the number of replaced
-    layers.
+    """Replace the linear layers of `model` by layers with blocked weights, if their results are exact enough. Returns
+    the number of replaced layers.
 
-    No other references to the layers may exist. A layer whose weight is tied to an embedding is not replaced, nor one
-    whose weight its parent reads.
+    No other references to the layers may exist. A layer is not replaced if its weight is tied to an embedding, or if
+    its parent reads the weight.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -78,7 +78,9 @@ def block_linears(model: nn.Module) -> int:
 
 
 def _reads_weight(parent: nn.Module, name: str) -> bool:
-    """Return whether `parent` reads the weight of this layer: T5 compares its precision with that of the states."""
+    """Return whether `parent` reads the weight of this layer. In T5 a parent compares the dtype of the weight with the
+    dtype of the states.
+    """
     return name == "wo" and type(parent).__name__.endswith(("DenseActDense", "DenseGatedActDense"))
 
 

@@ -28,7 +28,8 @@ from sie_contracts.errors import LoraLoading
 from sie_contracts.models.load_errors import lora_rejected
 from sie_store.folder_files import read_json
 
-Pairs = Mapping[str, tuple[Tensor, Tensor]]  # path of a layer -> A [r, in], scaled B [out, r]
+# path of a layer -> its matrices: A [r, in], and B [out, r], which is already scaled (by alpha / r)
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # fields of adapter_config.json that are supported, or that only describe the training.
@@ -58,9 +59,9 @@ _UNDERSTOOD = frozenset(
         "ensure_weight_tying",
     }
 )
-# initialisations of A and B that do not change the weights of the base model
+# values of init_lora_weights that do not change the weights of the base model
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
-_ALPHA = 8  # alpha of a PEFT configuration that does not set it
+_ALPHA = 8  # alpha if a PEFT configuration does not set it
 
 
 class _Active(threading.local):
@@ -71,12 +72,12 @@ _ACTIVE = _Active()
 
 
 def lora_acts() -> bool:
-    """Return whether passes of this thread use a LoRA."""
+    """Return whether a LoRA is active for the passes of this thread."""
     return _ACTIVE.pairs is not None
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Linear layer that adds the part of the active LoRA, if that LoRA names `path`."""
+    """Linear layer that adds the product of the active LoRA's matrices for `path`, if that LoRA has any."""
 
     def __init__(self, base: nn.Module, path: str) -> None:
         super().__init__()
@@ -97,19 +98,20 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 class ModelLoras:
     """LoRAs of one model. Thread-safe.
 
-    `adapted` returns the model that they change. `run` runs a pass of this model over a sample, which is equal each
-    time; a LoRA that does not change the output is refused.
+    `adapted` returns the module that LoRAs change. `run` returns the states of a short sample, which are equal in each
+    call without a LoRA: a LoRA that does not change them is refused.
     """
 
     def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
         self._adapted, self._compute, self._run = adapted, compute, run
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()  # name -> matrices, digest of the LoRA's files
-        self.leases: dict[str, Any] = {}  # leases on the files of loaded LoRAs, so that the files stay on the disk
+        # name of a LoRA -> its matrices, and the digest of its files
+        self._kept: OrderedDict[str, tuple[Pairs, str]] = OrderedDict()
+        self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Read and try a LoRA, unless it is loaded. `most`: the largest number of loaded LoRAs. Returns the SHA-256 of
-        its files, in hex.
+        """Load a LoRA, unless it is loaded, and check that it changes the output. `most`: the largest number of loaded
+        LoRAs; the least recently used is dropped. Returns the SHA-256 of its files, in hex.
 
         Raises LoraLoadFailed, which names the fault.
         """
@@ -216,7 +218,7 @@ class ModelLoras:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of the files that determine the numbers of a LoRA."""
+    """Return a digest of the LoRA's files that influence its results."""
     whole = hashlib.sha256()
     for name in (_CONFIG, _WEIGHTS):
         with (folder / name).open("rb") as file:
@@ -225,7 +227,7 @@ def _digest(folder: Path) -> str:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Raise LoraLoadFailed for a configuration that changes weights other than the two matrices of each layer."""
+    """Raise LoraLoadFailed for a configuration that changes the model by more than the two matrices of each layer."""
     unsupported = sorted(
         key for key, value in config.items() if value and key not in {*_UNDERSTOOD, "bias", "init_lora_weights"}
     )

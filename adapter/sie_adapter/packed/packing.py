@@ -24,10 +24,11 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# pairs (limit, step): a number up to the limit is rounded up to a multiple of the step; the last step is also used
-# above its limit
+# pairs (limit, step) that reduce the different numbers of tokens or rows: a number up to the limit is rounded up to a
+# multiple of the step; the last step is also used above its limit
 Steps = Sequence[tuple[int, int]]
-# Up to 64 tokens, no sequence is added: it took 1 ms of the 4.5 ms of a short text.
+# steps for the tokens of a pass. Up to 64 tokens, no padding is added, because an added sequence took 1 ms of the 4.5
+# ms of a short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -40,9 +41,9 @@ class MalformedBatch(Exception):
 
 
 class Shown(NamedTuple):
-    """Image of a batch. `pixels`: uint8 [height, width, 3], for the model. `height`, `width`: size of the submitted
-    image, upright. `key`: outputs for these pixels may be used for any image with an equal key; empty: for no other
-    image.
+    """Image of a batch. `pixels`: uint8 [height, width, 3], as the model reads them. `height`, `width`: size of the
+    submitted image, upright. `key`: images with an equal key have equal results, so a cached result may be used; empty:
+    the result is not cached.
     """
 
     pixels: UInt8
@@ -57,8 +58,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """Images or sounds of a batch; the files of one item are adjacent. `rows`: the item of each file, [files],
-    ascending. `shown`: the files. `tokens`: the cost of each file in tokens, [files].
+    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the item of
+    each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
     """
 
     rows: Int64
@@ -66,12 +67,12 @@ class BatchFiles(Generic[T]):
     tokens: Int64
 
     def for_items(self, items: Int64) -> list[list[T]]:
-        """Return the files of each of these items."""
+        """Return the images or sounds of each of these items."""
         starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
         return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def costs(self, items: int) -> Int64:
-        """Return the cost of the files of each item in tokens, [items]."""
+        """Return the cost of the files of each item, as a number of tokens, [items]."""
         return np.bincount(self.rows, weights=self.tokens, minlength=items).astype(np.int64)
 
 
@@ -93,13 +94,13 @@ class Items:
 
     @cached_property
     def costs(self) -> Int64:
-        """Cost of each item on the device in tokens, [items]."""
+        """Return the cost of each item on the device, as a number of tokens, [items]."""
         files = [part for part in (self.images, self.sounds) if part is not None]
         return sum((part.costs(len(self.lengths)) for part in files), self.lengths)
 
     @cached_property
     def starts(self) -> Int64:
-        """Index of the first token of each item, [items]."""
+        """Return the index of the first token of each item, [items]."""
         return np.cumsum(self.lengths) - self.lengths
 
     def extremes(self, default: int = 0) -> tuple[Int64, Int64]:
@@ -119,7 +120,7 @@ def items(
     images: BatchFiles[Shown] | None = None,
     sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
-    """Decode a batch. Raises MalformedBatch."""
+    """Return the items of a batch, decoded from its bytes. Raises MalformedBatch."""
     if len(lengths) % 4 or len(ids) % 4:
         raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)
@@ -204,8 +205,8 @@ def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> I
 
 @dataclass(frozen=True)
 class Positions:
-    """Numbering of positions in an architecture: from `first` on. Models of RoBERTa's kind give an id equal to `pad`
-    the position `first - 1`.
+    """Numbering of the positions of a sequence, which depends on the architecture: from `first` on. Models like RoBERTa
+    give an id equal to `pad` the position `first - 1`.
 
     Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
     """
@@ -251,12 +252,14 @@ class PackedBatch:
         return np.diff(self.bounds).astype(np.int64)
 
     def filled(self, positions: int) -> None:
-        """Add positions to the count of padding: a pass computed them, but they contain no token."""
+        """Count positions that a pass computed although they contain no token."""
         self.padding += positions
 
 
 def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """Lay out the `chosen` items (indices into the batch, each of at least one token)."""
+    """Lay out the `chosen` items one after the other, shortest first. `chosen`: indices of items with at least one
+    token.
+    """
     if len(chosen) == 1:
         return _packed_alone(batch, chosen, numbering)
     if batch.visible is None:
@@ -283,8 +286,8 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
 
 
 def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """Lay out a single item, with less Python than `pack`. This saves a twentieth of the time of one short text, such
-    as the query of a search box.
+    """Lay out a single item, with less Python code than `pack`. This saves 5 % of the time of one short text, such as
+    the query of a search box.
     """
     item = int(chosen[0])
     length, start = int(batch.lengths[item]), int(batch.starts[item])
@@ -308,10 +311,10 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
     """Add a sequence of `filler` ids to the batch, so that its number of tokens is one of few possible numbers. `order`
-    does not contain the sequence.
+    does not contain the added sequence.
 
-    oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are about 2 % of
-    all rows.
+    The reason: oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are
+    about 2 % of all rows.
     """
     tokens = len(packed.ids)
     more = missing(tokens)
@@ -331,17 +334,17 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return the difference from `count` to the next number that `steps` allow. The default steps are the steps for the
-    tokens of a pass.
+    """Return how many tokens (or rows) must be added to `count` to reach a number that `steps` allow. The default steps
+    are those for the tokens of a pass.
     """
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
 
 class Padded(NamedTuple):
-    """Some sequences of a batch as a rectangle [sequences, columns]; each sequence begins at the left of its row.
-    `tokens`: the range of their tokens in the batch. `real`: the positions with these tokens. `attended`: the positions
-    that are attended to. `types`: None if all are 0.
+    """Some sequences of a batch, padded to one length: [sequences, columns], each sequence at the left of its row.
+    `tokens`: the range of their tokens in the batch. `real`: True at positions with a token. `attended`: True at
+    positions that are attended to. `types`: token types, None if all are 0.
     """
 
     tokens: slice
@@ -353,7 +356,7 @@ class Padded(NamedTuple):
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
     """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
-    rows. Rows without a sequence are attended to. The padding of the pass is increased.
+    rows. Added rows have `attended` True everywhere. The number of added positions is added to `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)
@@ -371,7 +374,7 @@ def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int
 
 
 def _with_rows(mask: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
-    """Return the mask with at least `rows` rows; the value of added rows is `filling`."""
+    """Return the mask with at least `rows` rows; added rows have the value `filling`."""
     more = rows - len(mask)
     return mask if more <= 0 else np.concatenate([mask, np.full((more, mask.shape[1]), filling)])
 

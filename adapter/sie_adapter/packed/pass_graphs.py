@@ -33,24 +33,24 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Each step is at most a half larger than the one before: a pass of BERT large with 128 tokens takes as long as a pass
-# with 16, since both wait for weights.
-# From 1,024 tokens on, the kernels of large models take as long as their launches on a fast host.
+# Numbers of tokens of the buckets. Each number is at most twice the one before: a pass of BERT large with 128 tokens
+# takes as long as a pass with 16, since both wait for weights. Above 1,024 tokens there are no graphs, because the
+# kernels of large models then take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)
-_BLOCK = 128  # rows of a block of the attention kernel, and the longest sequence of padding
+_BLOCK = 128  # rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
 # largest number of graphs of a model.
 # Their activations use common memory; the driver keeps about a kilobyte for each kernel of a graph.
 _MOST_GRAPHS = 16
-_LEAST_COSINE = 0.999  # of a token's states, eager and replayed, in 16 bits
-_PAUSE_S = 60.0  # without captures after memory was short
+_LEAST_COSINE = 0.999  # smallest cosine between a token's states of the eager pass and of the replay, in 16 bits
+_PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
 _WARM_UPS = 2
 # failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
 
 
 class Bucket(NamedTuple):
-    """Shape that a graph computes. `longest`: the number of tokens of its longest sequence."""
+    """Sizes for which a graph is captured. `longest`: the number of tokens of its longest sequence."""
 
     tokens: int
     sequences: int
@@ -58,8 +58,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(packed: PackedBatch) -> Bucket | None:
-    """Return the smallest bucket that a batch fits; None for a large batch, or for a batch with other inputs than
-    texts.
+    """Return the smallest bucket with at least the tokens and sequences of a batch. Return None if the batch is too
+    large, or has other inputs than texts.
     """
     if packed.visible is not None or packed.features is not None or packed.axes is not None:
         return None
@@ -72,12 +72,12 @@ def bucket_of(packed: PackedBatch) -> Bucket | None:
 
 
 class StaticInputs:
-    """Inputs of a bucket at fixed addresses, filled by one copy. `tokens`: ids, positions and, if `has_types`, token
-    types, int64 [rows, tokens]; `bounds`: int32 [sequences + 1], including the bounds of padding.
+    """Input tensors of a captured pass, at fixed addresses, filled by one copy. `tokens`: ids, positions and, if
+    `has_types`, token types, int64 [rows, tokens]; `bounds`: int32 [sequences + 1], including the bounds of padding.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, filler: int, first: int, *, has_types: bool) -> None:
-        """Allocate the inputs. `filler`, `first`: id and position of padding."""
+        """Allocate the tensors. `filler`, `first`: id and position of padding."""
         rows = 3 if has_types else 2
         ends = 1 + bucket.sequences + -(-bucket.tokens // _BLOCK)
         at = 8 * rows * bucket.tokens
@@ -113,7 +113,7 @@ class StaticInputs:
 
 
 class CapturedPass(Protocol):
-    """Captured pass. `output`: the tensor that each replay overwrites."""
+    """A forward pass in a CUDA graph. `output`: the tensor that each replay overwrites."""
 
     output: Tensor
 
@@ -121,19 +121,19 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of passes of a device. `lock` is held during a capture, and during a replay from its inputs to its
-    output.
+    """Recorder of CUDA graphs for a device. `lock` is held during a capture, and during a replay until its output was
+    copied.
     """
 
     lock: threading.Lock
 
     def record(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass | None:
-        """Capture `run`, which reads and writes fixed addresses; None if a capture is not possible now. Raises the
-        errors of `run`.
+        """Capture `run`, which reads and writes fixed addresses, as a CUDA graph. Return None if a capture is not
+        possible now. Raises the errors of `run`.
         """
 
     def pool(self) -> Any:
-        """Return a new pool for the memory of graphs that never run at the same time."""
+        """Return a new memory pool for CUDA graphs that never run at the same time."""
 
     def join(self) -> None:
         """Make the current stream wait for the last replay. Call it under the lock."""
@@ -158,7 +158,7 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._last: Any = None
-        # after a failed capture, torch's allocator of pinned memory still asks this graph for its number
+        # graphs of failed captures, kept because torch's allocator of pinned memory still uses them
         self._failed: list[Any] = []
 
     def pool(self) -> Any:
@@ -174,7 +174,8 @@ class CudaRecorder:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):  # in these runs, libraries choose their kernels and allocate their workspaces
+            # warm-up before the capture: libraries choose their kernels and allocate their workspaces
+            for _ in range(_WARM_UPS):
                 run()
             self._stream.synchronize()
             with without_loads() as is_free:
@@ -184,7 +185,8 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass:
         graph = torch.cuda.CUDAGraph()
-        # other threads may allocate memory during the capture, for example a thread that generates text
+        # thread_local, because other threads may allocate memory during the capture, for example a thread that
+        # generates text
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             output = run()
@@ -196,21 +198,21 @@ class CudaRecorder:
         return _CudaPass(graph, output)
 
     def _end_capture(self, graph: Any, pool: Any) -> None:
-        """End a capture that failed. If CUDA returns no graph, torch leaves its allocator in the pool, and then refuses
-        to return memory.
+        """End a capture that failed. If CUDA returns no graph, torch does not end the allocation in the capture's
+        memory pool, and then refuses to return memory; this method ends it.
         """
         try:
             graph.capture_end()
         except RuntimeError:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            with contextlib.suppress(RuntimeError):  # the error was raised after torch had ended the capture
+            with contextlib.suppress(RuntimeError):  # the second call fails if torch had already ended the allocation
                 torch._C._cuda_endAllocateToPool(index, pool)
                 torch._C._cuda_releasePool(index, pool)
 
 
 @functools.cache
 def cuda_recorder(device: torch.device) -> CudaRecorder:
-    """Return the recorder of a device; a process has one."""
+    """Return the recorder of a device. Later calls for this device return the same recorder."""
     return CudaRecorder(device)
 
 
@@ -219,21 +221,21 @@ class _ReadyPass(NamedTuple):
     recording: CapturedPass
 
     def replay(self, packed: PackedBatch) -> Tensor:
-        """Return the states of a batch, in separate memory."""
+        """Run the graph for a batch, and return its states in memory of their own."""
         self.inputs.fill(packed)
         self.recording.replay()
         return self.recording.output[: len(packed.ids)].clone()
 
 
 Eager = Callable[[PackedBatch], Tensor]
-RunStatic = Callable[[Tensor, Tensor, Int64], Tensor]  # tokens, bounds, layout -> states
+RunStatic = Callable[[Tensor, Tensor, Int64], Tensor]  # pass to capture: (tokens, bounds, layout) -> states
 
 _all: weakref.WeakSet[PassGraphs] = weakref.WeakSet()
 _all_lock = threading.Lock()
 
 
 class PassGraphs:
-    """Graphs of one model, least recently used dropped first. `states` may be called on any thread."""
+    """CUDA graphs of one model; the least recently used is dropped first. `states` may be called on any thread."""
 
     def __init__(
         self,
@@ -245,8 +247,8 @@ class PassGraphs:
         first: int,
         has_types: bool,
     ) -> None:
-        """Create the graphs of a model. `model`: its name in the log. `kernel`: of attention. `filler`, `first`: id and
-        position of padding.
+        """Create the graphs of a model. `model`: its name in the log. `kernel`: the attention kernel. `filler`,
+        `first`: id and position of padding.
         """
         self._model, self._recorder, self._kernel = model, recorder, kernel
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
@@ -254,17 +256,17 @@ class PassGraphs:
         self._uses: Counter[Bucket] = Counter()
         self._captured: OrderedDict[Bucket, _ReadyPass] = OrderedDict()
         self._paused_until_s = 0.0
-        self.is_eager = False  # true if the model cannot be captured
+        self.is_eager = False  # True: no more CUDA graphs for this model, because a capture failed
         with _all_lock:
             _all.add(self)
 
     def __len__(self) -> int:
-        """Return the number of graphs."""
+        """Return the number of captured graphs."""
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
-        """Return the states of a batch, from a graph if there is one for it, else from `eager`. `run` is the pass that
-        is captured. Raises the errors of `eager`. While another pass of this device runs, a pass is eager.
+        """Return the states of a batch: by a replay if its bucket has a graph and no other pass of the device runs,
+        else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
         """
         bucket = None if self.is_eager else bucket_of(packed)
         if bucket is None or not self._recorder.lock.acquire(blocking=False):
@@ -285,8 +287,8 @@ class PassGraphs:
             self._recorder.lock.release()
 
     def drop_all(self) -> bool:
-        """Drop all graphs, and capture none for a while, since memory is short. Returns whether there were any
-        graphs.
+        """Drop all CUDA graphs of the model because memory is short, and capture none for _PAUSE_S seconds. Returns
+        whether there was a graph.
         """
         with self._recorder.lock:
             self._paused_until_s = time.monotonic() + _PAUSE_S
@@ -296,15 +298,18 @@ class PassGraphs:
         return had
 
     def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
-        """Capture a bucket. If the capture fails or its replay is wrong, the model is eager from now on."""
+        """Capture a graph for a bucket. If the capture fails or its replay is wrong, all later passes of the model run
+        eagerly.
+        """
         try:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the graph was captured with padding only, so a value that does not depend on the inputs is detected here
+            # the graph was captured with padding, and this replay has a batch: a value that the capture stored as a
+            # constant would be wrong here
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
-            expected.sum().item()  # raises if the device is lost
+            expected.sum().item()  # waits for the device, so that a lost device raises here
             if is_out_of_memory(error):
                 self._paused_until_s = time.monotonic() + _PAUSE_S
                 return
@@ -335,7 +340,7 @@ class PassGraphs:
 
 
 def drop_graphs() -> bool:
-    """Drop the graphs of all models because memory is short. Returns whether there were any."""
+    """Drop the CUDA graphs of all models because memory is short. Returns whether there was a graph."""
     with _all_lock:
         present = list(_all)
     return sum(graphs.drop_all() for graphs in present) > 0

@@ -57,7 +57,7 @@ def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activ
 
 
 def _spans(text: str, label: str, spans: np.ndarray, keep: np.ndarray, chosen: np.ndarray) -> list[dict[str, Any]]:
-    """Return the runs of `chosen` tokens, without white space around them."""
+    """Return the ranges of the text with `chosen` tokens, without white space around them."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(np.int8), [0]])))
     sections = []
     for first, stop in edges.reshape(-1, 2).tolist():

@@ -32,13 +32,13 @@ SHARE = 64
 # Seconds without caching after memory was short: new cached outputs would be dropped again, after another failed pass.
 PAUSE_S = 60.0
 
-Output = tuple[Tensor, ...]  # outputs of a tower for one image
+Output = tuple[Tensor, ...]  # output of an image encoder for one image
 Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
 class _CachedOutput(NamedTuple):
-    """Cached output of an image. `is_finite`: bool [], on the device; it is read at the next use, since reading it now
-    would make the host wait for the tower. `use`: the number of its last use.
+    """Cached output of an image encoder for one image. `is_finite`: bool [], on the device; it is read at the next use,
+    since reading it at once would make the host wait for the encoder. `use`: the number of its last use.
     """
 
     output: Output
@@ -47,10 +47,10 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """Outputs of all towers of a process, at most `max_bytes`; 0 disables the cache. Thread-safe.
+    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables it. Thread-safe.
 
-    `hits`: images that were not read, since their output was cached or another thread computed it. `misses`: images
-    that were read. One lock guards all state. It is never held while a tower runs.
+    `hits`: number of images whose output was cached, or was computed by another thread. `misses`: number of images that
+    were encoded. One lock guards all state. It is never held while an encoder runs.
     """
 
     def __init__(self, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +63,7 @@ class TowerOutputs:
         self._paused_until_s = 0.0
 
     def of_tower(self) -> OutputsOfTower:
-        """Return the cache for a tower that is loaded now."""
+        """Return a new, empty cache for one tower. All towers share the limit `max_bytes`."""
         tower = OutputsOfTower(self, self._lock)
         with self._lock:
             self._towers.add(tower)
@@ -96,11 +96,11 @@ class TowerOutputs:
     # `OutputsOfTower` calls the methods below while it holds the lock
 
     def number(self) -> int:
-        """Return the number of a new use."""
+        """Return the next number of the counter of uses; the numbers order all uses of outputs."""
         return next(self._uses)
 
     def fit(self) -> None:
-        """Drop the longest unused outputs until the remaining ones fit `max_bytes`."""
+        """Drop the least recently used outputs until the others need at most `max_bytes`."""
         while self._held_bytes() > self.max_bytes:
             min((tower for tower in self._towers if tower.nbytes), key=OutputsOfTower.oldest_use).drop_oldest()
 
@@ -113,19 +113,20 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower. The owner of the tower owns this object, so outputs are dropped together with the
-    tower. `nbytes`: bytes of the outputs.
+    """Cached outputs of one tower. The tower's model owns this object, so the outputs are freed together with the
+    model. `nbytes`: bytes of the outputs.
     """
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
         self._shared = shared
         self._lock = lock
-        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()  # the least recently used output is first
+        # key of an image -> its output; the least recently used is first
+        self._cached: OrderedDict[Hashable, _CachedOutput] = OrderedDict()
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
-        """Return the output of each image; callers must not modify it. `read` is called for distinct images that are
+        """Return the output of each image; callers must not modify it. `read` computes the outputs of images that are
         not cached. Raises the errors of `read`.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
@@ -137,7 +138,9 @@ class OutputsOfTower:
             for name, entry in cached.items():
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
-                else:  # another image of that pass may have caused the overflow, so the image is read again
+                else:
+                    # another image of the pass that computed this output may have caused the overflow, so the output is
+                    # computed again
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -152,8 +155,8 @@ class OutputsOfTower:
     def _looked_up(
         self, names: Sequence[Hashable]
     ) -> tuple[dict[Hashable, _CachedOutput], dict[Hashable, Future[Output | None]], list[Hashable]]:
-        """Return the cached outputs, the outputs that another thread reads, and the names that this thread
-        must read.
+        """Return the cached outputs, the outputs that another thread computes now, and the names of the images that
+        this thread must read.
         """
         cached: dict[Hashable, _CachedOutput] = {}
         elsewhere: dict[Hashable, Future[Output | None]] = {}
@@ -172,8 +175,8 @@ class OutputsOfTower:
         return cached, elsewhere, own
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
-        """Read images and cache their outputs if there is room. Waiting threads are woken, even if reading fails: then
-        they read the images themselves.
+        """Compute the outputs of images, and cache them if there is room. Threads that wait for one of these images are
+        woken even if this fails: then they compute it themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:
@@ -211,7 +214,7 @@ class OutputsOfTower:
     # `TowerOutputs` calls the methods below, under the lock
 
     def oldest_use(self) -> int:
-        """Return the number of the least recent use. The tower must have an output."""
+        """Return the number of the least recent use of a cached output. The cache of this tower must not be empty."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
@@ -224,8 +227,8 @@ class OutputsOfTower:
 
 
 def _name(image: Shown, place: int) -> Hashable:
-    """Return the identity of an image: its key, with the other fields that a tower may read. For an image without a
-    key, return its position.
+    """Return the key under which the output of an image is cached: the image's key, with its other fields that an
+    encoder may read. For an image without a key, return its position in the batch.
     """
     return (image.key, image.height, image.width) if image.key else place
 

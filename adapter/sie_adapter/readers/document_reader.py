@@ -26,8 +26,8 @@ from sie_store.folder_files import read_json
 
 
 class PageReader(ReaderKind[PagePrompt, Shown], Protocol):
-    """Reader of documents. `max_tokens`: limit for a prompt and the text that is written after it. `recipe`: conversion
-    of images to the pixels that the model reads.
+    """Model class that reads documents. `max_tokens`: limit for a prompt and the text that is generated after it.
+    `recipe`: conversion of images to the pixels that the model reads.
     """
 
     precision: str
@@ -52,18 +52,18 @@ class DocumentReader:
 
     A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`. The reason is
     `stop` if the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same
-    tokens. The result is an InvalidInput if the input does not have exactly one image, or if the model does not have
-    the task; it is an InferenceFailed if the scores are not finite.
+    tokens. Instead of a result, an input gets an InvalidInput if the input does not have exactly one image, or if the
+    model does not have the task. It gets an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text that is written after it.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
@@ -78,7 +78,9 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return the call that answers one batch. `read` writes the text of the batch's rows."""
+        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
+        rows.
+        """
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

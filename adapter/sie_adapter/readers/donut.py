@@ -53,7 +53,7 @@ _PAGES_PER_PASS_ELSEWHERE = 4
 
 
 class Donut:
-    """A `document_reader.PageReader`: encoder and decoder, in the precision of `compute`."""
+    """Model class of Donut: encoder and decoder, in the precision of `compute`."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -98,7 +98,7 @@ class Donut:
         if task == _QUESTION:
             if not options.instruction.strip():
                 raise InvalidInput(
-                    "instruction: expected the question", reason="instruction_required", param="instruction"
+                    "instruction: the task needs a question here", reason="instruction_required", param="instruction"
                 )
             if any(tag in options.instruction for tag in self._tags):
                 raise reserved("instruction")
@@ -135,12 +135,13 @@ def _encoded(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of pages. Raises ModelLoadFailed INCOMPATIBLE for a model other than
-    Donut, and the errors of `checked_processor`.
+    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. Raises ModelLoadFailed
+    INCOMPATIBLE for a model other than Donut, and the errors of `checked_processor`.
     """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):
         raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: it has {kinds[0]} and {kinds[1]}, Donut has donut-swin and mbart"
+            "INCOMPATIBLE",
+            f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart",
         )
     return checked_processor(folder, entry, model, model.config.decoder.max_position_embeddings)

@@ -89,7 +89,7 @@ _GIVEN_REGION = re.compile("<loc_(0|[1-9][0-9]{0,2})>" * 4)
 
 
 class Florence2:
-    """A `document_reader.PageReader`: tower, encoder and decoder, in the precision of `compute`."""
+    """Model class of Florence-2: image encoder, text encoder and decoder, in the precision of `compute`."""
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
@@ -177,7 +177,7 @@ class Florence2:
         return [self._begun(*pair) for pair in zip(features, prompts, strict=True)]
 
     def _begun(self, features: Tensor, prompt: PagePrompt) -> RowStart:
-        """Return the start of a row. Its encoder reads the features of the page, then the sentence."""
+        """Return a new row of the decoder, whose encoder has read the features of the page, then the sentence."""
         ids = torch.tensor([list(prompt.encoder_ids)], device=features.device)
         read = torch.cat([features[None], self._embeddings(ids)], 1)
         return self._decoder.begin(self._encoder(inputs_embeds=read).last_hidden_state, prompt.ids)
@@ -193,7 +193,7 @@ class Florence2:
             places = placed(text, 8, shown.width, shown.height)
             return {"entities": [text_entity(name, label, box) for name, box in places]}
         if label:
-            # the answer about a region may contain the coordinates of the region again
+            # without coordinates: the answer about a region may repeat the coordinates of the region
             words = (_PLACE.sub("", text) if prompt.box else text).strip()
             return {"entities": [text_entity(words, label, prompt.box)] if words else []}
         if prompt.task in _OUTLINES or "<poly>" in text:
@@ -210,8 +210,8 @@ def _positions(model: Any) -> int:
 
 
 def _features(model: Any, recipe: Recipe) -> int:
-    """Return the number of features of a page at the encoder: the features of the last grid of the tower, and their
-    mean.
+    """Return the number of positions that a page takes in the encoder: the positions of the last grid of the image
+    encoder, and one for their mean.
     """
     stride = math.prod(model.config.vision_config.patch_stride)
     places: int = (recipe.height // stride) * (recipe.width // stride)
@@ -220,8 +220,8 @@ def _features(model: Any, recipe: Recipe) -> int:
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. A box is written as
-    `numbers` bins, alternately x and y: two corners, or the four corners of a quadrangle. For a quadrangle, the
-    rectangle around it is returned.
+    `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners
+    of a quadrangle. For a quadrangle, the rectangle around it is returned.
 
     The coordinate of a bin is its middle, rounded down to pixels. Source: transformers, Florence2PostProcessor.
     """
@@ -254,7 +254,7 @@ def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[lis
 
 
 def _outlines(shapes: Iterator[tuple[str, list[list[int]]]]) -> dict[str, Any]:
-    """Return objects with the rectangles around them, and their polygons in the same order."""
+    """Return a result for polygons: objects with the rectangles around them, and the polygons in the same order."""
     objects, outlines = [], []
     for name, polygons in shapes:
         across, down = ([number for polygon in polygons for number in polygon[axis::2]] for axis in (0, 1))

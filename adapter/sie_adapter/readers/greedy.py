@@ -20,8 +20,8 @@ from sie_contracts.errors import InferenceFailed
 
 Finish = Literal["stop", "length", "repetition"]
 
-_REPEATED, _TIMES = 64, 3  # a block of this many tokens that occurs this many times in a row is a loop
-# options that change greedy scores and that this module does not support
+_REPEATED, _TIMES = 64, 3  # a text is a loop if it ends with three equal blocks of 64 tokens
+# options of generation_config.json that change greedy scores and that this module does not support
 _REFUSED = (
     "sequence_bias",
     "encoder_repetition_penalty",
@@ -50,8 +50,8 @@ def ends_of(config: GenerationConfig) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of one row. `prompt`: the ids before its first token. `most`: the limit of tokens of the row. `ends`: the
-    ids that end the row.
+    """Rules for the text of one row. `prompt`: the ids before its first token. `most`: the largest number of tokens.
+    `ends`: the ids that end the text.
     """
 
     prompt: Sequence[int]
@@ -62,7 +62,9 @@ class Rules:
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """Return `scores` [vocabulary], float32, for the token after `written`, changed by the rules."""
+        """Return the scores of the next token, [vocabulary], after the logits processors changed a copy of them.
+        `written`: the tokens so far. `scores`: float32.
+        """
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)
@@ -70,7 +72,7 @@ class Rules:
         return changed
 
     def finish(self, written: Sequence[int]) -> Finish | None:
-        """Return the reason why the row ends after these tokens; None if it continues."""
+        """Return the reason why the text ends after these tokens, or None if it continues."""
         if written and written[-1] in self.ends and not (self.forced_end and len(written) == self.most):
             return "stop"
         if len(written) >= self.most:
@@ -85,7 +87,9 @@ class Rules:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Rules of one model. `ends`: the ids of tokens that end a text. `bad`: ids that are never written."""
+    """Rules of generation for one model. `ends`: the ids of tokens that end a text. `bad`: ids that are never
+    written.
+    """
 
     config: GenerationConfig
     device: torch.device
@@ -98,15 +102,15 @@ class Greedy:
         object.__setattr__(self, "_end_list", sorted(self.ends))
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
-        """Return the rules of a row with this prompt and a limit of `most` tokens. `own`: processors of the model
-        itself, which run after the processors of its configuration.
+        """Return the rules of a row with this prompt and a limit of `most` tokens. `own`: logits processors of the
+        model itself, which run after the logits processors of its configuration.
         """
         processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
         return Rules(prompt, most, self.ends, processors, forced, self.stops_loops)
 
     def _processors(self, begin: int, most: int) -> list[Any]:
-        """Return the processors of scores in the order in which transformers applies them. Source: transformers,
+        """Return the logits processors in the order in which transformers applies them. Source: transformers,
         GenerationMixin.
         """
         config, processors = self.config, []
@@ -141,8 +145,8 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the most likely token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score is not
-    finite.
+    """Return the id of the most likely token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score
+    is NaN or infinite.
     """
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]
@@ -150,4 +154,4 @@ def best(scores: Tensor) -> list[int]:
 
 def not_finite() -> InferenceFailed:
     """Return the error of a row for which `best` returns -1."""
-    return InferenceFailed("the model's scores are not finite", reason="non_finite")
+    return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")

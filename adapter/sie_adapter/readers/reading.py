@@ -6,12 +6,12 @@ steps.
 In each iteration, the thread does the following for each model that has rows. It removes rows for which no client waits
 any more, begins some of the waiting rows, then adds one token to each row. So a short answer does not wait for a long
 one that runs at the same time, and a disconnected client costs one step. The text of a row does not depend on the other
-rows. A row that has ended may continue with another prompt, such as the next window of a sound: it then waits until the
-rows that have not begun have started.
+rows. A row that has ended may continue with another prompt, such as the next window of a sound: it then begins after
+the rows that have waited longer.
 
-The loop does not occupy the lanes of the device: passes of other models run between the steps. On a CPU the thread has
-a lower priority than the lanes. It uses the idle time of the lanes, and a part of the cores if the lanes are never
-idle.
+The loop does not occupy the device threads: passes of other models run between the steps. On a CPU its thread has a
+lower priority than the device threads. It uses the time in which they are idle, and a part of the cores if they are
+never idle.
 """
 
 from __future__ import annotations
@@ -38,42 +38,44 @@ from sie_contracts.errors import ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
 
-MAX_ROWS = 16  # rows of one model that run at a time
-# niceness of the thread, which halves its weight in the scheduler of Linux.
-# On two cores with both lanes busy, the thread gets a third of a core, or a quarter if gateway, sidecar and broker are
-# busy too. A niceness of 5, with a third of the weight, gives a quarter and a sixth.
+MAX_ROWS = 16  # largest number of rows of one model that run at the same time
+# niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both device threads busy,
+# the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, with a
+# third of the weight, gives a quarter and a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # seconds in which no row begins after there was no room for a row, unless a row leaves earlier
+_CLOSED_S = 1.0  # after no memory was left for another row: seconds in which no row begins, unless a row ends earlier
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
 
 class GenerationPrompt(Protocol):
-    """Prompt of a row. The loop uses only these attributes; the model may need others."""
+    """Prompt from which a model generates text. The loop reads only these attributes; a model may add others."""
 
     @property
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the next prompt of the row after this text; None if the row has ended. Must not raise."""
+        """Return the prompt with which generation continues after this text, such as the next window of a sound; None
+        if there is none. Must not raise.
+        """
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model of the loop. Only the thread of the loop calls it, under inference mode. `together`: the most rows that
-    begin in one call.
+    """Model of the loop. Only the thread of the loop calls it, under inference mode. `together`: the largest number of
+    rows that begin in one call.
     """
 
     together: int
 
     def begin(self, prompts: Sequence[P_contra]) -> list[RowStart]:
-        """Read images and prompts."""
+        """Run the model over the images and prompts of new rows, and return the rows."""
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
         """Return the scores of the next token after `ids` [rows, 1], float32 [rows, vocabulary]."""
 
 
 class GeneratedText(NamedTuple):
-    """Tokens of a row for its last prompt, with the end token, and the reason why the row ended."""
+    """Tokens that a row got for its last prompt, the end token included, and the reason why the row ended."""
 
     ids: list[int]
     finish: Finish
@@ -81,7 +83,9 @@ class GeneratedText(NamedTuple):
 
 @dataclass(eq=False)
 class _GenerationCall:
-    """Rows of one caller, which waits until all of them have ended. `left`: rows that have not ended yet."""
+    """Rows of one call of `read`, which waits until all of them have ended. `left`: number of rows that have not
+    ended.
+    """
 
     is_gone: Callable[[], bool]
     left: int
@@ -89,7 +93,7 @@ class _GenerationCall:
     done: threading.Event = field(default_factory=threading.Event)
 
     def ended(self) -> None:
-        """Count one row as ended."""
+        """Count one row of the call as ended."""
         self.left -= 1
         if not self.left:
             self.done.set()
@@ -108,7 +112,7 @@ class _GenerationRow:
     finish: Finish | None = None
 
     def add(self, token: int) -> bool:
-        """Add a token. Returns whether the row leaves its slot."""
+        """Append a token. Return whether the row ends with it, so that it leaves its slot."""
         if token < 0:
             self.call.fail(not_finite())
             return True
@@ -125,12 +129,14 @@ class _GenerationRow:
 
     @property
     def waits(self) -> bool:
-        """True for a row that has left its slot and continues with another prompt."""
+        """Return whether the row has left its slot and continues with another prompt."""
         return self.finish is None and not self.call.done.is_set()
 
 
 class _Loop:
-    """Loop that generates for the rows of one model. `rows[i]` is the row in slot i."""
+    """Generation for one model: its rows, each of which is a prompt with the tokens that were generated for it.
+    `rows[i]` is the row in slot i.
+    """
 
     def __init__(
         self,
@@ -156,7 +162,7 @@ class _Loop:
         return not self._rows and not self.waiting
 
     def turn(self) -> None:
-        """Add one token to each row. Does not raise: callers of failed rows get the error."""
+        """Run one step, which adds one token to each row. Does not raise: callers of failed rows get the error."""
         error = self._failure()
         if error is not None:
             rows = [*self._rows, *self._beginning]
@@ -179,7 +185,7 @@ class _Loop:
             on_usable_thread(self._step)
         except Exception as error:
             if not isinstance(error, SIEError) and not is_out_of_memory(error) and not is_device_fatal(error):
-                _logger.exception("a step of %d rows failed", len(self._rows))
+                _logger.exception("a step that generates text for %d rows failed", len(self._rows))
             return error.with_traceback(None)
         return None
 
@@ -190,7 +196,7 @@ class _Loop:
         self.waiting.clear()
 
     def _again(self, rows: list[_GenerationRow]) -> None:
-        """Restart the rows after an out-of-memory error, half of them at a time."""
+        """Restart all rows after an out-of-memory error. At most half of them run at the same time from now on."""
         self._most, self._ended = max(1, len(rows) // 2), 0
         _logger.warning("out of memory with %d rows: from now on at most %d rows run at a time", len(rows), self._most)
         self._shed()
@@ -213,7 +219,7 @@ class _Loop:
             self._closed_until_s = 0.0
 
     def _places(self) -> int:
-        """Return the number of rows that may begin now."""
+        """Return the number of waiting rows that may begin now."""
         places = min(self.model.together, self._most - len(self._rows), len(self.waiting))
         if places < 1 or time.monotonic() < self._closed_until_s:
             return 0
@@ -231,7 +237,7 @@ class _Loop:
         self._closed_until_s = time.monotonic() + _CLOSED_S
 
     def _wait(self, rows: Sequence[_GenerationRow]) -> None:
-        """Restart these rows, before other waiting rows. They will write the same text again."""
+        """Put these rows back at the head of the waiting rows. They begin again and generate the same text again."""
         for row in rows:
             row.ids.clear()
         self.waiting.extendleft(reversed(rows))
@@ -243,7 +249,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # the error concerns only these rows; the rows in slots continue
+        except SIEError as error:  # the error concerns only the rows that begin, so the rows in slots continue
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
@@ -302,8 +308,9 @@ class _Loop:
 
 
 class Readings:
-    """Thread of one device that runs the steps of all models that write text. It runs from the first `read` to `stop`.
-    `shed` is called when memory is short, and drops data that can be computed again.
+    """Thread of one device that generates text for all models that write text. In one step of a model, it computes one
+    token for each row. It runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached
+    outputs and CUDA graphs.
     """
 
     def __init__(
@@ -314,8 +321,8 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Create the readings of one device. `fits` returns whether rows that run together may use a number of
-        additional bytes.
+        """Prepare the thread for one device; the first `read` starts it. `fits` returns whether rows that run together
+        may use a number of additional bytes.
         """
         self._device = device
         self._fits = fits
@@ -331,11 +338,11 @@ class Readings:
     def read(
         self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
     ) -> list[GeneratedText]:
-        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps. When it returns
-        True, no client waits for the answer, and the rows of the call stop.
+        """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps: when it returns
+        True, the client has disconnected, and the generation for these prompts stops.
 
-        Raises the error of any row: an error of the model, out of memory with a single row, InferenceFailed for scores
-        that are not finite, InternalFailure for a disconnected client, ShuttingDown.
+        Raises the error of any prompt: an error of the model, out of memory with a single row, InferenceFailed for
+        scores that are not finite, InternalFailure for a disconnected client, ShuttingDown.
         """
         call = _GenerationCall(is_gone, len(prompts))
         rows = [_GenerationRow(call, prompt) for prompt in prompts]
@@ -355,12 +362,12 @@ class Readings:
         return [GeneratedText(row.ids, row.finish) for row in rows if row.finish is not None]
 
     def busy_s(self) -> float:
-        """Return the age of the present iteration in seconds, 0 if the thread is idle. Never waits."""
+        """Return the seconds since the present iteration of the loop began, 0 if the thread is idle. Never waits."""
         since_s = self._turn_since_s
         return time.monotonic() - since_s if since_s else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Complete the rows that have begun or wait, within the time limit, then fail the other rows. New rows are
+        """Complete the rows that run or wait, within the time limit, then fail the rows that are left. New rows are
         refused at once. Returns whether all rows were completed in time.
         """
         with self._news:
@@ -404,7 +411,7 @@ class Readings:
 
 
 def _step_back() -> None:
-    """Lower the priority of this thread in the kernel. Only Linux has a priority per thread; on other systems this does
+    """Lower the scheduling priority of this thread. Only Linux has a priority per thread; on other systems this does
     nothing.
     """
     if not sys.platform.startswith("linux"):
@@ -413,4 +420,4 @@ def _step_back() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
     except OSError as error:
-        _logger.info("the priority of the thread of readers could not be lowered: %s", error)
+        _logger.info("the priority of the thread that generates text could not be lowered: %s", error)

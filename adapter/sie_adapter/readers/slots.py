@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-_STEP = 64  # number of positions: allocations and masks are multiples of it
+_STEP = 64  # allocations and masks have a multiple of this number of positions
 _GROWTH = 1.5
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
@@ -30,7 +30,7 @@ Fits = Callable[[int], bool]  # returns whether the device may use this number o
 
 
 class SlotsFull(MemoryError):
-    """Error of rows that do not fit together. The slots are unchanged."""
+    """Error of rows for which the device has too little memory together. The slots are unchanged."""
 
 
 def unbounded(more_bytes: int) -> bool:
@@ -39,8 +39,9 @@ def unbounded(more_bytes: int) -> bool:
 
 
 class RowStart(NamedTuple):
-    """Row whose prompt was read. `own`: states of the prompt. `encoder_states`: states of the encoder, for a model that
-    has one. `logits` [vocabulary] of the first token. `shift`: the position of a token minus its index in the row.
+    """State of a row after the pass over its prompt. `own`: keys and values of the prompt. `encoder_states`: keys and
+    values of the encoder, for a model that has one. `logits` [vocabulary]: of the first token. `shift`: the position of
+    a token minus its index in the row.
     """
 
     own: States
@@ -50,7 +51,7 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """Return the states of a row after a pass over its prompt, from the caches of transformers: first the states of the
+    """Return the keys and values of a row after a pass over its prompt, from the caches of transformers: first of the
     decoder, then of the encoder.
     """
     if isinstance(caches, EncoderDecoderCache):
@@ -98,7 +99,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
         """Ignore the value: the base class assigns None to clear the values."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError("the layer is created with its states")
+        raise NotImplementedError("lazy_initialization is not supported: the layer gets its states when it is created")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Write the new state of each row, [rows, heads, 1, width], at the end of the row."""
@@ -116,13 +117,16 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
 
 class _SlotStates:
-    """States of one kind, from the decoder or from the encoder: [slots, heads, positions, width] for each layer."""
+    """Keys and values of the rows in the slots, of the decoder or of the encoder: [slots, heads, positions, width] for
+    each layer.
+    """
 
     def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []
         self._fits = fits
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._ends: Tensor | None = None  # length of each row, [rows] on the device, valid for one step
+        # length of each row, [rows], on the device; it is valid for one step, then None
+        self._ends: Tensor | None = None
         self.width = 0
 
     def make_room(self, states: States) -> None:
@@ -152,7 +156,9 @@ class _SlotStates:
             self._layers = []
 
     def needed_bytes(self, rows: int, length: int) -> int:
-        """Return the bytes for `rows` additional rows, with lengths of at most `length` or the longest present row."""
+        """Return the bytes that `rows` additional rows need. Each needs memory for `length` positions, or for the
+        length of the longest row that is there, if that is longer.
+        """
         if not self._layers:
             return 0
         slots, positions = len(self.lengths) + rows, max(length, *self.lengths, 0) + 1
@@ -162,11 +168,13 @@ class _SlotStates:
         return self._more_bytes(self._layers, slots, _whole(positions))
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the allocated numbers of slots and of positions."""
+        """Return for how many slots, and how many positions in each, memory is allocated."""
         return self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
 
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
-        """Return the peak of memory, above the present use, while `_reserve` allocates these slots and positions."""
+        """Return how many more bytes than now are in use at the peak while `_reserve` allocates these slots and
+        positions.
+        """
         has_slots, has_positions = self._sizes()
         position_bytes: int = sum(
             side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer
@@ -204,7 +212,9 @@ class _SlotStates:
         for number, (keys, values) in enumerate(states):
             old_keys, old_values = before[number]
             self._layers.append((grown(old_keys, keys), grown(old_values, values)))
-            before[number] = (None, None)  # frees the old layer: only one layer at a time has two copies
+            # free the states of this layer before the next is copied, so that only one layer at a time needs twice its
+            # memory
+            before[number] = (None, None)
 
     def ready(self) -> None:
         """Begin a step: allocate memory for one more position in each row."""
@@ -242,8 +252,8 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: include the new token
-        of the step.
+        """Return the mask of the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: include the
+        new token of the step.
         """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]
@@ -254,8 +264,9 @@ class _SlotStates:
 
 
 class DecoderSlots:
-    """Slots of the rows of one model, for one thread. A step is `ready`, a pass of the model with `cache`, `positions`
-    and the masks, then `advance`. If a step fails before `advance`, the slots are unchanged.
+    """Slots with the keys and values of the rows of one model, for one thread. A step has three parts: `ready`, then a
+    pass of the model with `cache`, `positions` and the masks, then `advance`. If a step fails before `advance`, the
+    slots are unchanged.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
@@ -267,7 +278,7 @@ class DecoderSlots:
         return len(self._shifts)
 
     def has_room(self, rows: int, length: int) -> bool:
-        """Return whether `rows` additional rows fit whose prompts have at most `length` tokens."""
+        """Return whether `rows` additional rows, with prompts of at most `length` tokens, fit into memory."""
         needed_bytes = self._own.needed_bytes(rows, length) + self._encoder_states.needed_bytes(rows, 0)
         return not needed_bytes or self._fits(needed_bytes)
 
@@ -300,7 +311,7 @@ class DecoderSlots:
         self._own.advance()
 
     def cache(self) -> Cache:
-        """Return the cache that the attention of transformers reads and extends."""
+        """Return the KV cache that the attention of transformers reads and extends."""
         own = self._own.cache()
         if not self._encoder_states.lengths:
             return own
@@ -310,16 +321,16 @@ class DecoderSlots:
 
     @property
     def positions(self) -> Tensor:
-        """Position of the token that each row gets in this step, [rows, 1]."""
+        """Return the position of the token that each row gets in this step, [rows, 1]."""
         ends = self._own.ends
         return (ends + torch.tensor(self._shifts, device=ends.device))[:, None]
 
     @property
     def mask(self) -> Tensor:
-        """Mask that limits each row to its own states, bool [rows, 1, 1, positions]."""
+        """Return the mask that limits each row to its own positions, bool [rows, 1, 1, positions]."""
         return self._own.mask(with_next=True)
 
     @property
     def seen_mask(self) -> Tensor:
-        """Mask of each row over the states of its encoder, bool [rows, 1, 1, positions]."""
+        """Return the mask that limits each row to the states of its own encoder pass, bool [rows, 1, 1, positions]."""
         return self._encoder_states.mask(with_next=False)

@@ -61,8 +61,8 @@ _WINDOWS_PER_PASS_ELSEWHERE = 8
 
 @dataclass(eq=False)
 class SoundTranscription:
-    """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of a
-    language that is recognised in the first window; -1 if the language is known.
+    """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of the
+    language token, which is recognised in the first window; -1 if the language is known.
     """
 
     features: Heard
@@ -98,9 +98,11 @@ class SoundWindow:
         return min(self.max_frames, self.sound.frames - self.seek)
 
     def following(self, written: GeneratedText) -> SoundWindow | None:
-        """Add the segments of this window to the sound, and return the next window; None after the last window."""
+        """Append the segments of the transcript of this window to `sound.segments`, and return the next window; None
+        after the last window.
+        """
         sound = self.sound
-        if not self.seek:  # reset the reading, since a batch that failed as a whole is read again
+        if not self.seek:  # begin again: if a batch failed, the sound is read a second time from its first window
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -115,19 +117,19 @@ class SoundReader:
     """Loaded model of sounds. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
-    `completion_tokens`. The reason is `length` if a window was cut at its limit. The result is an InvalidInput if the
-    input has no sound, or if the model does not have the task or the language; it is an InferenceFailed if the scores
-    are not finite.
+    `completion_tokens`. The reason is `length` if a window was cut at its limit. Instead of a result, an input gets an
+    InvalidInput if the input has no sound, or if the model does not have the task or the language. It gets an
+    InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check class, shapes and tokenizer of the files. Reads no values of weights and runs no code of the folder.
+        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
 
-        Return the fault for which a load would refuse the files; an empty string if there is none. Raises
-        ModelLoadFailed for tensors that do not fit the class.
+        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
+        that do not fit the model class.
         """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
@@ -160,12 +162,14 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return the call that answers one batch. `read` writes the text of the batch's rows."""
+        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
+        rows.
+        """
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
-        """Return the first window. Raises InvalidInput for a task, language or instruction that the model
-        cannot read.
+        """Return the first window of a sound, with its prompt. Raises InvalidInput for a task, language or instruction
+        that the model cannot read.
         """
         parameters = options.parameters
         ids, place = self._prompt_tokens.start(parameters.get("language") or "", parameters.get("task") or "")
@@ -182,20 +186,22 @@ class SoundReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of a text that the prompt has before the sound. This text shows the model the spelling of
-        names and words.
+        """Return the ids of the client's instruction, which precedes the sound in the prompt. It shows the model the
+        spelling of names and words.
         """
         if not text:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
         if self._before is None:
-            raise InvalidInput("instruction: the model has no instruction", reason="schema", param="instruction")
+            raise InvalidInput(
+                "instruction: the model does not read an instruction", reason="schema", param="instruction"
+            )
         if not self._added.keys().isdisjoint(ids):
             raise reserved("instruction")
         return [self._before, *ids]
 
     def begin(self, prompts: Sequence[SoundWindow]) -> list[RowStart]:
-        """Encode windows, and read their prompts."""
+        """Encode the windows of new rows, run the decoder over their prompts, and return the rows."""
         encoded = [
             states
             for start, stop in passes(len(prompts), self.together)
@@ -204,7 +210,7 @@ class SoundReader:
         return [self._begun(states[None], window.sound) for states, window in zip(encoded, prompts, strict=True)]
 
     def _features(self, windows: Sequence[SoundWindow]) -> Tensor:
-        """Return features [windows, bins, frames]. Missing frames at the end are 0."""
+        """Return the features of windows, [windows, bins, frames]. Missing frames at the end are 0."""
         bins = windows[0].sound.features.shape[2]
         batch = np.zeros((len(windows), self._frames, bins), np.float32)
         for values, window in zip(batch, windows, strict=True):
@@ -221,14 +227,14 @@ class SoundReader:
         return RowStart(own, scores[0], encoder_states)
 
     def _language(self, encoded: Tensor) -> int:
-        """Return the id of the likeliest language."""
+        """Return the id of the most likely language of a sound."""
         first = torch.tensor([[self._prompt_tokens.first]], device=self._device)
         scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
         languages = torch.tensor(sorted(self._prompt_tokens.languages.values()), device=self._device)
         return int(languages[scores[languages].argmax()])
 
     def _scores(self, ids: Tensor, **named: Any) -> Tensor:
-        """Return the scores of the token after the last token of each row, [rows, vocabulary]."""
+        """Run the decoder, and return the scores of the next token of each row, [rows, vocabulary]."""
         states = self._model.model.decoder(input_ids=ids, use_cache=True, **named).last_hidden_state
         logits: Tensor = self._model.proj_out(states[:, -1])
         return logits
@@ -240,7 +246,8 @@ class SoundReader:
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the cache has the keys and values of the encoder; these states only show that there is an encoder
+            # the decoder reads the encoder's keys and values from the cache; these zeros only tell it that there is an
+            # encoder
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
             ),

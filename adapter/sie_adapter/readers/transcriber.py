@@ -47,9 +47,10 @@ OCR = "ocr"
 
 
 class _TranscriberKind(NamedTuple):
-    """Kind of transcriber. `model`: its class. `tasks`: the instruction for each task. `see`: computes the features of
-    an image, [tokens, width], from the model, float pixels [3, height, width] and the numbers of rows and columns of
-    patches. `is_placed`: tokens have positions on three axes. `refused`: a precision in which the model overflows.
+    """Differences between the model classes of transcribers. `model`: the class. `tasks`: the instruction for each
+    task. `see`: computes the features of an image, [tokens, width], from the model, float pixels [3, height, width] and
+    the numbers of rows and columns of patches. `is_placed`: tokens have positions on three axes. `refused`: a precision
+    in which the model overflows.
     """
 
     model: Any
@@ -118,9 +119,9 @@ MODEL_TYPES = tuple(_KINDS)
 
 
 class Transcriber:
-    """A `document_reader.PageReader`: tower and language model, in the precision of `compute`."""
+    """Model class of a transcriber: image encoder and language model, in the precision of `compute`."""
 
-    together = 1  # pages in one pass of the tower: one page has hundreds of tokens, which use the device fully
+    together = 1  # one page per pass of the tower, because its hundreds of tokens already use the device fully
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:

@@ -26,8 +26,8 @@ TASKS = ("transcribe", "translate")
 
 
 class PromptStart(NamedTuple):
-    """Start of a prompt. `ids`: its tokens. `place`: the index of a language that the model must still recognise; -1 if
-    the language is known.
+    """First tokens of a prompt. `ids`: their ids. `place`: the index in `ids` of the language token, if the model must
+    still recognise the language; else -1.
     """
 
     ids: list[int]
@@ -70,12 +70,12 @@ class PromptTokens:
 
     @property
     def times(self) -> int:
-        """Id of the time stamp 0.00. The ids of later time stamps follow."""
+        """Return the id of the time stamp 0.00. The ids of later time stamps follow."""
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:
-        """Return the prompt of a sound. An empty language or task means the default of the checkpoint. Raises
-        InvalidInput.
+        """Return the prompt for a sound. An empty language or task means the default of the checkpoint. Raises
+        InvalidInput for a language or task that the checkpoint does not have.
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"
@@ -103,19 +103,19 @@ class PromptTokens:
         code = name.lower().strip("<|>")
         code = TO_LANGUAGE_CODE.get(code, code)
         if code not in self.languages:
-            listed = ", ".join(sorted(self.languages)) or "none to choose"
-            raise InvalidInput(f"language: the model has {listed}", reason="language", param="language")
+            listed = ", ".join(sorted(self.languages)) or "none"
+            raise InvalidInput(f"language: supported by the model: {listed}", reason="language", param="language")
         return self.languages[code]
 
     def _task(self, name: str) -> int:
         if name not in TASKS or name not in self.tasks:
-            listed = ", ".join(task for task in TASKS if task in self.tasks) or "none to choose"
-            raise InvalidInput(f"task: the model has {listed}", reason="task", param="task")
+            listed = ", ".join(task for task in TASKS if task in self.tasks) or "none"
+            raise InvalidInput(f"task: supported by the model: {listed}", reason="task", param="task")
         return self.tasks[name]
 
 
 class TranscriptSegment(NamedTuple):
-    """Segment of a transcript: its times in seconds of the sound, and the `ids` that were written for it, with time
+    """Segment of a transcript: its begin and end in seconds of the sound, and its tokens `ids`, with the time
     stamps.
     """
 
@@ -126,11 +126,12 @@ class TranscriptSegment(NamedTuple):
 
 def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tuple[list[TranscriptSegment], int]:
     """Return the segments of a window, and the number of frames after which the next window begins. The window begins
-    at frame `seek` of a sound and has `frames` frames. `written`: its tokens without the end token. `times`: the id of
-    0.00.
+    at frame `seek` of a sound and has `frames` frames. `written`: the tokens that the model wrote for the window,
+    without the end token. `times`: the id of the time stamp 0.00.
 
-    Two consecutive time stamps end a segment and begin the next one. The window may cut the words after the last pair:
-    these words are dropped and read again in the next window, unless a single time stamp ends them.
+    Two consecutive time stamps end a segment and begin the next one. If the tokens end with one time stamp, the last
+    segment is whole. Otherwise the window cuts the words after the last two time stamps: they are dropped, and the next
+    window begins with them.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]
@@ -149,13 +150,13 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     if is_whole:
         return complete, frames
     *earlier, last = complete
-    stamp = written[first]  # time stamp at the begin of the words that were cut
+    stamp = written[first]  # the time stamp at which the words begin that the window cuts
     return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:
-    """Return the end of a window without two consecutive time stamps, in steps: at its last time stamp, or else at the
-    end of the window.
+    """Return the end, in steps of 20 ms, of a window without two consecutive time stamps: its last time stamp, or else
+    the end of the window.
     """
     stamps = [number for number in written if number >= times]
     if stamps and stamps[-1] != times:

@@ -33,17 +33,19 @@ Read = Callable[[GenerationModel[P], Sequence[P], IsGone], list[GeneratedText]]
 
 
 class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
-    """Kind of reader."""
+    """Model class of a reader: how its prompt is built, and how its text becomes a result."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """Return the prompt of a row. Raises InvalidInput for options that the model does not support."""
+        """Return the prompt for a file, by the options of the request. Raises InvalidInput for options that the model
+        does not support.
+        """
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
-        """Return the result of a row in the form for the client, without finish reason and number of tokens."""
+        """Return the result for the client from the generated text, without finish reason and number of tokens."""
 
 
 class ReaderCall(Generic[P, F_contra]):
-    """Call of a reader for one batch. `field`: the name of the input field with its files."""
+    """Object that answers one batch of a reader. `field`: the name of the input field with its files."""
 
     def __init__(
         self, kind: ReaderKind[P, F_contra], rows: Mapping[str, Rows], read: Read[P], is_gone: IsGone, field: str
@@ -57,7 +59,9 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """Return the content of the file of each input, or an error instead. Texts are not read."""
+        """Return a result for the file of each input, or an error for a file that cannot be read. The texts of the
+        inputs are not read.
+        """
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -67,7 +71,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        # the prompts have the options; equal options here lead to one call, so that all rows run together
+        # equal options for all inputs, so that `by_options` makes one call and all rows run together; the real options
+        # are in the prompts
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
@@ -90,9 +95,9 @@ class ReaderCall(Generic[P, F_contra]):
 
 def _miscounted(field: str, files: int) -> InvalidInput:
     if not files:
-        return InvalidInput(f"{field}: the model reads one", reason="unsupported_modality", param=field)
+        return InvalidInput(f"{field}: expected exactly one, got none", reason="unsupported_modality", param=field)
     return InvalidInput(
-        f"{field}: the model reads one, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
+        f"{field}: expected exactly one, got {files}", reason="invalid_media", param=field, extras={"limit": 1}
     )
 
 
@@ -114,8 +119,9 @@ class PagePrompt:
 
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
-    """Return the recipe and the normalisation of pages for `model`, whose decoder has `positions`. Raises the errors of
-    `check_rules`, and ModelLoadFailed for an unsupported image processor.
+    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. Raises the errors of
+    `check_rules`, and ModelLoadFailed for an unsupported image processor. `positions`: the number of positions of the
+    model's decoder.
     """
     check_rules(entry, model, positions)
     return processor_of(folder, entry)
@@ -135,7 +141,7 @@ def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the text of a reader as an entity, with a score of 1 and without offsets."""
+    """Return a generated text as an entity, with a score of 1 and without offsets."""
     box = None if bbox is None else list(bbox)
     return {"text": text, "label": label, "score": 1.0, "start": None, "end": None, "bbox": box}
 
@@ -176,7 +182,7 @@ def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int
     left = limit - prompt
     if left < 1:
         raise InvalidInput(
-            f"instruction: with it the prompt has {prompt} tokens, the model reads {limit}, its answer included",
+            f"instruction: with it the prompt has {prompt} tokens; prompt and answer may have {limit} together",
             reason="input_too_long",
             param="instruction",
             extras={"tokens": prompt, "limit": limit},
@@ -190,8 +196,8 @@ def reserved(field: str) -> InvalidInput:
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """Return a mask in the form that the attention of transformers expects: eager attention adds the mask to the
-    scores.
+    """Return a boolean mask in the form that the attention of transformers expects. Eager attention adds the mask to
+    the scores, so it gets floats: 0 where a position is attended to, else the lowest value.
     """
     if not is_eager:
         return mask
@@ -199,8 +205,9 @@ def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
 
 
 class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Learned positions of a decoder of BART's kind, with separate positions for each row. The decoder itself numbers
-    all rows equally. `given` [rows, 1]: the positions of a step; None while a prompt is read.
+    """Learned positions of a decoder of BART's kind, with separate positions for each row. Without this module, the
+    decoder gives all rows of a step the same position. `given` [rows, 1]: the positions of a step; None while a prompt
+    is read.
     """
 
     def __init__(self, own: Any) -> None:
@@ -209,7 +216,7 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips t
         self.given: Tensor | None = None
 
     def give(self, positions: Tensor | None) -> None:
-        """Set the positions for the next passes. Only one thread may call it."""
+        """Set the positions of the rows for the next passes. Only one thread may call it."""
         self.given = positions
 
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
@@ -225,10 +232,10 @@ Decode = Callable[..., Tensor]
 
 
 class BartDecoder:
-    """Decoder of BART's kind, which attends to the states of an encoder. Not thread-safe."""
+    """Decoder like BART's, which attends to the states of an encoder. Not thread-safe."""
 
     def __init__(self, stack: Any, decode: Decode) -> None:
-        """Wrap a decoder. `stack` is the module with its layers, which `decode` calls."""
+        """Wrap a decoder. `stack`: the module with its layers, which `decode` calls."""
         self._decode = decode
         self._is_eager = stack.config._attn_implementation == "eager"
         self._width: int = stack.config.d_model
@@ -238,7 +245,9 @@ class BartDecoder:
         self._device, self._dtype = weight.device, weight.dtype
 
     def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
-        """Read a prompt. `encoded`: states of the encoder, [1, positions, width]."""
+        """Run the decoder over a prompt, and return the new row. `encoded`: states of the encoder, [1, positions,
+        width].
+        """
         cache = empty(has_encoder=True)
         self._positions.give(None)
         scores = self._decode(
@@ -253,7 +262,8 @@ class BartDecoder:
         scores = self._decode(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the cache has the keys and values of the encoder; these states only show that there is an encoder
+            # the decoder reads the encoder's keys and values from the cache; these zeros only tell it that there is an
+            # encoder
             encoder_hidden_states=torch.zeros(len(ids), 1, self._width, dtype=self._dtype, device=self._device),
             encoder_attention_mask=attended(slots.seen_mask, self._dtype, is_eager=self._is_eager),
             past_key_values=slots.cache(),

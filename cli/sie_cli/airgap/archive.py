@@ -26,12 +26,12 @@ from sie_store.weights.manifest import FileFact, is_safe
 
 INDEX, SUMS, BILL = "airgap.json", "SHA256SUMS", "sbom.cdx.json"
 VERSION = 1
-# first parts of paths in an archive; the files that `load` itself creates have other paths
+# first parts of the paths that an archive may have; files that `load` itself creates have other paths
 FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # bytes; a larger size does not fit into 11 octal digits
+_USTAR_LIMIT = 1 << 33  # bytes of a file in a tar; a larger size does not fit into the header's 11 octal digits
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -99,7 +99,7 @@ def digest(data: bytes) -> str:
 
 
 def sums(raw: bytes, index: ArchiveIndex) -> bytes:
-    """Return SHA256SUMS of an index and of its bytes `raw`."""
+    """Return the content of SHA256SUMS, from an index and its encoded bytes `raw`."""
     lines = [f"{digest(raw)}  {INDEX}", *(f"{index.files[name].sha256}  {name}" for name in sorted(index.files))]
     return "\n".join((*lines, "")).encode()
 
@@ -117,7 +117,7 @@ def write(
     long; OSError.
     """
     raw = encode(index)
-    decode(raw)  # check: an index that no reader would accept must not be written
+    decode(raw)  # check the index first: an index that no reader would accept must not be written
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):
@@ -157,8 +157,8 @@ def _header(name: str, size: int) -> bytes:
 
 
 class ArchiveReader:
-    """Reader of an archive, once, from its beginning. The constructor reads and checks the index. Raises
-    CommandRefused, OSError.
+    """Reader of an archive. It reads the archive once, from its beginning; the constructor reads and checks the index.
+    Raises CommandRefused, OSError.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -193,18 +193,20 @@ class ArchiveReader:
                     f"{name} has the SHA-256 {actual[:16]}.., the index has {fact.sha256[:16]}..: {_DAMAGED}"
                 )
         if self._exactly(2 * _BLOCK) != bytes(2 * _BLOCK):
-            raise CommandRefused(f"something follows the last file of its index: {_DAMAGED}")
-        rest = self._stream.read(_RECORD + 1)  # other tar programs pad the last record
+            raise CommandRefused(f"the archive has data after the last file of its index: {_DAMAGED}")
+        rest = self._stream.read(_RECORD + 1)  # zero bytes may follow, because other tar programs pad the last record
         if len(rest) > _RECORD or any(rest):
-            raise CommandRefused(f"something follows the end of the archive, at byte {self._at}: {_DAMAGED}")
+            raise CommandRefused(
+                f"the file has more bytes after the end of the archive, at byte {self._at}: {_DAMAGED}"
+            )
 
     def _small(self, name: str) -> bytes:
-        """Return a whole small file at the start of the archive."""
+        """Return the whole content of a small file at the start of the archive."""
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Return the size of the next member. It must be the plain file `name`, with `size` bytes if the size is known.
-        Raises CommandRefused.
+        """Read the header of the next file in the tar, and return its size. It must be the plain file `name`, with
+        `size` bytes if the size is known. Raises CommandRefused.
         """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
@@ -221,7 +223,7 @@ class ArchiveReader:
         return member.size
 
     def _pieces(self, size: int) -> Iterator[bytes]:
-        """Yield the contents of a member, and skip the padding of its last block."""
+        """Yield the content of a file in pieces, and skip the padding of its last block."""
         left = size
         while left:
             piece = self._exactly(min(PIECE_BYTES, left))
@@ -232,7 +234,7 @@ class ArchiveReader:
     def _exactly(self, count: int) -> bytes:
         data = self._stream.read(count)
         while len(data) < count and (more := self._stream.read(count - len(data))):
-            data += more  # a pipe may return fewer bytes than requested
+            data += more  # read again, because a pipe may return fewer bytes than requested
         self._at += len(data)
         if len(data) < count:
             raise CommandRefused(

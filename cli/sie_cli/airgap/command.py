@@ -35,11 +35,10 @@ def airgap() -> None:
     \b
     sie airgap create --models BAAI/bge-m3,my/model -o models.tar     where there is a network
     sie airgap verify models.tar                                      check every byte, change nothing
-    sie airgap load models.tar                                        at the site: into ./airgap, or nothing at all
-    sie airgap serve --port 8080                                      `sie serve` of that folder, nothing else is asked
-                                                                      for
+    sie airgap load models.tar                                        at the site: unpack to ./airgap
+    sie airgap serve --port 8080                                      at the site: serve the models of ./airgap
 
-    The software is not in the archive: its bill of materials names what `sie serve` needs, and in which versions.
+    The software is not in the archive. Its bill of materials lists the packages and versions that `sie serve` needs.
     """
 
 
@@ -57,14 +56,14 @@ def airgap() -> None:
 @click.option(
     "--output", "-o", required=True, type=_FILE, metavar="FILE", help="The archive, a tar file; - is standard output."
 )
-@click.option("--force", is_flag=True, help="Replace a FILE that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing FILE.")
 @named_options("SIE_MODELS_DIR", "SIE_LOCAL_CACHE", "SIE_CLUSTER_CACHE", "SIE_HF_FALLBACK")
 def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, force: bool, **values: Any) -> None:
-    """Write models and all that serving them takes to FILE.
+    """Write models, and all files that are needed to serve them, to FILE.
 
-    Weights come from where a worker has them: the entry's path, the local cache, an installed package, else a download.
-    Their digests are checked against their entries. Equal models make equal bytes. A model keeps its fingerprint, so
-    indexes made here stay good there.
+    Weights are taken from the first place that a worker would use: the entry's path, the local cache, an installed
+    package, else a download. Their digests are checked against their entries. Equal models result in an equal FILE. The
+    fingerprint of a model does not change, so vectors that were computed here can be used at the site.
     """
     from sie_cli.airgap.contents import FileGathering, choose, contents, with_profiles
     from sie_config_service.overlay import Overlay
@@ -121,21 +120,21 @@ _index = click.option(
     default=FOLDER,
     show_default=True,
     type=_FOLDER,
-    help="Where to: it is made, or was made of the same FILE.",
+    help="Folder to create. It may exist if the same FILE was loaded into it.",
 )
 @click.option(
     "--at",
     type=_FOLDER,
     metavar="PATH",
-    help="Where workers see the folder, if that is elsewhere: the mount of a container.",
+    help="Path of the folder for workers, if they have another: for example, the mount point in a container.",
 )
 @_index
 def load_command(file: Path, folder: Path, at: Path | None, expected: str | None) -> None:
-    """Unpack FILE (- is standard input) to a folder that `sie airgap serve` serves, once every byte of it was checked.
+    """Check FILE (- is standard input) and unpack it to a folder that `sie airgap serve` serves.
 
-    A damaged, cut or hostile archive changes nothing, and neither does Ctrl-C: the folder gets its name last. Repeat
-    the command after any failure. The folder holds entries (models/), weights/, licences/, sbom.cdx.json, SHA256SUMS
-    for `sha256sum -c`, and serve.env.
+    The folder is created only after every byte was checked. A damaged, truncated or hostile archive creates no folder,
+    and neither does a command that is interrupted. Repeat the command after a failure. The folder has entries
+    (models/), weights/, licences/, sbom.cdx.json, SHA256SUMS for `sha256sum -c`, and serve.env.
     """
     from sie_store.weights.selection import runs_code
 
@@ -195,7 +194,9 @@ def verify(path: Path, expected: str | None) -> None:
                 click.echo(line)
             if wrong:
                 many = f"{len(wrong)} of {len(index.files)} files"
-                raise CommandRefused(f"{path}: {many} differ from the archive: remove it, then load the archive again")
+                raise CommandRefused(
+                    f"{path}: {many} differ from the archive: remove the folder, then load the archive again"
+                )
             name = digest(raw)
         else:
             with _opened(path) as stream:
@@ -213,16 +214,18 @@ def verify(path: Path, expected: str | None) -> None:
 
 
 @airgap.command("serve", context_settings={"ignore_unknown_options": True})
-@click.option("--folder", default=FOLDER, show_default=True, type=_FOLDER, help="What `sie airgap load` made.")
+@click.option(
+    "--folder", default=FOLDER, show_default=True, type=_FOLDER, help="Folder that `sie airgap load` created."
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS_OF_SIE_SERVE]...")
 def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
-    """`sie serve` of a loaded folder: its models and no others, and nothing is asked of any hub.
+    """Run `sie serve` with the models of a loaded folder, without other models and without any download.
 
     \b
     sie airgap serve
     sie airgap serve --folder /srv/models --port 8080 --preload BAAI/bge-m3
 
-    Every option of `sie serve` may follow, and wins over what serve.env says. Variables do not.
+    Options of `sie serve` may follow, and replace the settings in serve.env. Environment variables do not replace them.
     """
     from sie_cli.serve.command import serve
     from sie_cli.serve.processes import flag
@@ -234,19 +237,22 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
             raise CommandRefused(
                 f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again"
             )
-        placing.place(folder, index, folder)  # the folder may have been moved since
+        # the folder may have been moved after its load, so the paths in its files are written again
+        placing.place(folder, index, folder)
         flags = [word for name, value in placing.settings(index, folder).items() for word in flag(BY_NAME[name], value)]
     serve.main([*flags, *arguments], prog_name="sie serve")
 
 
 def _check_index(actual: str, expected: str | None) -> None:
     if expected is not None and expected.strip().lower() != actual:
-        raise CommandRefused(f"its index has the SHA-256 {actual}, --index is {expected[:64]}: this is another archive")
+        raise CommandRefused(
+            f"the index of the archive has the SHA-256 {actual}, --index is {expected[:64]}: this is another archive"
+        )
 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Convert a fault of a model, a file or a setting to one line and status 1, and end the command."""
+    """Print a fault of a model, a file or a setting as one line, and exit with status 1."""
     try:
         with refusing():
             yield

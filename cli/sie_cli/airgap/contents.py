@@ -40,12 +40,13 @@ from sie_store.weights.manifest import digest as digest_of_file
 from sie_store.weights.selection import LORA_FILES, wanted_by
 from sie_store.weights.sources import WeightSources
 
-_BACKBONE_FILES = ("*.json", "*.model", "*.txt")  # patterns of a configuration and a tokenizer
+# patterns of the files of a backbone: its configuration and its tokenizer
+_BACKBONE_FILES = ("*.json", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
 class ArchiveContents:
-    """An index, and the bytes or the path of each of its files."""
+    """Index of an archive, and the content of each of its files: its bytes, or the path from which it is read."""
 
     index: ArchiveIndex
     files: Mapping[str, Path | bytes]
@@ -65,14 +66,16 @@ class ArchiveSelection:
 
 
 class FileGathering:
-    """Gathers the files of models, by their names in the archive. Raises CommandRefused, ModelLoadFailed,
-    LoraLoadFailed, OSError.
+    """Collector of the files of models for an archive, by their names in the archive. Raises CommandRefused,
+    ModelLoadFailed, LoraLoadFailed, OSError.
     """
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
-        self._known: dict[str, FileFact] = {}  # facts from manifests: the files of these entries are not read twice
-        self._leases: list[Lock] = []  # locks that keep other processes from removing the files to free space
+        # name in the archive -> size and digest from a manifest, so that the file is not read twice
+        self._known: dict[str, FileFact] = {}
+        # locks on the files of models: other processes do not remove these files to free space
+        self._leases: list[Lock] = []
         self._sources = sources
         self._models_dir = models_dir
 
@@ -83,7 +86,7 @@ class FileGathering:
 
     @property
     def unread_bytes(self) -> int:
-        """Return the number of bytes that `facts` has to read."""
+        """Return the number of bytes that `facts` has to read, because no manifest has their digests."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()
@@ -97,7 +100,9 @@ class FileGathering:
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
-        """Add all files that a load of `entry` reads. Return the entry in the archive's form."""
+        """Add all files that a load of `entry` reads. Return the entry with the paths that these files have in the
+        archive.
+        """
         located = self._sources.locate(entry)
         self._leases.append(located.lease)
         folder = located.folder
@@ -128,9 +133,7 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Copy the backbones that a GLiNER names by repository to a place below its folder, where a load searches
-        first.
-        """
+        """Copy the backbones that a GLiNER model names by repository into its folder, where a load searches first."""
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -206,8 +209,8 @@ class FileGathering:
 def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
-    """Return the contents of an archive with the `chosen` models. Their entries are the results of `gathering`. Reads
-    every file.
+    """Return the contents of an archive with the `chosen` models. `gathering`: the collector of their files, which also
+    returned their entries. Reads every file.
 
     Raises CommandRefused for a file that differs from its digest in the entry, OSError.
     """
@@ -304,7 +307,7 @@ def _fact(source: Path | bytes, progress: ByteProgress) -> FileFact:
 
 
 def _manifest(folder: Path) -> Mapping[str, FileFact]:
-    """Return the facts of files from the manifest of a snapshot; empty if the snapshot has no manifest."""
+    """Return size and digest of each file from the manifest of a downloaded folder; empty if it has no manifest."""
     try:
         return decode((folder / MANIFEST).read_bytes()).files
     except (FileNotFoundError, ManifestError):

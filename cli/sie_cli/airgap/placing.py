@@ -35,7 +35,7 @@ ENVIRONMENT = "serve.env"
 
 
 def entries(index: ArchiveIndex) -> list[ModelEntry]:
-    """Return the entries of an archive, whose files are all inside it. Raises CommandRefused."""
+    """Return the entries of an archive. Raises CommandRefused for an entry with files that are not in the archive."""
     models = []
     for raw in index.entries:
         try:
@@ -47,7 +47,9 @@ def entries(index: ArchiveIndex) -> list[ModelEntry]:
             ) from error
         path, own = entry.weights.path, f"weights/{token(entry.id)}"
         if path != own or not any(name.startswith(f"{path}/") for name in index.files):
-            raise CommandRefused(f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, with files")
+            raise CommandRefused(
+                f"{INDEX}: {entry.id} has weights.path {path[:200]!r}, expected {own}, a folder with files"
+            )
         if entry.golden and entry.golden not in index.files:
             raise CommandRefused(
                 f"{INDEX}: {entry.id} has golden {entry.golden[:200]!r}, which is no file of the archive"
@@ -77,8 +79,8 @@ def check(index: ArchiveIndex) -> None:
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """Return settings with which `sie serve` serves only the models of an archive, from the folder `at`, without a
-    download.
+    """Return the settings with which `sie serve` serves only the models of an archive and downloads nothing. `at`: the
+    folder with the unpacked archive.
     """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
     return {
@@ -90,8 +92,8 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`, whose path for workers is `at`. Raises CommandRefused, OSError; then `folder` does
-    not exist.
+    """Unpack an archive to `folder`. `at`: the path of this folder for workers. Raises CommandRefused, OSError; then
+    `folder` does not exist.
     """
     check(reader.index)
     with _loading(folder) as partial:
@@ -123,8 +125,8 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
-    """Write the files that contain the folder's own path, if they differ: entries, settings. Raises CommandRefused,
-    OSError.
+    """Write the files that contain the folder's own path (entries and settings), unless they are up to date. Raises
+    CommandRefused, OSError.
     """
 
     def document(value: Any) -> bytes:
@@ -148,7 +150,9 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
 
 
 def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
-    """Return the index of a loaded folder, decoded and as bytes. Raises CommandRefused for any other folder."""
+    """Return the index of a folder that `load` created, decoded and as bytes. Raises CommandRefused for any other
+    folder.
+    """
     try:
         raw = (folder / INDEX).read_bytes()
         index = decode(raw)
@@ -156,20 +160,22 @@ def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
             raise CommandRefused(f"{folder}: {SUMS} and {INDEX} do not agree: load the archive again")
     except (FileNotFoundError, NotADirectoryError) as error:
         lacking = Path(str(error.filename)).name
-        raise CommandRefused(f"{folder} was not created by `sie airgap load`: it has no {lacking}") from error
+        raise CommandRefused(
+            f"{folder} was not created by `sie airgap load`: it has no {lacking}; name the folder of a load"
+        ) from error
     return index, raw
 
 
 def wrong(
     folder: Path, index: ArchiveIndex, *, digests: bool = True, progress: ByteProgress = lambda _: None
 ) -> list[str]:
-    """Return the faults of the files of a loaded folder, one line each."""
+    """Return the files of a loaded folder that differ from the archive, one line for each, with the difference."""
     return verify(folder, Manifest("air-gap", "archive", index.files), digests=digests, read=progress)
 
 
 @contextmanager
 def _loading(folder: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder next to `folder`. It is removed afterwards unless it was renamed. Raises
+    """Yield an empty, locked folder next to `folder`. After the context it is removed, unless it was renamed. Raises
     CommandRefused, OSError.
     """
     partial = folder.with_name(f".{folder.name}.loading")

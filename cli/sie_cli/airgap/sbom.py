@@ -28,7 +28,8 @@ from sie_store.weights.manifest import FileFact
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-_MAX_NAME = 100  # characters; a longer licence field of a distribution is the licence's text
+# largest number of characters of a licence's name: a longer licence field of a distribution is the licence's text
+_MAX_NAME = 100
 
 
 @dataclass(frozen=True)

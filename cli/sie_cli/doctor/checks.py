@@ -70,7 +70,8 @@ async def gateway(probe: ClusterProbe) -> CheckResult:
                     f"{reply.url}/health answers {reply.status}", "read the gateway's log: this route always answers"
                 )
             )
-        elif probe.cluster.local() is None:  # otherwise the check of ports finds this fault
+        # for a local cluster, the check `ports` reports a gateway that is not ready
+        elif probe.cluster.local() is None:
             ready = await probe.get(reply.url, "/readyz")
             if ready.status == 503:
                 why = ready.body.decode(errors="replace")[:300]
@@ -96,7 +97,7 @@ def _refused(reply: ProbeResult, at_broker: str) -> Finding:
 
 
 async def broker_options(probe: ClusterProbe) -> str:
-    """Return the options with the broker's address; empty if it is not known."""
+    """Return the command-line options that name the broker; empty if its address is not known."""
     if probe.cluster.sources.get(BROKER_URL) == SOURCE:
         return f" --data-dir {shlex.quote(str(probe.data_dir))}"
     try:
@@ -106,8 +107,8 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """Return the gateways' findings of a check. If several gateways report the same finding about workers, it is listed
-    once.
+    """Return the findings that gateways report under the name `check`. If several gateways report the same finding, it
+    is listed once.
     """
     return list(
         dict.fromkeys(
@@ -256,7 +257,9 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that streams can be read, and that keys, catalogue and jobs are consistent with their copies and shards."""
+    """Check that streams can be read, and that the streams that belong together agree: keys and catalogue with their
+    copies, jobs with their shards.
+    """
     from sie_broker.nats import operator
 
     broker = await probe.stream_broker()
@@ -330,14 +333,16 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find shards whose job is missing. This is a fault, because the shards of a job are removed before the job."""
+    """Find jobs that have shards, the messages about parts of a job, but no entry of their own. This is a fault,
+    because a job's shards are removed before its entry.
+    """
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
     lost = sorted(shards - jobs)
     return {JOBS: f"it lacks {counted(len(lost), 'job')} of which there are shards ({_named(lost)})"} if lost else {}
 
 
-DRIFT_S = 5.0  # seconds until all processes have a write of the catalogue, on a busy machine
+DRIFT_S = 5.0  # seconds within which a write of the catalogue reaches all processes, on a busy machine
 
 
 async def config(probe: ClusterProbe) -> CheckResult:
@@ -399,7 +404,7 @@ async def config(probe: ClusterProbe) -> CheckResult:
 
 
 async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
-    """List models whose newest revision could not be loaded, so that the previous revision was restored."""
+    """List models for which the config service restored the previous revision, because it could not load the newest."""
     answer = await probe.get(url, "/v1/configs/models", probe.config_token)
     fix = "correct the entry and write it again (sie models history ID, sie models set ID)"
     models = msgspec.convert(answer.json().get("models", []), list[dict[str, Any]]) if answer.status == 200 else []
@@ -409,11 +414,12 @@ async def restored(probe: ClusterProbe, url: str) -> list[Finding]:
 def drift(
     epoch: ConfigEpoch | None, gateways: Mapping[str, str], workers: Mapping[str, tuple[str, str]]
 ) -> list[Finding]:
-    """List the gateways and workers that are behind the catalogue. `gateways`: their epochs by name. `workers`: their
-    bundles and epochs.
+    """List the gateways and workers that use an older catalogue. `gateways`: the epoch of each gateway's catalogue, by
+    name. `workers`: the bundle and the epoch of each worker, by name.
 
-    A worker is behind if it lacks a write of its bundle. Without the config service's `epoch`, gateways are compared
-    with one another, and workers only by their bucket: then it is unknown which writes affect a bundle.
+    A worker's catalogue is older if it lacks a write that affects the worker's bundle. Without the config service's
+    `epoch`, it is unknown which writes affect a bundle. Then gateways are compared with one another, and for workers
+    only the part of the epoch that names the bucket is compared.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
     findings = [
@@ -452,7 +458,7 @@ async def models(probe: ClusterProbe) -> CheckResult:
     folder = access.models_dir if access is not None else ""
     if not folder or is_bucket(folder):
         raise NotApplicable("nothing that runs here reads a folder of models")
-    if not await asyncio.to_thread(Path(folder).is_dir):  # the default folder may be missing
+    if not await asyncio.to_thread(Path(folder).is_dir):  # the default folder need not exist
         raise NotApplicable(f"there is no {folder}, so the models are those of the package")
     try:
         folders = await asyncio.to_thread(Overlay(dataclasses.replace(probe.settings, models_dir=folder)).folders)
@@ -462,7 +468,8 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-CLOCK_S = 2.0  # seconds; wall clocks decide when keys expire, and are used in logs and request ids
+# largest permitted difference of two wall clocks, in seconds: logs and request ids have the wall clock of their machine
+CLOCK_S = 2.0
 
 
 async def clock(probe: ClusterProbe) -> CheckResult:
@@ -515,7 +522,7 @@ def _off(whose: str, ahead_s: float) -> Finding:
 
 
 async def versions(probe: ClusterProbe) -> CheckResult:
-    """Check that all members have the same version, except during an upgrade."""
+    """Check that all processes and the installed package have the same version. They differ only during an upgrade."""
     by_version: dict[str, list[str]] = defaultdict(list)
     by_version[sie_contracts.__version__].append("this `sie`")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -557,7 +564,7 @@ async def versions(probe: ClusterProbe) -> CheckResult:
 
 
 def skew(by_version: Mapping[str, list[str]]) -> list[Finding]:
-    """List the members whose version is older than the newest version of a member."""
+    """List the processes and packages that are older than the newest version in `by_version`."""
     newest = max(by_version, key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
     return [
         Finding(

@@ -1,4 +1,4 @@
-"""The command `sie doctor`: all checks at once, each with a time limit; then their findings."""
+"""Command `sie doctor`: run all checks at once, each with a time limit, and then print their findings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ _COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--ur
 def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
-    """Return the faults of single settings. Also return flags and environment without the invalid values."""
+    """Return three values: a finding for each invalid or unknown setting, the flags without the invalid ones, and the
+    environment without the invalid variables.
+    """
     findings: list[Finding] = []
     readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for values, left in zip((flags, environ), readable, strict=True):
@@ -68,12 +70,12 @@ def faults_of(
         findings.append(Finding(fault, "change one of the two that it names"))
         named = re.findall(r"[A-Z][A-Z0-9]*_[A-Z0-9_]+", fault)
         if sum(left.pop(name, None) is not None for left in readable for name in named) == 0:
-            raise AssertionError(f"defaults that contradict each other: {fault}")
+            raise AssertionError(f"two default values contradict each other: {fault}")
     return findings, *readable
 
 
 def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return the contradiction between two valid settings; empty if there is none."""
+    """Return the error text if two valid settings contradict each other; empty if none do."""
     try:
         load(flags=flags, environ=environ)
     except SettingError as error:
@@ -82,7 +84,9 @@ def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
 
 
 def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Mapping[str, str]) -> Check:
-    """Build the check of the settings: the faults from `faults_of`, and settings without an effect."""
+    """Build the check of the settings. It reports `faults`, which `faults_of` found, and settings that have no
+    effect.
+    """
 
     async def check(probe: ClusterProbe) -> CheckResult:
         mode: Mode = "standalone" if await probe.is_standalone() else "queue"
@@ -102,9 +106,8 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# All checks by name. A check returns a line for success and its findings.
-# It raises NotApplicable if this cluster or machine has no part to check, CheckSkipped if the check is not possible.
-# No check changes anything.
+# All checks by name. A check returns a text for success, and its findings. No check changes anything.
+# A check raises NotApplicable if its subject does not exist here, and CheckSkipped if the check is not possible.
 CHECKS: dict[str, Check] = {
     "ports": ports,
     "gateway": gateway,
@@ -136,8 +139,8 @@ _SHOWN: Mapping[State, tuple[str, str]] = {
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """Report of one check. `state`: fine, wrong, absent (no part to check) or blind (the check was not possible).
-    `says`: the text of the report.
+    """Report of one check. `state`: fine, wrong, absent (the thing to check does not exist here) or blind (the check
+    was not possible). `says`: the check's text for success, or why it is absent or blind.
     """
 
     check: str
@@ -151,21 +154,22 @@ class CheckReport(msgspec.Struct, frozen=True):
 @click.option("--json", "as_json", is_flag=True, help="One JSON document, for programs.")
 @settings_options("gateway", "config", "sidecar", "adapter", url="SIE_GATEWAY_URL")
 def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
-    """Say what is wrong with a cluster and this machine's part of it, and what mends each thing. It changes nothing.
+    """Find the faults of a cluster and of this machine, and name the remedy of each. It changes nothing.
 
     \b
     sie doctor                                         a `sie serve` of this machine
-    sie doctor --url URL --nats-url nats://...         a cluster; SIE_API_KEY, SIE_CONFIG_READ_TOKEN as its processes
-                                                       have them
+    sie doctor --url URL --nats-url nats://...         a cluster; set SIE_API_KEY, SIE_CONFIG_READ_TOKEN as
+                                                       its processes have them
 
-    Give it the settings of the processes: it looks for what they would meet. What it is not told, broker and config
-    service, it asks the gateway for. It looks at settings, ports, gateways and their workers, the broker, streams and
-    consumers, who is behind the catalogue, models that do not load, refused requests, queues, the sockets of
+    Run it with the settings of the processes, because it checks these settings. If the address of the broker or of
+    the config service is not set, it asks the gateway. It checks settings, ports, gateways and their workers, the
+    broker, streams and consumers, processes with an old catalogue, models that do not load, refused requests,
+    queues, the sockets of
     adapters, GPU, disks, clocks and versions.
 
-    Status 0: nothing is wrong. 1: something is. 2: nothing was found, but not all could be looked at.
+    Status 0: no fault. 1: at least one fault. 2: no fault was found, but some checks were not possible.
     """
-    # important messages become findings, so no log line is printed
+    # without a handler, Python would print the broker's warnings; the checks report these faults as findings
     logging.getLogger("sie.broker").addHandler(logging.NullHandler())
     values.pop("failpoints", None)
     try:
@@ -185,8 +189,8 @@ def doctor(data_dir: Path | None, as_json: bool, **values: Any) -> None:
 
 
 async def examined(flags: Mapping[str, str], environ: Mapping[str, str], named: Path | None) -> list[CheckReport]:
-    """Run all checks and return their reports, in order. `named`: the data directory that the user named. Raises
-    SettingError if it is invalid.
+    """Run all checks and return their reports, in the order of CHECKS. `named`: the data directory that the user named.
+    Raises SettingError if it is invalid.
     """
     faults, good_flags, good_environ = faults_of(flags, environ)
     cluster = Cluster.locate(load(flags=good_flags, environ=good_environ), named, required=False)

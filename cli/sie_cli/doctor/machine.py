@@ -1,4 +1,4 @@
-"""Checks of this machine: sockets of its workers, disks, ports of probes and metrics, GPU."""
+"""Checks of this machine: the workers' sockets, the disks, the ports for probes and metrics, and the GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_FREE_BYTES = 256 << 20
 
 
 async def sockets(probe: ClusterProbe) -> CheckResult:
-    """Check the sockets between sidecars and adapters."""
+    """Check each socket over which a sidecar reaches its adapter."""
     probed = await probe.sockets()
     findings = [Finding(socket.wrong, socket.fix) for socket in probed if socket.wrong]
     unseen = [str(socket.path) for socket in probed if socket.is_unseen]
@@ -77,7 +77,7 @@ def _disks(probe: ClusterProbe) -> CheckResult:
 
 
 def _filled(folder: Path, data_dir: Path) -> str:
-    """Return the file system of a folder, and the part of it that `sie serve` uses."""
+    """Describe the file system of a folder: its size, its free bytes, and the bytes that the data directory uses."""
     place = folder.absolute()
     while not os.path.ismount(place):
         place = place.parent
@@ -97,10 +97,10 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 
 async def ports(probe: ClusterProbe) -> CheckResult:
-    """Check that SIE answers at its ports of probes and metrics, and is ready. The ports are read from settings or from
-    the running `sie serve`.
+    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. The ports are those
+    in the settings or those of the running `sie serve`.
 
-    The documented defaults are not checked: another program may use them.
+    Ports that are only the documented defaults are not checked, because another program may use them.
     """
     findings, notes = [], []
     addresses = [
@@ -162,8 +162,8 @@ async def _is_open(port: int) -> bool:
     return True
 
 
-PROBE_S = 60.0  # seconds for `import torch` on a cold disk
-_CONTROL = Path("/dev/nvidiactl")  # exists once a driver was loaded
+PROBE_S = 60.0  # seconds allowed for `import torch`, which is slow when the disk has not cached it
+_CONTROL = Path("/dev/nvidiactl")  # this device file exists once the NVIDIA driver has been loaded
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: the vendor, and the class of display controllers
 _TORCH = (
@@ -173,7 +173,7 @@ _TORCH = (
 
 
 async def gpu(probe: ClusterProbe) -> CheckResult:
-    """Check the driver, torch and its CUDA if a GPU exists or is required."""
+    """Check the GPU driver, torch, and torch's CUDA version, if a GPU exists or SIE_DEVICE requires one."""
     device = probe.settings.device
     driver, trouble = _driver()
     has_device = driver is not None or await asyncio.to_thread(_CONTROL.exists)
@@ -224,7 +224,9 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """List the faults of the GPU for SIE_DEVICE `device`. `trouble`: the reason why no driver was found."""
+    """List the faults of torch and the driver for the device `device` of SIE_DEVICE. `trouble`: why no driver was
+    found.
+    """
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
         number = torch.version.partition("+")[0]
@@ -280,7 +282,9 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe torch in a separate process, which frees its memory when it ends. Raises CheckSkipped."""
+    """Describe torch. A separate process imports it, so that this process does not keep torch's memory. Raises
+    CheckSkipped.
+    """
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

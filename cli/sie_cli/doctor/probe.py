@@ -1,11 +1,11 @@
-"""Probe of a cluster for the checks: gateways, the broker, heartbeats, the config service and sockets are each read
-once, for any number of checks.
+"""Data about a cluster for the checks. Each source (gateways, broker, heartbeats, config service, sockets) is read
+once, however many checks need it.
 
     check ──► ClusterProbe.gateways() ┐
     check ──► ClusterProbe.gateways() ┴──► one task, whose result both get
 
-When the time of a check has ended, it stops waiting, but the task continues. A token is sent only to the addresses that
-it belongs to by the settings.
+A check that reaches its time limit stops waiting, but the task continues for the other checks. A token is sent only to
+the addresses for which the settings give it.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ if TYPE_CHECKING:
     from sie_broker.nats import NatsBroker
 
 CALL_S = 3.0  # seconds; time limit of a request over HTTP or a socket
-BEAT_MARGIN_S = 1.0  # seconds; permitted delay of a heartbeat
-GATEWAYS_S = 1.5  # seconds within which every gateway sends an announcement
+BEAT_MARGIN_S = 1.0  # seconds that a heartbeat may be late
+GATEWAYS_S = 1.5  # seconds; each gateway announces itself at the broker at least once in this time
 T = TypeVar("T")
 
 
 class CheckSkipped(Exception):
-    """Reason why a check was not possible."""
+    """The check was not possible; the message has the reason."""
 
 
 class NotApplicable(Exception):
-    """Reason why this cluster or machine has no part to check."""
+    """This cluster or machine does not have the thing to check; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Answer over HTTP. `trouble`: the reason if there is no answer. `ahead_s`: the server's wall clock minus ours,
-    from the id of the request, correct to `margin_s`; None if the reply has no id.
+    """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: the server's wall clock minus
+    this machine's, computed from the time in the reply's request id, with an error of at most `margin_s`; None if there
+    is no id.
     """
 
     url: str
@@ -70,7 +71,7 @@ class ProbeResult:
         return bool(self.version)
 
     def json(self) -> dict[str, Any]:
-        """Return the body; empty if it is no JSON map."""
+        """Decode the body, a JSON object. Return an empty map if it is anything else."""
         try:
             return msgspec.json.decode(self.body, type=dict[str, Any])
         except msgspec.DecodeError:
@@ -110,7 +111,9 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class AdapterSocket:
-    """Socket of an adapter. `wrong` and `fix`: its fault and remedy. `description`: the adapter's reply."""
+    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy, empty if there is none. `description`: the
+    adapter's answer.
+    """
 
     path: Path
     wrong: str = ""
@@ -120,7 +123,7 @@ class AdapterSocket:
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
-    """Return a function that reads a value in one task. All checks get the result of this task."""
+    """Decorate a method of ClusterProbe so that it runs only once, in a task of its own. All callers get its result."""
 
     @functools.wraps(read)
     async def outcome(probe: ClusterProbe) -> T:
@@ -133,7 +136,7 @@ def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[Cl
 
 
 class ClusterProbe:
-    """Observations of a cluster in one run of doctor. Use `open_probe` to create one."""
+    """Data about a cluster that one run of `sie doctor` reads. Use `open_probe` to create it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -182,10 +185,10 @@ class ClusterProbe:
 
     @once
     async def gateways(self) -> list[ProbeResult]:
-        """Return `/health` of each named gateway."""
+        """Return the reply to `/health` of each gateway whose address the command has."""
         cluster = self.cluster
         if cluster.is_named and self.settings.gateway_url is None and cluster.local() is None:
-            # a gateway at the default address belongs to another cluster
+            # without --gateway-url, the default address may belong to another cluster than the named data directory
             return [ProbeResult(cluster.gateway_urls[0], trouble=f"nothing runs with {self.data_dir}")]
         requests = (self.get(url, "/health", cluster.gateway_token) for url in cluster.gateway_urls)
         return list(await asyncio.gather(*requests))
@@ -198,8 +201,8 @@ class ClusterProbe:
         return {}
 
     async def ask_views(self) -> dict[str, ClusterView]:
-        """Request `/v1/cluster` from each gateway that answers, by its URL, without the cached result of `views`.
-        Raises CheckSkipped if no gateway answers.
+        """Request `/v1/cluster` from each gateway that answers, without the cache of `views`. Return the views by URL.
+        Raises CheckSkipped if no gateway returns one.
         """
         cluster = self.cluster
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
@@ -207,7 +210,7 @@ class ClusterProbe:
         replies = await asyncio.gather(*(self.get(url, "/v1/cluster", cluster.gateway_token) for url in urls))
         views = {}
         for reply in replies:
-            with contextlib.suppress(msgspec.DecodeError):  # the answer of a gateway of an older version
+            with contextlib.suppress(msgspec.DecodeError):  # a gateway of an older version returns another format
                 views[reply.url] = msgspec.json.decode(reply.body, type=ClusterView)
         if not views:
             raise CheckSkipped(
@@ -228,7 +231,9 @@ class ClusterProbe:
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch, without the cache of `config`. Raises NotApplicable, CheckSkipped."""
+        """Request the config service's epoch again, without the cache of `config`. Raises NotApplicable,
+        CheckSkipped.
+        """
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
@@ -240,7 +245,9 @@ class ClusterProbe:
 
     @property
     def config_token(self) -> Secret | None:
-        """Token for the config service; None if its address was read from the command line or from a gateway."""
+        """Token for the config service. None if its address came from the command line or from a gateway, because the
+        token belongs to the configured address.
+        """
         is_known = self.cluster.sources.get(CONFIG_URL) in ("environment", SOURCE)
         return self.cluster.config_token(writes=False) if is_known else None
 
@@ -266,13 +273,13 @@ class ClusterProbe:
 
     @once
     async def broker(self) -> NatsBroker:
-        """Return a connection. Raises NotApplicable, CheckSkipped, BrokerUnavailable."""
+        """Return a connection to the broker. Raises NotApplicable, CheckSkipped, BrokerUnavailable."""
         self._open = await self.cluster.open_broker("sie-doctor", await self.broker_url())
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection, for a check that does not report faults of the broker itself. Raises NotApplicable,
-        CheckSkipped.
+        """Return the connection to the broker, for a check of something else: if the broker fails, the check is
+        skipped. Raises NotApplicable, CheckSkipped.
         """
         try:
             return await self.broker()
@@ -280,7 +287,9 @@ class ClusterProbe:
             raise CheckSkipped("there is no connection to the broker") from error
 
     async def stream_broker(self) -> NatsBroker:
-        """Return the connection for a check that needs streams. Raises NotApplicable, CheckSkipped."""
+        """Return the connection to a broker with JetStream, for a check that reads streams. Raises NotApplicable,
+        CheckSkipped.
+        """
         broker = await self.connected_broker()
         if not broker.server[1]:
             raise CheckSkipped("the broker has no JetStream")
@@ -337,7 +346,9 @@ def _sockets_of_devices(first: Path) -> list[Path]:
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
-    """Check a socket and request the description of its adapter."""
+    """Check that an adapter answers at a socket, and that only its own user may open the socket. Return the adapter's
+    description, or the fault and its remedy.
+    """
     restart = (
         f"start the adapter again, with SIE_IPC_SOCKET_PATH={path} as the sidecar has it; its log says why it ended"
     )
@@ -361,7 +372,7 @@ async def probe_socket(path: Path) -> AdapterSocket:
     try:
         async with asyncio.timeout(CALL_S):
             answer = await _describe(path)
-    except TimeoutError:  # TimeoutError is also a subclass of OSError
+    except TimeoutError:  # before OSError, because TimeoutError is a subclass of it
         return AdapterSocket(
             path,
             f"{path}: the adapter takes connections, but no answer comes within {CALL_S:g} s",

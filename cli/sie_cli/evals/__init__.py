@@ -1,4 +1,4 @@
-"""Command `sie eval`: it measures the quality and the speed of a model, from several sources side by side."""
+"""Command `sie eval`: measure the quality and the speed of a model, and compare several sources of its answers."""
 
 from sie_cli.evals.command import evals
 

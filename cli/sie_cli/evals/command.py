@@ -35,7 +35,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class _Evals(click.Group):
-    """A group whose first argument is a model unless it names a command: `sie eval MODEL` is `sie eval run MODEL`."""
+    """Group whose first argument is a model unless it is the name of a command: `sie eval MODEL` is `sie eval run
+    MODEL`.
+    """
 
     default = "run"
 
@@ -54,7 +56,7 @@ def _results_option(command: F) -> F:
 
 @click.group(name="eval", cls=_Evals, short_help="How good and fast a model is, beside others and what is expected.")
 def evals() -> None:
-    """How good and how fast a model is: `run`, which may be left out, `list` and `compare`."""
+    """Measure how good and how fast a model is. Commands: `run`, whose name may be left out, `list` and `compare`."""
 
 
 @evals.command(name="run", short_help="Measure models.")
@@ -115,15 +117,15 @@ def run(
     as_json: bool,
     **load: Any,
 ) -> None:
-    """Measure each MODEL on a task, from several sources side by side. The first MODEL is compared with each other one.
+    """Measure each MODEL on a task, from several sources. Each other MODEL is compared with the first.
 
     \b
-    Sources, with commas between them; the first is compared with each other one:
+    Sources, separated by commas; each other source is compared with the first:
       sie            the cluster that --url names or that runs on this machine; without one a cluster is started
       sie:URL        another cluster
       st             sentence-transformers in this process, in float32
-      openai:URL, infinity:URL, tei:URL   a server of somebody else
-      targets        what a file of targets expects, or what was measured last: exit code 1 where the first is worse
+      openai:URL, infinity:URL, tei:URL   a server that is not SIE
+      targets        a file of targets, or the last measured values: exit code 1 if the first source is worse
 
     \b
     Tasks:
@@ -131,7 +133,7 @@ def run(
       stsb-retrieval   find the sentence that says the same (NDCG@10, MAP, recall)
       FOLDER           your own documents, queries and judgements
       mteb/NAME        a task of the library mteb; without the hub, a folder mteb/NAME or NAME
-      texts/FILE       a text in each line, for --type perf
+      texts/FILE       a file with one text per line, for --type perf
 
     \b
     sie eval sentence-transformers/all-MiniLM-L6-v2 -t stsb -s sie,st
@@ -145,7 +147,7 @@ def run(
     if len(set(models)) != len(models):
         raise CommandRefused("a model is named twice")
     if len(models) > 1 and (save_targets or markdown or html):
-        raise CommandRefused("--save-targets, --markdown and --html are of one model")
+        raise CommandRefused("--save-targets, --markdown and --html work with one MODEL only")
     if kind == "perf" and (kinds or rerank):
         raise CommandRefused("--outputs and --rerank need --type quality")
     folder = results or cluster.data_dir / FOLDER
@@ -185,7 +187,7 @@ def run(
             try:
                 file.write_text(page(), "utf-8")
             except OSError as error:
-                raise CommandRefused(f"--{name} {file}: {error.strerror}") from error
+                raise CommandRefused(f"--{name} {file}: the file cannot be written: {error.strerror}") from error
     if any(report.missed for report in reports):
         raise SystemExit(EXIT_MISSED)
 
@@ -224,8 +226,8 @@ def list_(results: Path | None) -> None:
 @click.argument("old", type=_FILE)
 @click.argument("new", type=_FILE)
 def compare(old: Path, new: Path) -> None:
-    """Show what changed from the result in file OLD to that in file NEW: each metric, with an interval where single
-    queries are known, and what else is different: version, commit, machine, engine, precision and fingerprint.
+    """Show the changes from the result in file OLD to the result in file NEW: each metric, with an interval if both
+    have a value for each query, and differences of version, commit, machine, engine, precision and fingerprint.
 
     `sie eval list` shows the files.
     """
@@ -235,9 +237,11 @@ def compare(old: Path, new: Path) -> None:
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
-    """Build the plan of the load from the options. Raises CommandRefused."""
+    """Build the plan of the load from the options. Raises CommandRefused if two options contradict each other, or
+    --sweep is invalid.
+    """
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
-        raise CommandRefused("give one of --clients, --rate and --sweep")
+        raise CommandRefused("give only one of --clients, --rate and --sweep")
     if sweep is not None:
         levels = _levels(sweep)
     elif rate is not None:

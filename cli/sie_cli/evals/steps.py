@@ -1,4 +1,4 @@
-"""Steps of a measurement, each a source with one of its outputs. Their results are cached in files, so that an
+"""Steps of a measurement, each a source with one of its outputs. Their answers are cached in files, so that an
 interrupted evaluation can continue.
 
 Each file has the answers to some texts. Its name is a digest of all data that the answers depend on, so a different
@@ -41,17 +41,17 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Return one answer for each text: arrays, numbers, or maps of arrays. Raises CommandRefused, and the errors of
-        `compute`.
+        """Return one answer for each text: an array, a number, or a map of arrays. The answers are read from the cache,
+        or computed and cached. Raises CommandRefused, and the errors of `compute`.
 
-        `identity`: all data that the answers depend on, other than the texts. If it is empty, it is unknown, and the
-        answers are not cached.
+        `identity`: all data that the answers depend on, other than the texts. An empty `identity` means that this data
+        is unknown; then nothing is cached.
         """
         if not identity:
             return compute()
         digest = hashlib.blake2b(msgspec.msgpack.encode([list(identity), list(texts)]), digest_size=20).hexdigest()
         file = self._folder / f"{digest}.msgpack"
-        # a file is never incomplete, since it gets its name only when it is complete
+        # a file in the cache is always complete, since it is written under another name first
         with contextlib.suppress(FileNotFoundError, ValueError):
             earlier: Sequence[Any] = arrays.unpack(arrays.decode_msgpack(file.read_bytes()))
             if len(earlier) == len(texts):
@@ -71,8 +71,8 @@ class ResultCache:
 
     @contextlib.contextmanager
     def until_done(self) -> Iterator[None]:
-        """Remove the files of this evaluation if the context ends without an exception. At the start, remove files that
-        are too old.
+        """At the start, remove files older than KEEP_S. At the end, remove the files of this evaluation; after an
+        exception they stay, so that the next run can use them.
         """
         for file in self._folder.glob("*.*"):
             with contextlib.suppress(FileNotFoundError):
@@ -97,8 +97,8 @@ PART = 1024  # texts per request to a source, and per cached file
 
 @dataclass(frozen=True)
 class EvalStep:
-    """Step of an evaluation: a source with one of its outputs. `reranker`, if set, sorts the nearest documents
-    again.
+    """Step of an evaluation: a source with one of its outputs. `reranker`, if set, sorts the nearest documents of each
+    query by its own scores.
     """
 
     source: EvalSource
@@ -114,8 +114,8 @@ class EvalStep:
 
 
 class EvalWork:
-    """Requests of a measurement to sources. `cache`: answers that an interrupted evaluation had computed. `advance` is
-    called with the number of completed texts.
+    """Sender of a measurement's requests. `cache`: holds the answers of an interrupted evaluation. `advance` is called
+    with the number of completed texts.
     """
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:

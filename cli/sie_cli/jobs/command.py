@@ -1,4 +1,4 @@
-"""`sie jobs`: the commands."""
+"""Commands of `sie jobs`."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ _job = click.argument("name", metavar="JOB")
 
 @click.group(cls=AnyPosition, short_help="Work on whole files.")
 def jobs() -> None:
-    """Work on whole files: every row is one input, and every answer goes into files. Jobs run beside the requests of
-    clients and give way to them; they survive the end of any process, this one too.
+    """Run a model on whole files: each row is one input, and the answers are written to files. Requests of clients have
+    priority over jobs. A job continues after the end of any process, also of this command.
 
     \b
-    sie jobs submit MODEL docs.jsonl --text "{title}" --output vectors    the file goes up, the vectors come down
-    sie jobs submit MODEL s3://bucket/docs/ --output s3://bucket/out/     the same from a bucket into a bucket
+    sie jobs submit MODEL docs.jsonl --text "{title}" --output vectors    send a file, get files of vectors
+    sie jobs submit MODEL s3://bucket/docs/ --output s3://bucket/out/     read from a bucket, write to a bucket
     sie jobs list                                                         your jobs, the newest first
-    sie jobs watch JOB                                                    how far it is, and when it will be done
-    sie jobs show JOB --failed                                            all that is known, and rows that failed
-    sie jobs pause JOB, resume JOB, cancel JOB                            stop it for a while, go on, end it
-    sie jobs retry JOB                                                    another job over the rows that failed
-    sie jobs result JOB FOLDER                                            fetch its files, or what is missing of them
-    sie jobs delete JOB                                                   forget it with its files
+    sie jobs watch JOB                                                    its progress, and the forecast of its end
+    sie jobs show JOB --failed                                            all its fields, and the rows that failed
+    sie jobs pause JOB, resume JOB, cancel JOB                            stop it for a while, continue it, end it
+    sie jobs retry JOB                                                    run the failed rows in a new job
+    sie jobs result JOB FOLDER                                            fetch its files, or the missing ones
+    sie jobs delete JOB                                                   delete it and its files
 
-    Where the gateway wants a token: SIE_API_KEY, with the scope infer. A token sees its own jobs, an administrator's
-    all of them.
+    If the gateway requires a token: set SIE_API_KEY to a token with the scope infer. It sees the jobs of this token;
+    an administrator's token sees all jobs.
     """
 
 
@@ -116,10 +116,10 @@ def jobs() -> None:
 def submit(
     cluster: Cluster, model: str, source: str, output: str | None, wait: bool, as_json: bool, **values: Any
 ) -> None:
-    """Begin a job: ask MODEL about every row of INPUT. Prints its id.
+    """Start a job that runs MODEL on every row of INPUT. Prints the id of the job.
 
-    INPUT is a file of this machine (it is sent first), the id of one that was sent, or an address that the server
-    allows: one object, or all below a path that ends in /. JSON Lines, CSV and Parquet are read by rows.
+    INPUT is a file of this machine (which is sent first), the id of a file that was sent before, or an address that the
+    server allows: one object, or all objects below a path that ends in /. Formats: JSON Lines, CSV and Parquet.
 
     \b
     sie jobs submit sentence-transformers/all-MiniLM-L6-v2 docs.jsonl --text "{title}\\n{body}" --id id -o vectors
@@ -130,9 +130,9 @@ def submit(
 
     A template names columns in braces, as in "{title}\\n{body}"; \\n is a line break.
 
-    Status 0: submitted; with --wait: completed, and every row has an answer. 3: completed, but rows have an error. 1:
-    refused, or it failed, expired, was cancelled, or is paused by an error. 2: no gateway answered, or an option is
-    wrong. 130: Ctrl-C; the job goes on.
+    Status 0: submitted; with --wait: completed, and every row has an answer. 3: completed, but some rows failed. 1: the
+    job was refused, failed, expired, was cancelled, or is paused by an error. 2: no gateway answered, or an option is
+    wrong. 130: Ctrl-C; the job continues.
     """
     place = OutputPlace.from_option(output)
     job_options = submit_options(values, place)
@@ -167,7 +167,7 @@ def submit(
 @_json
 @_options
 def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool) -> None:
-    """Jobs, the newest first."""
+    """List the jobs, newest first."""
     with gateway_client(cluster, SCOPE) as client:
         infos = [job.info for job in itertools.islice(client.jobs.list(state, min(limit + 1, 100)), limit + 1)]
     has_more, infos = len(infos) > limit, infos[:limit]
@@ -187,7 +187,7 @@ def list_command(cluster: Cluster, state: str | None, limit: int, as_json: bool)
 @_json
 @_options
 def show(cluster: Cluster, name: str, failed: bool, as_json: bool) -> None:
-    """All that is known of a job."""
+    """Show all fields of a job."""
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name)
         rows = job.rows(FAILED_ROWS, failed=True) if failed else []
@@ -211,13 +211,13 @@ def show(cluster: Cluster, name: str, failed: bool, as_json: bool) -> None:
 @_json
 @_options
 def watch(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Follow a job until it ends, or is paused by an error: rows, rate, when it will be done, errors by code, what it
-    waits for.
+    """Follow a job until it ends or is paused by an error. Shows rows, rate, forecast of the end, errors by code, and
+    the cause of a wait.
 
-    In a terminal the picture is drawn in place; in a pipe there is one line for each change, with --json an object. A
-    gateway that restarts is waited for. Ctrl-C ends this command and not the job.
+    A terminal shows one picture that changes; a pipe gets a line for each change, with --json a JSON object. While the
+    gateway restarts, the command waits. Ctrl-C ends this command, but not the job.
 
-    Status 0: completed, and every row has an answer. 3: completed, but rows have an error. 1: failed, expired,
+    Status 0: completed, and every row has an answer. 3: completed, but some rows failed. 1: failed, expired,
     cancelled, paused by an error, or there is no such job. 2: no gateway answered. 130: Ctrl-C.
     """
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
@@ -232,12 +232,12 @@ def watch(cluster: Cluster, name: str, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @_options
 def result(cluster: Cluster, name: str, folder: Path) -> None:
-    """Fetch the files of a job into FOLDER, and manifest.json last.
+    """Fetch the files of a job into FOLDER. The last file is manifest.json.
 
-    Each is checked by its digest and appears once it is whole. The same command again fetches only what is missing.
+    Each file is checked by its digest, and appears when it is complete. The same command again fetches missing files.
 
-    Status 0: all is there, and every row has an answer. 3: all is there, but rows have an error. 1: the job has not
-    ended, or not as completed; its files so far are there. 2: no gateway answered.
+    Status 0: all files were fetched, and every row has an answer. 3: all files, but some rows failed. 1: the job has
+    not ended or is not completed; the files so far were fetched. 2: no gateway answered.
     """
     with gateway_client(cluster, SCOPE, is_patient=True) as client:
         job = client.jobs.get(name)
@@ -261,8 +261,8 @@ def _changed(cluster: Cluster, name: str, change: Callable[[Job], Job], as_json:
 @_json
 @_options
 def pause(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Stop a job for a while. Parts that are being answered are stopped, and answered again after `resume`; parts that
-    are written stay.
+    """Stop a job for a while. Its running parts are stopped, and run again from their start after `resume`; parts that
+    are completed stay.
     """
     _changed(cluster, name, lambda job: job.pause(), as_json, "paused")
 
@@ -272,7 +272,7 @@ def pause(cluster: Cluster, name: str, as_json: bool) -> None:
 @_json
 @_options
 def resume(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Go on with a job that was paused."""
+    """Continue a job that was paused."""
     _changed(cluster, name, lambda job: job.resume(), as_json)
 
 
@@ -281,7 +281,7 @@ def resume(cluster: Cluster, name: str, as_json: bool) -> None:
 @_json
 @_options
 def cancel(cluster: Cluster, name: str, as_json: bool) -> None:
-    """End a job. What it has written stays, until it is deleted."""
+    """End a job. The files that it has written stay until the job is deleted."""
     _changed(cluster, name, lambda job: job.cancel(), as_json, "cancelled")
 
 
@@ -290,7 +290,7 @@ def cancel(cluster: Cluster, name: str, as_json: bool) -> None:
 @_json
 @_options
 def retry(cluster: Cluster, name: str, as_json: bool) -> None:
-    """Begin another job over the rows of this one that failed. Prints the id of the new one."""
+    """Start a new job for the rows of this job that failed. Prints the id of the new job."""
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name).retry()
     click.echo(display.document(job.info) if as_json else job.id)
@@ -301,7 +301,7 @@ def retry(cluster: Cluster, name: str, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_options
 def delete(cluster: Cluster, name: str, yes: bool) -> None:
-    """Forget a job that has ended, with the files that are kept with it. It cannot be undone."""
+    """Delete a job that has ended, and its stored files. This cannot be undone."""
     with gateway_client(cluster, SCOPE) as client:
         job = client.jobs.get(name)
         if not yes:

@@ -1,4 +1,4 @@
-"""Functions about a job: the request that starts it, its progress until it ends, its state in words."""
+"""Request that starts a job, its progress until it ends, and its state in words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses
 
 
 def exit_status(info: JobInfo) -> int:
-    """Return the exit status of a command that reports the outcome of a job."""
+    """Return the exit status of a command for this outcome of a job."""
     if info.state != "completed":
         return OTHERWISE
     return ROWS_FAILED if info.counts.failed or info.broken else COMPLETED
@@ -86,7 +86,7 @@ def problem_text(error: JobError) -> str:
 
 
 def progress_lines(info: JobInfo, now_s: float) -> list[str]:
-    """Return the lines about the progress of a job and its errors."""
+    """Return the lines that show a job's progress, its forecast, its errors, and the cause of a wait."""
     share = percent_done(info)
     first = f"{printable(info.id)} {printable(info.state)}"
     lines = [f"{first}, {rows_text(info)}" + ("" if share is None else f" ({share} %)")]
@@ -152,7 +152,9 @@ def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
 
 
 def _flat(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the fields of a request, with the fields of input and output on the same level."""
+    """Return the fields of a job's request. The fields of `input` and `output` become `input.NAME` and
+    `output.NAME`.
+    """
     fields: list[tuple[str, Any]] = []
     for name, value in request.items():
         if name in ("input", "output") and isinstance(value, Mapping):
@@ -192,8 +194,8 @@ def hint_at_failures(job: JobInfo) -> None:
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Destination of the output: an address, or a folder of this machine that is filled when the job has ended. Without
-    either, the output is stored with the job. `is_made`: this command created the folder.
+    """Destination of a job's output: a URL, or a local folder that is filled after the job has ended. Without either,
+    the output stays stored with the job. `is_made`: this command created the folder.
     """
 
     url: str = ""
@@ -220,7 +222,7 @@ class OutputPlace:
         return cls(folder=folder, is_made=is_made)
 
     def unmade(self) -> None:
-        """Remove a folder that was created for a job that does not exist. A folder with files is not removed."""
+        """Remove the folder again if this command created it and it is empty; for a job that was not started."""
         if self.folder is not None and self.is_made:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -311,13 +313,13 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
 
 
 class _Stuck(Exception):
-    """A job does not continue without help."""
+    """Job that is paused by an error, so it needs a person to continue."""
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
-    """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`:
-    progress goes to standard error. Ctrl-C ends the process and prints that the job continues. `also`: a text about
-    other work that continues.
+    """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`: print
+    the progress to standard error. Ctrl-C ends the process and prints that the job continues. `also`: text that is
+    added to this message.
     """
     from sie_client.errors import JobFailedError
 
@@ -332,7 +334,7 @@ def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> Non
 
             job.wait(on_progress=update)
     except (JobFailedError, _Stuck):
-        return  # the view has shown the error, and the exit status reports it
+        return  # the error is already printed, and the caller's exit status reports it
     except KeyboardInterrupt:
         click.echo(
             f"\n{job.id} goes on: `sie jobs watch {job.id}` shows it again, `sie jobs cancel {job.id}` ends it"
@@ -369,7 +371,7 @@ def picture(info: JobInfo, now_s: float) -> Group:
 
 
 class ProgressLines:
-    """Printer of one line for each change of the state, the percentage, the error codes, or the cause of a wait."""
+    """Printer of a line whenever the state, the percentage, the error codes or the cause of a wait changes."""
 
     def __init__(self, *, err: bool, as_json: bool) -> None:
         self._err = err
@@ -389,7 +391,7 @@ class ProgressLines:
 
 
 def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
-    """Return a callback that shows a bar of bytes from the first byte on."""
+    """Return a callback that shows how many bytes of a file were transferred. The bar appears with the first bytes."""
     task = None
 
     def show(progress: Progress) -> None:

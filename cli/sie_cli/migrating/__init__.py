@@ -1,4 +1,4 @@
-"""`sie migrate`: moves an alias from one encoder to another, after the corpus was encoded by the new one.
+"""`sie migrate`: move an alias from one encoder to another, after the new encoder has encoded the corpus.
 
 command    the command
 migration  its remaining steps by the cluster's state, the job over the corpus, and the alias

@@ -1,4 +1,4 @@
-"""`sie migrate`: the command."""
+"""Command `sie migrate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
 from sie_cli.refusal import INTERRUPTED
 
-# last step of a run, by the name that a user gives
+# value of --step -> last step that the command runs
 UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}
 BACK = "back"
 SCOPE = "the scope infer"
@@ -97,29 +97,29 @@ def migrate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Move ALIAS from the encoder that it names to NEW_MODEL, while clients go on asking for ALIAS.
+    """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 
     \b
-    1. check    the alias, both models, their widths, and that nothing is written over
-    2. quality  both models encode a sample of the corpus: how many nearest neighbours are the same
-    3. embed    a job encodes the corpus by NEW_MODEL, into files or a new collection
-    4. shadow   NEW_MODEL gets copies of some requests, and is measured
-    5. flip     requests for ALIAS go to NEW_MODEL; from here on searches use the new index
+    1. check    checks the alias, both models and their widths, and that no vectors of another model are overwritten
+    2. quality  both models encode a sample of the corpus; compares the nearest neighbours of each text
+    3. embed    a job encodes the corpus with NEW_MODEL, into files or a new collection
+    4. shadow   NEW_MODEL gets copies of some requests; measures its answers, which clients do not get
+    5. flip     requests for ALIAS go to NEW_MODEL; from now on searches must use the new index
 
     \b
-    sie models alias search BAAI/bge-m3                               once, before
+    sie models alias search BAAI/bge-m3                               creates the alias, once
     sie migrate search my/model --corpus docs.jsonl --text "{title}\\n{body}" --id id -o vectors
     sie migrate search my/model --corpus s3://docs/ --text "{body}" --sink main --collection docs-2 --step shadow
-    sie migrate search --step back                                    the former model answers again
+    sie migrate search --step back                                    returns to the former model
 
-    Until step 4 the alias is as it was. Switch your search to the new index together with step 5: --step shadow stops
-    before it, and the same command without --step goes on there. After Ctrl-C, a gateway that was killed, or a refusal
-    the same command goes on where it was: all that is known of it is at the cluster.
+    Steps 1 to 3 do not change the alias. Switch your search to the new index together with step 5: --step shadow stops
+    before it, and the same command without --step continues. After Ctrl-C, the end of a gateway, or a refusal, run the
+    same command again: it continues at the same step, because the cluster stores the progress.
 
-    Asks a gateway with SIE_API_KEY, and the config service with SIE_ADMIN_TOKEN.
+    SIE_API_KEY is the token for the gateway, SIE_ADMIN_TOKEN for the config service.
 
-    Status 0: done. 1: refused, models agree too little, or the job failed. 2: no gateway answered, or an option is
-    wrong. 130: Ctrl-C.
+    Status 0: done. 1: refused, the models do not agree enough, or the job failed. 2: no gateway answered, or an option
+    is wrong. 130: Ctrl-C.
     """
     from sie_cli.migrating.corpus import Corpus
     from sie_cli.migrating.migration import Aliases, Migration, MigrationPlan, MigrationReport, back
@@ -137,15 +137,18 @@ def migrate(
             click.echo(display.document(undone))
         return
     if not (model and corpus and text):
-        raise click.UsageError("NEW_MODEL, --corpus and --text are needed: what to migrate to, and what to encode")
+        raise click.UsageError(
+            "NEW_MODEL, --corpus and --text are needed: the new model, the texts, and how to read them"
+        )
     if bool(sink) != bool(collection):
-        raise click.UsageError("--sink and --collection belong together")
+        raise click.UsageError("--sink and --collection need each other: give both or neither")
     template, id_column = text.replace("\\n", "\n"), options.pop("id_column") or ""
     plan = MigrationPlan(
         alias,
         model,
         Corpus.from_source(corpus, template, id_column, options.pop("input_format")),
-        OutputPlace.from_option(options.pop("output"), is_new=False),  # an earlier run may have filled it
+        # no check for old files, because an earlier run of this migration may have filled the folder
+        OutputPlace.from_option(options.pop("output"), is_new=False),
         {"sink": sink, "collection": collection} if sink and collection else {},
         until=UNTIL[until],  # type: ignore[arg-type]
         queries=QuerySet.read(options.pop("queries")),

@@ -1,7 +1,8 @@
-"""The corpus of a migration, as this machine reads it: its digest, and a sample of its texts.
+"""Corpus of a migration, as this machine reads it: its digest, and a sample of its texts. A span is a range of
+consecutive rows of an object.
 
-FILE | URL ──► objects ──► digest
-                  └──► some objects ──► spans of rows ──► some spans ──► texts, each once
+    FILE | URL ──► objects ──► digest
+                      └──► some objects ──► spans of rows ──► some spans ──► texts, each once
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from sie_store.datasets.plans import Broken, inputs, plan
 from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 
-OBJECTS, SPANS = 8, 20  # largest numbers of objects, and of their spans, from which a sample is drawn
+OBJECTS, SPANS = 8, 20  # limits of a sample: number of objects, and number of spans (ranges of rows) from these objects
 SPAN_ROWS = 500
 
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """Sample of a corpus. `faults`: reasons why some of the `rows` read have no text."""
+    """Sample of a corpus. `rows`: number of rows that were read. `faults`: number of rows without a text, by the
+    reason.
+    """
 
     texts: list[str]
     rows: int
@@ -47,7 +50,9 @@ class CorpusSample:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Corpus of a migration. `source`: its name by the user. `input`: the conversion of its rows to texts."""
+    """Corpus of a migration. `source`: the user's name for it, a file or a URL. `input`: how to read texts from its
+    rows.
+    """
 
     source: str
     input: JobInput
@@ -72,8 +77,8 @@ class Corpus:
         return "://" in self.source
 
     async def digest(self) -> str:
-        """Compute a digest. For a local file it is the digest of the bytes, else of names, sizes and tags of objects.
-        Raises CommandRefused.
+        """Return a digest that changes with the corpus: of a local file's bytes, or of the names, sizes and tags of a
+        URL's objects. Raises CommandRefused.
         """
         if not self.is_url:
             with refusing():
@@ -118,7 +123,7 @@ class Corpus:
         return objects
 
     def _object_place(self, object: ObjectEntry) -> Place:
-        """Return the `Place` of one object of the corpus."""
+        """Return the address of one object of the corpus."""
         if not self.place.is_folder:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)

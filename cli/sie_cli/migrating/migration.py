@@ -47,8 +47,8 @@ from sie_contracts.api.jobs import JobManifest
 
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # seconds between two reads of the gateways' measurements
-FOLLOW_S = 10.0  # seconds until every gateway has a flip
-FAILED_ROWS = 5  # number of failed rows that are shown
+FOLLOW_S = 10.0  # seconds to wait until every gateway uses the alias's new target
+FAILED_ROWS = 5  # number of failed rows that are printed
 _Number = Annotated[int, Meta(ge=0)]
 _Moment = Annotated[datetime, Meta(tz=True)]
 
@@ -79,8 +79,9 @@ class _ModelFields(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """Request of a user for a migration. The shadow gets a share of the requests for `shadow_s` seconds, or until it
-    has got `shadow_copies` requests. `accepts`: continue with low agreement or rows without an answer.
+    """User's request for a migration. The new model is first a shadow: it gets copies of a share of the requests, for
+    `shadow_s` seconds or until it has got `shadow_copies` of them. `accepts`: continue despite low agreement or rows
+    without an answer.
     """
 
     alias: str
@@ -99,12 +100,12 @@ class MigrationPlan:
 
     @property
     def output(self) -> dict[str, str]:
-        """Return the destination of the vectors, in the form of a job."""
+        """Return the destination of the vectors in the form of a job's `output`."""
         return {**({"url": self.place.url} if self.place.url else {}), **self.sink}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options of the job."""
+        """Return the options with which the job over the corpus is submitted."""
         how = self.corpus.input
         columns = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
         return {name: value for name, value in columns.items() if value}
@@ -112,7 +113,9 @@ class MigrationPlan:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """Result of the check."""
+    """Result of the step check: the alias as it was read, the key of this migration, the seed of the sample, and the
+    earlier jobs.
+    """
 
     alias: Present
     key: str
@@ -122,7 +125,9 @@ class ModelCheck:
 
 @dataclass
 class MigrationReport:
-    """Report of the completed steps, for a program; `say` prints it for a person."""
+    """Report of the completed steps. `facts`: the results of each step, for programs. `say`: prints a line for a
+    person.
+    """
 
     say: Callable[[str], None]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -132,13 +137,13 @@ class MigrationReport:
         self.step = step
 
     def report_step(self, text: str, **facts: Any) -> None:
-        """Print a line about the present step."""
+        """Print a line about the current step, and add `facts` to the report of this step."""
         self.facts.setdefault(self.step, {}).update(facts)
         self.say(f"{STEPS.index(self.step) + 1}/{len(STEPS)} {self.step}: {printable(text)}")
 
 
 class Migration:
-    """Migration of an alias. `clients`: clients of all gateways, the first at `url`. `err`: progress is printed to
+    """Migration of an alias. `clients`: clients of all gateways, the first at `url`. `err`: print the progress to
     standard error.
     """
 
@@ -161,7 +166,9 @@ class Migration:
         self._err = err
 
     def run(self) -> None:
-        """Run the remaining steps. Raises CommandRefused, and the errors of the client."""
+        """Run the remaining steps up to the last requested step. Raises CommandRefused, and the errors of the
+        client.
+        """
         plan, report = self._plan, self._report
         alias = self._aliases.read(plan.alias)
         if alias.target == plan.model:
@@ -199,7 +206,7 @@ class Migration:
     # ---- step check
 
     def _check(self, alias: Present) -> ModelCheck:
-        """Check all conditions of the migration, before any change."""
+        """Check all conditions of the migration before it changes anything. Raises CommandRefused."""
         plan, report = self._plan, self._report
         report.begin("check")
         widths, prints = [], []
@@ -209,8 +216,8 @@ class Migration:
                 raise CommandRefused(f"{name} is an alias: name the model that it stands for")
             if "dense" not in info.dims or "text" not in info.inputs:
                 raise CommandRefused(
-                    f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): without an "
-                    "index there is nothing to migrate: `sie models alias` moves the alias at once"
+                    f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): a migration "
+                    "needs vectors for an index. `sie models alias` moves the alias without one"
                 )
             width, fingerprint = self._probed(name)
             widths.append(width)
@@ -233,7 +240,7 @@ class Migration:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
         self._aliases.flip(alias, plan.model, dry_run=True)
         digest = asyncio.run(plan.corpus.digest()) if plan.sample or not plan.corpus.is_url else ""
-        # a local file is identified by its bytes, not by its path
+        # a local file is identified by its digest alone, so it may be moved
         source = plan.corpus.source if plan.corpus.is_url else ""
         key = key_of(plan.alias, plan.model, digest, {**plan.options, "source": source})
         earlier = Earlier.load(self._client, key)
@@ -243,11 +250,15 @@ class Migration:
         return ModelCheck(alias, key, digest or key, earlier)
 
     def _probed(self, name: str) -> tuple[int, str]:
-        """Return width and fingerprint of the model's vectors. Raises CommandRefused and the client's errors."""
+        """Return the width and the fingerprint of the vector that the model returns for a test text. Raises
+        CommandRefused and the client's errors.
+        """
         (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
         dense = result.get("dense")
         if dense is None or dense.ndim != 1 or not dense.size:
-            raise CommandRefused(f"{name} answered without a dense vector")
+            raise CommandRefused(
+                f"{name} returned no dense vector, which a migration needs: name a model that encodes texts"
+            )
         return dense.size, printable(str(result["fingerprint"]))
 
     # ---- step quality
@@ -299,12 +310,15 @@ class Migration:
         report.report_step(f"{job.id} is {info.state}, {rows_text(info)}", state=info.state, rows=info.counts.rows)
         if info.state == "paused" and info.error is not None:
             raise CommandRefused(
-                f"{job.id} is paused by {problem_text(info.error)}\nmend it, then `sie jobs resume {job.id}` and the "
-                f"same command go on; after `sie jobs cancel {job.id}` the same command submits another one"
+                f"{job.id} is paused by {problem_text(info.error)}\nremove the cause, then run "
+                f"`sie jobs resume {job.id}` and the "
+                f"same command. To start over, run `sie jobs cancel {job.id}` and then the same command"
             )
         if info.state != "completed":
             why = f": {problem_text(info.error)}" if info.error is not None else ""
-            raise CommandRefused(f"{job.id} ended as {info.state}{why}; the same command submits another job")
+            raise CommandRefused(
+                f"{job.id} ended as {info.state}{why}; run the same command again to submit another job"
+            )
         if plan.place.folder is not None:
             fetch_output(job, plan.place.folder)
         if not is_answered(info):
@@ -361,7 +375,7 @@ class Migration:
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        """Merge the figures of the gateways that have figures of the shadow."""
+        """Merge the shadow's figures from all gateways that have figures of the new model."""
         aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
         shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
         return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
@@ -390,7 +404,7 @@ class Migration:
         )
 
     def _unchanged(self, checked: ModelCheck) -> Present:
-        """Return the present alias. Raises CommandRefused if another user has changed its target."""
+        """Read the alias again and return it. Raises CommandRefused if another user has changed its target."""
         alias = self._aliases.read(self._plan.alias)
         if alias.target != checked.alias.target:
             raise CommandRefused(
@@ -425,7 +439,7 @@ def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shadow_line(figures: dict[str, Any]) -> str:
-    """Format the figures for a person."""
+    """Format the merged figures of the shadow as one line for a person."""
     copies = figures["copies"]
     if not copies:
         return "no request came for the shadow: its behaviour under traffic is not known"
@@ -438,7 +452,7 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, name: str, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Undo the last change of an alias' target. Raises CommandRefused."""
+    """Undo the last change of an alias's target, and return the facts for a program. Raises CommandRefused."""
     alias = aliases.read(name)
     previous = before_flip(alias.history)
     revision = aliases.back(alias, previous)
@@ -455,9 +469,9 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 
 @dataclass(frozen=True)
 class MigrationState:
-    """State of a migration in the cluster. `target`, `shadow`: the present models of the alias. `shadow_s`: time when
-    the shadow was set, seconds since 1970. `is_submitted`: the job over the corpus exists. `is_embedded`: the job has
-    ended with an answer for each row.
+    """State of a migration in the cluster. `target`, `shadow`: the alias's current models. `shadow_s`: seconds since
+    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job has ended with an answer
+    for each row.
     """
 
     target: str
@@ -495,14 +509,16 @@ LOST = ("failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Earlier:
-    """Earlier jobs. `jobs`: jobs of this migration, the newest first. `other_jobs`: all other jobs."""
+    """Jobs that the cluster already has. `jobs`: jobs of this migration, the newest first. `other_jobs`: all other
+    jobs.
+    """
 
     jobs: Sequence[Job]
     other_jobs: Sequence[JobInfo]
 
     @classmethod
     def load(cls, client: SIEClient, key: str) -> Earlier:
-        """Read the jobs. Raises the errors of the client."""
+        """Read the jobs. `key` identifies the migration. Raises the errors of the client."""
         jobs = list(client.jobs.list())
         own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
         ids = {job.id for job in own}
@@ -510,11 +526,15 @@ class Earlier:
 
     @property
     def job(self) -> Job | None:
-        """Return the newest job that is not lost. It may be a retry of an earlier job."""
+        """Return the newest job of this migration that neither failed nor expired nor was cancelled; None if there is
+        none. It may be a retry of an earlier job.
+        """
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit a job under the key of the migration. If an earlier job was lost, the new job gets a different key."""
+        """Submit the job over the corpus. Its idempotency key contains the newest earlier job, so a job that failed can
+        be submitted again.
+        """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
             model, source, **options, metadata={KEY: key}, idempotency_key=f"{KEY}-{key}-{before}".rstrip("-")
@@ -522,13 +542,13 @@ class Earlier:
 
 
 def is_answered(info: JobInfo) -> bool:
-    """Return whether the job has ended with an answer for each row."""
+    """Return whether the job has ended with an answer for every row."""
     return info.state == "completed" and not info.counts.failed and not info.broken
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has the output of a job, according to the manifest, which is written last. Raises
-    CommandRefused if the folder has the output of another job.
+    """Return whether a folder has all files of a job. This is so if it has the manifest, because the manifest is
+    written last. Raises CommandRefused if the folder has the files of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -542,8 +562,8 @@ def has_files(folder: Path, job: str) -> bool:
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raise CommandRefused if a job of another model writes or has written to the same place: one index must not
-    contain vectors of two models.
+    """Raise CommandRefused if a job with another model wrote to `output`, or writes to it: one index must not contain
+    vectors of two models.
     """
     for info in jobs:
         theirs = info.request_map("output")
@@ -557,8 +577,9 @@ def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fi
             where = f"{output['url']}"
         if where:
             raise CommandRefused(
-                f"{where} has vectors of {printable(info.model)}, from {info.id}: name another one, which the search "
-                "uses from the flip on"
+                f"{where} has vectors of {printable(info.model)}, from {info.id}: "
+                "name a new destination, which the search "
+                "uses after the flip"
             )
 
 
@@ -566,7 +587,7 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """Field that a revision of an alias changed."""
+    """Field of an alias that a revision changed."""
 
     path: str
 
@@ -585,7 +606,7 @@ class _TargetFields(Struct, frozen=True):
 
 
 class _AliasFields(Struct, frozen=True):
-    """Document of a model or an alias. `alias` is None for a model."""
+    """Fields of a model's or an alias's document. `alias`: targets; None for a model."""
 
     alias: tuple[_TargetFields | str, ...] | None = None
     shadow: _TargetFields | str | None = None
@@ -610,7 +631,7 @@ class _WrittenRevision(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Present:
-    """Alias with one target. `history`: its revisions, the newest first."""
+    """Current state of an alias that has one target. `history`: its revisions, the newest first."""
 
     name: str
     target: str
@@ -620,7 +641,7 @@ class Present:
 
 
 class Aliases:
-    """Aliases of a cluster. `write`: options of the writes."""
+    """Aliases in a cluster's config service. `write`: options for the writes."""
 
     def __init__(self, service: ConfigServiceClient, write: WriteOptions) -> None:
         self._service = service
@@ -636,36 +657,42 @@ class Aliases:
         targets = [_model_of(target) for target in document.alias]
         if len(targets) != 1:
             raise CommandRefused(
-                f"{name} stands for {len(targets)} models: a migration is from one model, which `sie models alias "
-                f"{name} MODEL` chooses"
+                f"{name} stands for {len(targets)} models: a migration needs an alias of one model; `sie models alias "
+                f"{name} MODEL` sets it"
             )
         shadow = _model_of(document.shadow) if document.shadow is not None else ""
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         return Present(name, targets[0], shadow, history[0].revision, history)
 
     def shadow(self, alias: Present, model: str, share: float) -> int:
-        """Send a share of the requests to a model as a shadow. Returns the revision. Raises CommandRefused."""
+        """Set a model as the shadow, which gets copies of this share of the requests. Returns the revision. Raises
+        CommandRefused.
+        """
         return self._written(alias, "PATCH", "", {"shadow": {"model": model, "share": share}})
 
     def flip(self, alias: Present, model: str, *, dry_run: bool = False) -> int:
-        """Make a model the target, without a shadow. Returns the revision. Raises CommandRefused."""
+        """Make a model the only target of the alias, and remove the shadow. Returns the revision. Raises
+        CommandRefused.
+        """
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
-        """Write the content of an earlier revision as the newest revision. Returns its new number. Raises
+        """Write an earlier revision of the alias again as its newest. Returns the new revision. Raises
         CommandRefused.
         """
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write only if the alias still has the revision that was read before. Returns the new revision."""
+        """Write a change of the alias. The service refuses it unless the alias still has the revision of `alias`.
+        Returns the new revision. Raises CommandRefused.
+        """
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
         return written.revision
 
     def waiting(self, name: str) -> list[str]:
-        """Return the gateways that lack the newest revision. Raises CommandRefused."""
+        """Return the ids of gateways that do not have the newest revision yet. Raises CommandRefused."""
         status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
         return [gateway.id for gateway in status.gateways if not gateway.acked]
 
@@ -679,28 +706,31 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the time when the present shadow was set, seconds since 1970. It is the time of the newest revision that
-    changed the shadow, else of the first revision.
+    """Return the time when the current shadow was set, in seconds since 1970: that of the newest revision that changed
+    the shadow, else of the oldest revision in `history`.
     """
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision before the last change of the target, and before the shadow of that change. Raises
-    CommandRefused if the target was never changed, or if the last change was a rollback.
+    """Return the revision to which a rollback of the last flip goes: the newest one before this flip that did more than
+    set a shadow. Raises CommandRefused if the target was never changed, or if the last change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]
     if not flips:
-        raise CommandRefused("its target was never changed: there is nothing to go back to")
+        raise CommandRefused("the alias has always had its current target: there is no earlier target to go back to")
     flip = history[flips[0]]
     if flip.operation == "rollback":
         raise CommandRefused(
-            f"revision {flip.revision} is already a rollback; `sie models history` lists the revisions that are kept, "
-            "and `sie models rollback` makes any of them the newest"
+            f"revision {flip.revision} is already a rollback; `sie models history` lists the stored revisions, "
+            "and `sie models rollback` restores any of them"
         )
     before = history[flips[0] + 1 :]
     if not before:
-        raise CommandRefused("the revisions before its present target are not kept any more")
+        raise CommandRefused(
+            "the revisions before the alias's current target are no longer stored: "
+            "set the target with `sie models alias`"
+        )
     own = (revision for revision in before if _touches(revision, _TARGETS) or not _touches(revision, _SHADOW))
     return next(own, before[-1]).revision

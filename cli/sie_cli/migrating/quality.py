@@ -26,7 +26,7 @@ NDCG = "ndcg@10"
 
 @dataclass(frozen=True)
 class QualityMeasurement:
-    """Agreement and quality of two models. `agreement`: in the form of `sie models compare`. `ndcg`: NDCG of the old
+    """Agreement and quality of two models. `agreement`: result of the comparison on the sample. `ndcg`: NDCG of the old
     and of the new model; None without judgements.
     """
 
@@ -35,7 +35,7 @@ class QualityMeasurement:
 
     @property
     def neighbours(self) -> int:
-        """Return the number of nearest neighbours to compare: 10, or fewer for a small sample."""
+        """Return the number of nearest neighbours per text that are compared: 10, or fewer for a small sample."""
         return min(NEIGHBOURS, len(self.agreement.recall))
 
     @property
@@ -50,7 +50,7 @@ class QualityMeasurement:
         return sum(ranks) / len(ranks) if ranks else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures for a program."""
+        """Return the agreement and quality as a document for programs."""
         return {
             "neighbours": self.neighbours,
             "agreement": self.overlap,
@@ -60,7 +60,7 @@ class QualityMeasurement:
         }
 
     def line(self) -> str:
-        """Return the line for a person."""
+        """Return the agreement and quality as one line for a person."""
         chance = self.agreement.chance[self.neighbours - 1]
         parts = [f"of {self.neighbours} neighbours {self.overlap:.3f} are the same (by chance {chance:.3f})"]
         if self.rank is not None:
@@ -72,7 +72,7 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries on the sample. `judged`: the task with judgements; None for plain queries."""
+    """Queries to compare the models with. `judged`: task with human judgements; None if there are only the queries."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None

@@ -1,4 +1,4 @@
-"""`sie models add`: adds an entry to the catalogue, in a folder or at a config service."""
+"""`sie models add`: add an entry to the catalogue, in a folder or at a config service."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def add(
     name: str,
     models_dir: str | None,
 ) -> None:
-    """Add ID_OR_FOLDER to the catalogue: of a config service, where --url, --data-dir or SIE_CONFIG_SERVICE_URL names
-    one; else of a local folder.
+    """Add ID_OR_FOLDER to the catalogue. This is the catalogue of a config service if --url, --data-dir or
+    SIE_CONFIG_SERVICE_URL names one, else a local folder.
 
-    The entry pins the commit of a hub repository and the SHA-256 of every file that decides a number. Edit it as you
-    like: lines that begin with `# assumed` are those that no file of the model says. A model that the packaged
-    catalogue knows keeps its options. ID_OR_FOLDER may be an entry itself, as `inspect` and `show` print it: a .yaml or
-    .json file, or - for standard input. Weights that it names and this machine has are checked before it is added;
+    The entry pins the commit of a hub repository, and the SHA-256 of every file that affects the vectors or scores. You
+    may edit it: lines after `# assumed` have values that no file of the model states. A model that the packaged
+    catalogue has keeps its options. ID_OR_FOLDER may also be an entry, as `inspect` and `show` print it: a .yaml or
+    .json file, or - for standard input. Weights of the entry that are on this machine are checked first;
     others are checked when a worker loads them.
 
     \b
     in a folder          DIR/NAME.yaml, which a running `sie serve` picks up within seconds
-    at a config service  added at once, for all gateways and workers; what is written there no folder overrides
+    at a config service  added at once, for all gateways and workers; a folder does not override this entry
     """
     cluster, settings = write.cluster, write.cluster.settings
     if models_dir is not None and cluster.sources[CONFIG_URL] == "flag":
@@ -79,8 +79,8 @@ def add(
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Return a line about whether the running `sie serve` serves the models of a folder. If not, the line names a `sie
-    serve` command that would.
+    """Return a line that says whether the running `sie serve` reads the models of this folder. If it does not, the line
+    has a command with which it would.
     """
     running, models_dir = cluster.local(), cluster.settings.models_dir
     if running is None:
@@ -106,13 +106,13 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return the text of an entry and the parsed entry: of a document unchanged, of a model from its files. Raises
-    CommandRefused, UsageError.
+    """Return the text of an entry and the parsed entry. The entry is read from a file or standard input, or it is
+    created from the files of a model. Raises CommandRefused, UsageError.
     """
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
-        raise click.UsageError("--id and --revision are for a model; an entry has both itself")
+        raise click.UsageError("--id and --revision are for a model; an entry already has both")
     from sie_config_service.documents import checked, read
 
     body, kind = document(Path(source))
@@ -127,10 +127,10 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files of an entry that are on this machine, found in the same way as in a load, and print the files
-    that were not checked.
+    """Check the files of an entry that are on this machine, where a load would also find them. Print the files that
+    were not checked.
 
-    Downloads no files. Raises ModelLoadFailed.
+    Nothing is downloaded. Raises ModelLoadFailed if a file is wrong.
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
@@ -158,9 +158,9 @@ def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
 
 
 def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Path) -> None:
-    """Write the entry to the folder that `sie serve` reads."""
+    """Write the entry to a folder of models. Raises CommandRefused if the name is taken or not allowed."""
     if entry.id.startswith("bundles/"):
-        raise CommandRefused(f"{entry.id}: the folder bundles/ is for bundles; name the model otherwise with --id")
+        raise CommandRefused(f"{entry.id}: the folder bundles/ is for bundles; give the model another name with --id")
     file = _file(entry.id, folder)
     if file.exists() and not write.force:
         raise CommandRefused(f"{file} exists: --force replaces it")
@@ -189,7 +189,7 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
-    """Return whether the packaged catalogue has this name for other weights."""
+    """Return whether the packaged catalogue has an entry with this name and different weights."""
     packaged = read_folder(packaged_folder() / "models").get(entry.id)
     return packaged is not None and (not isinstance(entry, ModelEntry) or _weights_of(packaged) != _weights_of(entry))
 

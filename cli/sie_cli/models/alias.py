@@ -1,4 +1,4 @@
-"""`sie models alias`: sets the models that a name stands for, in one write."""
+"""`sie models alias`: set the models that an alias stands for, in one write."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def alias(
     targets: tuple[str, ...],
     shadow: str | None,
 ) -> None:
-    """Let requests for NAME go to MODEL, now and until the next such write; a model is named as in a request, with
-    @revision and :profile.
+    """Set the models to which an alias leads. Requests for NAME go to MODEL until the alias is changed again. MODEL is
+    written as in a request, with optional @revision and :profile.
 
-    With several models each key keeps its own, by weight: the API key, or X-SIE-Route-Key where a client sends one. A
-    shadow answers nobody: what it gives is compared, and counted in sie_gateway_shadow_* of the gateways' metrics.
+    With several models, the key of a request selects one by weight, so the same key gets the same model. The key is the
+    API key, or the header X-SIE-Route-Key. A shadow gets copies of requests. Clients do not get its answers: these are
+    compared, and counted in the gateways' metrics sie_gateway_shadow_*.
 
     \b
     sie models alias search BAAI/bge-m3                            requests for `search` go to BAAI/bge-m3

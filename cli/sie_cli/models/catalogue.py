@@ -40,13 +40,13 @@ _SIZES = (
     ("up to 8 GB", 8e9),
     ("more than 8 GB", float("inf")),
 )
-# property by which models are grouped -> function that returns the groups of a model
+# property to group models by -> function that returns a model's groups
 _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "task": lambda model: model.get("tasks") or (_UNSTATED,),
     "language": lambda model: model.get("languages") or (_UNSTATED,),
     "size": lambda model: (_size(model),),
 }
-MAX_CHANGES = 4  # changes of one revision that a table shows
+MAX_CHANGES = 4  # number of a revision's changes that the table shows; more are only counted
 
 
 @click.command("list")
@@ -59,8 +59,8 @@ MAX_CHANGES = 4  # changes of one revision that a table shows
 def list_command(
     cluster: Cluster, *, output: str | None, task: str | None, language: str | None, by: str | None
 ) -> None:
-    """All models of the catalogue: id, tasks, languages, about how much a first load downloads, profiles, and who wrote
-    it: packaged, overlay (SIE_MODELS_DIR) or api.
+    """List the models of the catalogue. The columns are id, tasks, languages, approximate bytes of the first download,
+    profiles, and source: packaged, overlay (SIE_MODELS_DIR) or api.
     """
     with service_of(cluster, writes=False) as service:
         body = service.read(MODELS).body
@@ -75,7 +75,7 @@ def list_command(
 
 
 def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
-    """Print a table of models, or with `by` a table for each group; a model may be in several."""
+    """Print one table of models, or with `by` one table per group. A model may be in several groups."""
     if not models:
         click.echo("no models")
         return
@@ -103,7 +103,7 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _size(model: dict[str, Any]) -> str:
-    """Return the name of the group of a model by the bytes of its first load."""
+    """Return the name of a model's size group, which depends on the bytes of its first download."""
     count = model.get("download_bytes", 0)
     return next(name for name, most in _SIZES if count <= most) if count else _UNSTATED
 
@@ -121,8 +121,8 @@ def _variants(listed: dict[str, Any]) -> str:
 @click.argument("model", metavar="ID")
 @service_options
 def show(cluster: Cluster, model: str, output: str | None) -> None:
-    """Print the configuration of model ID, as `sie models add` and `set -f` take it back. The revision goes to standard
-    error.
+    """Print the configuration of model ID. It has the form that `sie models add` and `set -f` read. Its revision is
+    printed to standard error.
     """
     with service_of(cluster, writes=False) as service:
         answer = service.read(path_of(model))
@@ -135,9 +135,10 @@ def show(cluster: Cluster, model: str, output: str | None) -> None:
 @click.argument("model", metavar="ID")
 @service_options
 def history(cluster: Cluster, model: str, output: str | None) -> None:
-    """The revisions of model ID, newest first: who wrote each, and what it changed of the one before.
+    """List the revisions of model ID, newest first. Each line says who wrote the revision, and its changes to the
+    revision before.
 
-    `sie models rollback ID REVISION` makes one the newest again.
+    `sie models rollback ID REVISION` writes an old revision again as the newest.
     """
     with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/history")).body
@@ -155,7 +156,7 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
 
 
 def _changes(changes: list[dict[str, Any]]) -> str:
-    """Return the first changes of a revision as `run.pooling: mean -> cls, ...`."""
+    """Format the changes of a revision as `run.pooling: mean -> cls, ...`, at most MAX_CHANGES of them."""
     parts = [
         f"{change['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(change, 'before')} -> "
         f"{shown(change, 'after')}"
@@ -169,7 +170,7 @@ def _changes(changes: list[dict[str, Any]]) -> str:
 @click.argument("model", metavar="ID")
 @service_options
 def status(cluster: Cluster, model: str, output: str | None) -> None:
-    """Show which gateways and workers serve which revision of model ID."""
+    """Show which processes serve which revision of model ID. These are the gateways and workers."""
     with service_of(cluster, writes=False) as service:
         body = service.read(path_of(model, "/status")).body
     print_body(body, output, lambda: _show_status(body))
@@ -185,7 +186,7 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
     count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    if not body["bundles"]:  # an alias has no bundles, because gateways resolve it
+    if not body["bundles"]:  # an alias has no bundles, because only gateways use it
         lag = [process["id"] for process in body["gateways"] if not process["acked"]]
         served = f"all of {len(body['gateways'])} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served
@@ -225,14 +226,14 @@ def _show_status(body: dict[str, Any]) -> None:
 )
 @write_options("Although an alias needs the model as it is.")
 def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file: Path | None) -> None:
-    """Change model ID: some fields, or with -f all of it. Gateways and workers have it within a second.
+    """Change model ID: some fields, or all with -f. Gateways and workers use the change within a second.
 
     \b
     sie models set org/model max_tokens=256 run.normalize=false
     sie models set org/model profiles.first.run.pooling=cls
-        another pooling, beside the model's own vectors
+        another pooling as a profile, in addition to the model's own vectors
     sie models set org/model run.pooling=cls load.accept_unproven=true
-        another pooling than its files say, in their place
+        another pooling than the model's files state, for the model's own vectors
     sie models set org/model 'profiles.short.run.dimensions=[64]' run.instruction=null     null removes a field
     sie models set org/model 'profiles."v1.5".run.normalize=false'
         quotes around a name with dots
@@ -251,7 +252,7 @@ def set_command(write: WriteOptions, model: str, changes: tuple[str, ...], file:
 @click.argument("model", metavar="ID")
 @write_options("Although an alias needs the model.")
 def rm(write: WriteOptions, model: str) -> None:
-    """Remove model ID. Its history stays: `sie models rollback` brings it back."""
+    """Remove model ID. Its history is kept: `sie models rollback` restores the model."""
     report_write(write, write.send("DELETE", path_of(model)), removed=True)
 
 
@@ -260,14 +261,16 @@ def rm(write: WriteOptions, model: str) -> None:
 @click.argument("revision", type=click.IntRange(1))
 @write_options("Although an alias needs the model as it is.")
 def rollback(write: WriteOptions, model: str, revision: int) -> None:
-    """Make REVISION of model ID the newest again; `sie models history ID` lists them. A removed model comes back this
-    way too.
+    """Restore REVISION of model ID. It is written again as the newest revision; `sie models history ID` lists the
+    revisions. This also restores a removed model.
     """
     report_write(write, write.send("POST", path_of(model, "/rollback"), msgspec.json.encode({"revision": revision})))
 
 
 def document(file: Path) -> tuple[bytes, str]:
-    """Return the bytes of a configuration and their content type. Raises UsageError for a file that cannot be read."""
+    """Read a configuration from a file, or from standard input if `file` is `-`. Return its bytes and content type.
+    Raises UsageError for a file that cannot be read.
+    """
     try:
         body = sys.stdin.buffer.read(MAX_BYTES + 1) if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -276,7 +279,7 @@ def document(file: Path) -> tuple[bytes, str]:
 
 
 def patch_of(changes: Sequence[str]) -> dict[str, Any]:
-    """Return FIELD=VALUE arguments as a merge patch. Raises BadParameter."""
+    """Convert arguments FIELD=VALUE to a JSON merge patch. Raises BadParameter."""
     patch: dict[str, Any] = {}
     for change in changes:
         path, equals, raw = change.partition("=")
@@ -304,7 +307,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(path: str) -> list[str]:
-    """Return the keys of a path; an empty list if the path is invalid."""
+    """Split a path such as `profiles."v1.5".run` into its keys. Return an empty list if the path is invalid."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])
@@ -346,7 +349,7 @@ _WARNINGS = {
 
 
 def print_body(body: Any, output: str | None, table: Any) -> None:
-    """Print a reply as JSON or YAML, else by `table`."""
+    """Print a reply as JSON or YAML if `output` says so; otherwise call `table`, which prints it."""
     if output == "json":
         click.echo(msgspec.json.format(msgspec.json.encode(body)))
     elif output == "yaml":

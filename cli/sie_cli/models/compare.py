@@ -28,18 +28,19 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # texts of a sample; each text is compared with every other text
+MAX_TEXTS = 2000  # limit of the texts in a sample, because each text is compared with every other
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
-QUERIES, DOCUMENTS = 20, 50  # numbers of queries and documents that rerankers score from a sample of texts
+# for rerankers and a sample of plain texts: the number of queries, and of documents per query
+QUERIES, DOCUMENTS = 20, 50
 BINS = 40
-Matrix = NDArray[np.float32]  # [texts, width], rows of length 1
+Matrix = NDArray[np.float32]  # shape [texts, width]; each row has length 1
 
 
 @dataclass(frozen=True)
 class ComparisonSample:
-    """Sample of a comparison. `rankings`: queries with their documents; empty for a sample of plain texts."""
+    """Sample for a comparison: either plain `texts`, or `rankings`, which are queries with their documents."""
 
     texts: tuple[str, ...] = ()
     rankings: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -47,9 +48,9 @@ class ComparisonSample:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of two models. `cosines`: cosine of each text, empty if the widths differ. `recall`: at 1, 2, 3, ...
-    neighbours. `ranks`: correlation of the ranks of each query's documents, or of each text's neighbours, nearest to
-    farthest.
+    """Agreement of two models. `cosines`: for each text, the cosine of its two vectors; empty if the widths differ.
+    `recall`: share of common neighbours among the first 1, 2, 3, ... `ranks`: for each query or text, the correlation
+    of the ranks of all its documents or neighbours.
     """
 
     names: tuple[str, str]
@@ -57,7 +58,7 @@ class Agreement:
     fingerprints: tuple[str, str] = ("", "")
     cosines: Sequence[float] = ()
     recall: Sequence[float] = ()
-    chance: Sequence[float] = ()  # recall of randomly drawn neighbours
+    chance: Sequence[float] = ()  # recall that randomly drawn neighbours would have
     ranks: Sequence[float] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -97,22 +98,23 @@ def compare(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Say how far models A and B agree on a sample of texts, which a gateway runs through both.
+    """Measure how well models A and B agree on a sample of texts. A gateway runs the texts through both models.
 
     \b
-    Of models that encode:
-      cosine     of the two vectors of each text: only where they have the same width, and 1 only if both models mean
-                 the same by each number. Two models that were trained apart are near 0, however alike they search.
-      recall@k   the share of a text's k nearest neighbours in the sample that both models find; any widths. What would
-                 change in a search over an index that is made anew with the other model.
-      rank correlation (Spearman's) of the similarities of each text with all others: 1 is the same order.
-    Of models that score:
-      rank correlation (Spearman's) of each query's documents, 1: the same order.
+    For models that encode:
+      cosine     of the two vectors of each text, if both models have the same width. It is 1 only if both models
+                 use the vector space alike. For models that were trained separately it is near 0, even if both find
+                 the same neighbours.
+      recall@k   the share of a text's k nearest neighbours in the sample that both models find; for any widths. It
+                 shows how a search changes over an index that is built again with the other model.
+      rank correlation (Spearman's) of the similarities of each text with all other texts: 1 is the same order.
+    For models that score:
+      rank correlation (Spearman's) of the scores of each query's documents: 1 is the same order.
 
     \b
     A sample is one text a line, or JSON lines: {"text": "..."}, for rerankers {"query": "...", "documents": ["...",
-    "..."]}. Without these the first lines stand for queries. The requests are bulk work. SIE_API_KEY is the token,
-    where the gateway wants one; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
+    "..."]}. From plain texts, rerankers use the first lines as queries. The requests have priority bulk. SIE_API_KEY is
+    the token if the gateway requires one, else SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL names.
 
     \b
     sie models compare BAAI/bge-m3 my/model --sample texts.txt --plot agreement.svg
@@ -141,9 +143,8 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample without repetitions: a repeated text would be its own nearest neighbour.
-
-    Raises CommandRefused.
+    """Read a sample. Repeated texts are dropped, because a repeated text would be its own nearest neighbour. Raises
+    CommandRefused.
     """
     texts: dict[str, None] = {}
     rankings: list[tuple[str, tuple[str, ...]]] = []
@@ -166,7 +167,7 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
     try:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError:
-        texts[line] = None  # the line is a plain text that begins with a brace
+        texts[line] = None  # it may be plain text that begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")
     if isinstance(value.get("text"), str):
@@ -179,7 +180,9 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
 
 
 def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
-    """Compare two models by vectors or by scores. Raises CommandRefused, and the errors of the client."""
+    """Compare two models, by their vectors if both have dense vectors, else by their scores. Raises CommandRefused, and
+    the errors of the client.
+    """
     infos = [client.get_model(name) for name in names]
     if all("dense" in info["dims"] for info in infos):
         return of_vectors(client, names, sample.texts, queries)
@@ -241,17 +244,17 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
     )
     vectors = [vector for result in results if (vector := result.get("dense")) is not None]
     if len(vectors) != len(results) or len({vector.shape for vector in vectors}) != 1:
-        raise CommandRefused(f"{model} answered with vectors of several widths, or without them: nothing to compare")
+        raise CommandRefused(f"{model} returned vectors of different widths, or none, so they cannot be compared")
     rows = np.stack(vectors).astype(np.float64)
     if rows.ndim != 2 or not np.isfinite(rows).all():
-        raise CommandRefused(f"{model} answered with vectors that are not all finite numbers: nothing to compare")
+        raise CommandRefused(f"{model} returned vectors with NaN or infinity, so they cannot be compared")
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return (rows / np.where(lengths > 0, lengths, 1)).astype(np.float32), str(results[0]["fingerprint"])
 
 
 def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
-    """Return the similarity of each query with each row: [queries, rows]. `own`: the queries are the rows, and the
-    similarity of a row with itself is -inf.
+    """Return the similarity of each query with each row: [queries, rows]. With `own`, the queries are the rows, and
+    each row's similarity with itself is set to -inf, so that it is not its own neighbour.
     """
     similar: Matrix = asking @ rows.T
     if own:
@@ -260,7 +263,7 @@ def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
 
 
 def _without_own(similar: Matrix) -> Matrix:
-    """Drop the similarity of each text with itself: [texts, texts - 1]."""
+    """Return the matrix without the similarity of each text with itself: [texts, texts - 1]."""
     return similar[~np.eye(len(similar), dtype=bool)].reshape(len(similar), -1)
 
 
@@ -270,9 +273,9 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return the mean share of common neighbours among the first 1, 2, 3, ... neighbours in both models."""
+    """Return, for k = 1, 2, 3, ..., the mean share of neighbours that both models have among their first k."""
     most = first.shape[1]
-    # counts: index k is the number of neighbours that become common when both lists have k + 1 entries
+    # At first, shares[k] counts the neighbours that both lists have only from their first k + 1 entries on.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -303,7 +306,9 @@ def _ranks(client: SIEClient, names: tuple[str, str], sample: ComparisonSample) 
             if (value := spearman(*scores)) is not None:
                 correlations.append(value)
     if not correlations:
-        raise CommandRefused("one of the models gives every document the same score: there is no order to compare")
+        raise CommandRefused(
+            "one of the models gives every document the same score: give documents of different relevance"
+        )
     return Agreement(names, fingerprints=(fingerprints[names[0]], fingerprints[names[1]]), ranks=correlations)
 
 
@@ -334,7 +339,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(agreement: Agreement) -> list[str]:
-    """Return the lines of an agreement, for a person."""
+    """Format an agreement as lines for a person."""
     printed = [
         f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
         for name, dims, fingerprint in zip(agreement.names, agreement.dims, agreement.fingerprints, strict=True)

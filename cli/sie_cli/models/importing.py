@@ -1,8 +1,8 @@
-"""`sie models import`: adds a folder of model files to the catalogue, in the format of this project or of the public
+"""`sie models import`: add a folder of model files to the catalogue, in the format of this project or of the public
 SIE.
 
-file ──► config service ──► stored, with what is ignored of it
-                        └ rejected: the fields, and the next file
+    file ──► config service ──► stored, with the fields that were ignored
+                            └ rejected: the fields, and the next file
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SUFFIXES = (".yaml", ".yml")
 @click.option("--force", is_flag=True, help="Replace models that are there, also if an alias needs them as they are.")
 @service_options
 def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool, output: str | None) -> None:
-    """Add all model files of FOLDER, or one file, at a config service.
+    """Add a folder of model files, or one file. They are added at a config service.
 
     Files of the public SIE (sie_id, hf_id, profiles with adapter_path) are translated. Fields without a counterpart
-    are printed. A file that is rejected is printed with its reason; the others are stored, and the status is 1.
+    are printed. If a file is rejected, its reason is printed, the other files are stored, and the status is 1.
     """
     files = sorted(file for file in source.rglob("*") if file.suffix in _SUFFIXES) if source.is_dir() else [source]
     if not files:
@@ -44,7 +44,9 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return its row of the result. Raises CommandRefused if the service accepts no files at all."""
+    """Import a file and return the row of the result table. A rejected file is a row too. Raises CommandRefused if the
+    config service cannot accept any file.
+    """
     from sie_config_service.documents import read
 
     row: dict[str, Any] = {"file": str(file)}

@@ -1,4 +1,4 @@
-"""`sie models inspect`: shows a model folder or a repository of the hub as an entry of the catalogue.
+"""`sie models inspect`: show a model folder or a repository of the hub as an entry of the catalogue.
 
 With --check the model is also loaded, and answers a sample.
 """
@@ -37,7 +37,7 @@ LABELS = ["person", "place"]
 
 
 def source_arguments(command: F) -> F:
-    """Add the arguments that are equal for `inspect` and `add`."""
+    """Add the arguments that `inspect` and `add` have in common."""
     for option in (
         click.option(
             "--revision",
@@ -54,10 +54,10 @@ def source_arguments(command: F) -> F:
 @source_arguments
 @click.option("--check", is_flag=True, help="Load the model on the CPU and show what it gives for a sample.")
 def inspect(source: str, revision: str | None, check: bool) -> None:
-    """Print the catalogue entry of ID_OR_FOLDER, what its files say and what was assumed because none does.
+    """Print the catalogue entry of ID_OR_FOLDER. It marks the values that were assumed because no file states them.
 
     ID_OR_FOLDER is a folder with a config.json, modules.json or gliner_config.json, or a hub repository such as
-    BAAI/bge-small-en-v1.5. That is taken from the local cache (SIE_LOCAL_CACHE), else downloaded (SIE_HF_FALLBACK). No
+    BAAI/bge-small-en-v1.5, which is read from the local cache (SIE_LOCAL_CACHE) or downloaded (SIE_HF_FALLBACK). No
     weights are loaded without --check.
     """
     settings = loaded({}).settings
@@ -73,7 +73,7 @@ def inspect(source: str, revision: str | None, check: bool) -> None:
 
 
 def described(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry]:
-    """Return the text of an entry's file, and the entry. Raises CommandRefused."""
+    """Inspect a model. Return its catalogue entry, as text and parsed. Raises CommandRefused."""
     try:
         folder, weights, model = _located(settings, source, revision)
         model = name or model
@@ -98,8 +98,8 @@ def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str
 
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
-    """Return the local folder of the model, the `weights` of its entry, and its default name. Raises CommandRefused,
-    ModelLoadFailed.
+    """Find the model. Return its local folder, the field `weights` for its entry, and its default name. Raises
+    CommandRefused, ModelLoadFailed.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
@@ -116,12 +116,14 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def folder_name(folder: Path) -> str:
-    """Return the default id of the model in a folder."""
+    """Return the default id for the model in a folder: the folder's name, in allowed characters."""
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
 
 
 def _like(name: str) -> str:
-    """Return the end of a message about an unknown name: similar names in the packaged catalogue."""
+    """Return the names in the packaged catalogue that resemble `name`, as the end of an error text; empty
+    without such.
+    """
     near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -155,7 +157,7 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
 
 
 def _without_hub(hub: str, revision: str | None) -> str:
-    """Return advice for the choice of a commit without an answer of the hub."""
+    """Return the advice to name a commit, for the case that the hub gives no answer."""
     if revision:
         return "give --revision the whole commit, 40 hex digits"
     return f"name its commit: `sie models add {hub} --revision COMMIT`"
@@ -166,7 +168,8 @@ def _hub(action: str, instead: str) -> Iterator[None]:
     """Convert errors of the hub's client to CommandRefused, with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    any_error: type[Exception] = HfHubHTTPError.__bases__[0]  # base class in the HTTP library that the client uses
+    # base class of all errors of the HTTP library that the hub's client uses
+    any_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
     except GatedRepoError as error:
@@ -199,7 +202,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError:
             continue
     if not settings.hf_fallback:
-        return sources("text-encoder", may_download=False)  # the error names the searched places
+        return sources("text-encoder", may_download=False)  # raises an error that names the places that were searched
     from huggingface_hub import file_exists
 
     with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):

@@ -1,8 +1,8 @@
-"""Models that a command names for use: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
+"""Models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
 hub id, folder or catalogue name, with or without :profile
     ├ the catalogue has it, with a commit ──► its entry
-    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml, and a line about it
+    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml; the command prints a line that it was added
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from sie_contracts.settings import Settings
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model of the catalogue. `name`: its name in requests. `added`: the file of an entry that was written for it."""
+    """Model of the catalogue. `name`: its name in requests. `added`: the file with its entry, if the entry was written
+    now.
+    """
 
     name: str
     entry: ModelEntry
@@ -92,8 +94,8 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the entry that was written for a folder; None if there is none. Raises CommandRefused if another model has
-    the name.
+    """Return the catalogue entry of a model folder; None if no entry was written for it yet. Raises CommandRefused if
+    another model has its name.
     """
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):

@@ -1,4 +1,4 @@
-"""`sie pull`: adds a model to the catalogue, and fetches its weights to this disk."""
+"""`sie pull`: add a model to the catalogue, and fetch its weights to this disk."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from sie_contracts.settings import Settings
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @cluster_options(CONFIG_URL, "SIE_MODELS_DIR", "SIE_LOCAL_CACHE", required=False)
 def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
-    """Get each MODEL: a model of the catalogue, an id of the Hugging Face Hub, or a folder.
+    """Add each MODEL to the catalogue and fetch its weights. MODEL: a name in the catalogue, an id of the Hugging Face
+    Hub, or a folder.
 
-    What the catalogue lacks is added to the models folder, pinned to its present commit: that of the `sie serve` that
-    runs, which serves it within seconds, else SIE_MODELS_DIR or ./models. The weights go into SIE_LOCAL_CACHE.
+    A missing model is added to the models folder of the running `sie serve`, which serves it within seconds; if none
+    runs, to SIE_MODELS_DIR or ./models. Its entry pins its current commit. The weights go into SIE_LOCAL_CACHE.
 
     \b
     sie pull BAAI/bge-small-en-v1.5
@@ -46,7 +47,9 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
 
 
 def where_served(cluster: Cluster) -> Settings:
-    """Return the settings, with the models folder of the running `sie serve` unless the command names another one."""
+    """Return the settings. If a `sie serve` runs and the command names no folder of models, use that of the `sie
+    serve`.
+    """
     running = cluster.local()
     if running is None or not running.models_dir or cluster.is_given("SIE_MODELS_DIR"):
         return cluster.settings

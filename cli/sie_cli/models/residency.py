@@ -1,7 +1,7 @@
-"""`sie models load` and `unload`: requests to a gateway, and the progress of its workers.
+"""`sie models load` and `unload`: requests to a gateway, and the progress on its workers.
 
 POST /v1/models/NAME/load ──► 200: done
-                          └─► 202: with --wait, GET /v1/models/NAME each POLL_S until it is done, failed or late
+                          └─► 202: with --wait, GET /v1/models/NAME each POLL_S until done, failed or out of time
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 15.0
 POLL_S = 0.5
-# seconds in which a failure is ignored: it may belong to an older load, because the worker may not have begun this load
+# seconds in which a reported failure is ignored, because it may belong to an earlier load
 STALE_S = 3.0
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
@@ -32,7 +32,7 @@ _NEXT = {
 
 
 class _GatewayClient:
-    """Client of a cluster's gateway, with an administrator's token."""
+    """Client of a gateway, with the token of an administrator."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -51,7 +51,7 @@ class _GatewayClient:
     def request(
         self, method: str, name: str, action: str = "", headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """Send a request and return the body of a success. Raises CommandRefused, httpx.TransportError."""
+        """Send a request and return the decoded body of a success. Raises CommandRefused, httpx.TransportError."""
         path = f"/v1/models/{quote(name, safe='/:@')}{action}"
         answer = self._client.request(method, path, headers=headers)
         try:
@@ -68,15 +68,15 @@ class _GatewayClient:
         raise CommandRefused(f"{message}\n{following}" if following else message)
 
     def first(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
-        """Send a POST. Raises CommandRefused, also if no gateway answers."""
+        """Send the first request, a POST. Raises CommandRefused, also if no gateway answers."""
         try:
             return self.request("POST", name, action, headers)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield the gateway's state of a model every POLL_S for `wait_s`, with the seconds since the start. If the
-        gateway restarts, the calls are repeated. Raises CommandRefused.
+        """Yield the seconds since the start and the gateway's description of a model, every POLL_S seconds for `wait_s`
+        seconds. While the gateway restarts, the request is repeated. Raises CommandRefused.
         """
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:
@@ -115,10 +115,10 @@ def _lane_headers(pool: str, machine_profile: str) -> dict[str, str]:
 @_options
 @cluster_options(GATEWAY_URL)
 def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
-    """Have a worker load model NAME (or model:profile, or an alias) before its first request.
+    """Load model NAME on a worker before its first request. NAME may be model:profile or an alias.
 
-    Where the lane has no worker, one is asked for, and it loads the model when it has come; a gateway remembers that
-    for ten minutes. It needs the scope admin.
+    If no worker serves this pool and machine profile, the gateway requests one, which loads the model when it starts.
+    The gateway keeps this request for ten minutes. The command needs the scope admin.
 
     \b
     sie models load BAAI/bge-m3 --wait
@@ -138,7 +138,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
     has_begun, last = False, ""
     for since_s, info in gateway.states(model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
-        # this state covers all lanes; only a repeated load request shows the state of the requested lane
+        # `info` is about all lanes (pool and machine profile); the reply to a load request is about the requested lane
         if info["loaded"] and gateway.first(model, "/load", headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return
@@ -151,7 +151,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
 
 
 def _progress(model: str, info: dict[str, Any], last: str) -> str:
-    """Print the progress of a load if the line differs from `last`. Return the line."""
+    """Print a line with the progress of a load, unless it is equal to `last`. Return the line."""
     line = f"{model}: {info['state']}"
     for download in info.get("downloads") or ():
         total = download["total_bytes"]
@@ -166,9 +166,9 @@ def _progress(model: str, info: dict[str, Any], last: str) -> str:
 @_options
 @cluster_options(GATEWAY_URL)
 def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: str) -> None:
-    """Have the workers unload model NAME (or model:profile, or an alias).
+    """Unload model NAME on all workers. NAME may be model:profile or an alias.
 
-    A worker finishes what it has in flight for the model first. The next request loads it again. It needs the scope
+    A worker first finishes the model's requests in flight. The next request loads it again. The command needs the scope
     admin.
     """
     headers = _lane_headers(**target)
@@ -191,13 +191,11 @@ def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) 
         if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
             click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
             return
-    raise CommandRefused(
-        f"{model} is still loaded after {wait_s:g} s: requests keep it in use, or have loaded it again"
-    )
+    raise CommandRefused(f"{model} is still loaded after {wait_s:g} s: new requests use it, or have loaded it again")
 
 
 def _show_lane(lane: dict[str, Any]) -> None:
-    """Print one line: the model, its lane, and the state of each worker in the lane."""
+    """Print one line: the model, its lane (pool and machine profile), and its state on each worker of the lane."""
     workers = ", ".join(
         f"{worker['worker']}: {worker['state']}" + (f", {worker['in_flight']} in flight" if worker["in_flight"] else "")
         for worker in lane["workers"]

@@ -1,4 +1,4 @@
-"""Client of the config service for `sie models`: it repeats a call if that is safe, and explains refusals.
+"""Client of the config service for `sie models`. It repeats a call if that is safe, and explains refusals.
 
 call ──► config service ──► body
  ▲            ├ no answer, or an answer with a retry time: again, with the same Idempotency-Key, for RETRY_S
@@ -31,22 +31,23 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 MODELS = "/v1/configs/models"
 JSON, YAML = "application/json", "application/x-yaml"
-TIMEOUT_S = 15.0  # seconds; the service itself limits a write to 10 s
+TIMEOUT_S = 15.0  # seconds to wait for an answer; the service itself ends a write after 10 s
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
-_OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that refuse a document
-_ABOUT_TRUST = frozenset({"remote_code", "model_path"})  # reasons of a refusal by the trust settings
-MAX_LINE = 2_000  # characters of a line of a refusal; longer lines of the service are shortened
+_OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses for a fault of the sent document
+# reasons for which the service refuses a model because of its settings about trust
+_ABOUT_TRUST = frozenset({"remote_code", "model_path"})
+MAX_LINE = 2_000  # characters of a printed line; longer lines of the service are cut
 _ENVELOPE = "not the answer of a config service"
 
 
 class Rejected(CommandRefused):
-    """Error for a document that the service refuses. Other documents may be accepted."""
+    """Refusal of one document. The service may accept other documents."""
 
 
 @dataclass(frozen=True)
 class ServiceReply:
-    """A successful answer. `body` is decoded; `revision` is the model's revision from the ETag."""
+    """Success of a request. `body`: decoded. `revision`: the model's revision, from the header ETag."""
 
     status: int
     body: Any
@@ -55,8 +56,8 @@ class ServiceReply:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Options of a write: the `cluster`; `dry_run` only checks; `if_match` writes only at this revision; `force`; and
-    `output`, the format of the printed answer (table, json, yaml).
+    """Options of a write. `dry_run`: only check. `if_match`: write only if the model has this revision. `force`:
+    replace an existing model. `output`: the format in which the answer is printed (table, json, yaml).
     """
 
     cluster: Cluster
@@ -70,7 +71,9 @@ class WriteOptions:
         return service_of(self.cluster, writes=True)
 
     def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
-        """Send a write. Raises UsageError, CommandRefused."""
+        """Send a write with these options to the config service, and return its reply. Raises UsageError,
+        CommandRefused.
+        """
         with self.service() as service:
             return service.write(method, path, body, content_type, how=self)
 
@@ -91,7 +94,7 @@ class ConfigServiceClient:
         self._client.close()
 
     def read(self, path: str, body_type: Any = Any) -> ServiceReply:
-        """Send a GET. `body_type`: form of the body of a config service. Raises CommandRefused."""
+        """Send a GET and return the reply. `body_type`: the type to decode its body to. Raises CommandRefused."""
         return self._send("GET", path, b"", {"accept": JSON}, body_type)
 
     def write(
@@ -104,7 +107,9 @@ class ConfigServiceClient:
         how: WriteOptions,
         body_type: Any = Any,
     ) -> ServiceReply:
-        """Send a write, which takes effect at most once. `body_type`: form of the body. Raises CommandRefused."""
+        """Send a write and return the reply. A repeated attempt has no second effect, because of its Idempotency-Key.
+        `body_type`: the type to decode the body to. Raises CommandRefused.
+        """
         headers = {"content-type": content_type, "idempotency-key": uuid.uuid4().hex}
         if how.if_match is not None:
             headers["if-match"] = f'"{how.if_match}"'
@@ -126,7 +131,7 @@ class ConfigServiceClient:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # some proxies send a date in this header
+                # some proxies send a date in retry-after; then wait MAX_PAUSE_S
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
@@ -146,7 +151,7 @@ class ConfigServiceClient:
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # pause before the next attempt, set by the service or the back-off
+            time.sleep(wait_s)  # the pause before the next attempt, which the service set or which doubles each time
 
     def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
@@ -188,7 +193,7 @@ class ConfigServiceClient:
                 else f"repeat with {only}"
             )
             lines.append(f"look at it with `sie models show`, then {again}")
-        # messages of these reasons already have a remedy
+        # the service's messages about trust already name a remedy
         elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:
             lines.append(_NEXT[code])
         return lines
@@ -238,14 +243,14 @@ class _RefusalFields(Struct):
 
 
 class _RefusalBody(Struct):
-    """Fields of a refusal that the client reads."""
+    """Fields of an error body that the client reads."""
 
     error: _RefusalFields
     errors: list[_FaultFields] | None = None
 
 
 def _error(answer: httpx.Response) -> dict[str, Any]:
-    """Return the error of a refusal; an empty map if the reply is not from a config service."""
+    """Return the error object of a refusal; empty if the reply is not from a config service."""
     try:
         msgspec.json.decode(answer.content, type=_RefusalBody)
     except (msgspec.DecodeError, RecursionError):
@@ -255,7 +260,7 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _field(path: str) -> str:
-    """Return the path of a field without the prefix `$.`, which means the document."""
+    """Return the path of a field without `$.`, which stands for the whole document."""
     return path.removeprefix("$.")
 
 
@@ -268,7 +273,7 @@ def shown(change: dict[str, Any], side: str) -> str:
 
 
 def path_of(model: str, suffix: str = "") -> str:
-    """Return the path of a model."""
+    """Return the URL path of a model at the config service."""
     return f"{MODELS}/{quote(model, safe='/')}{suffix}"
 
 
@@ -310,8 +315,8 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
 
 
 def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
-    """Return the client of a cluster's config service. If a running `sie serve` has no config service, its gateway
-    answers reads. Without a known token, ask for one on a terminal. Raises UsageError if no address is known.
+    """Return the client of a cluster's config service. Without a config service, the gateway of the running `sie serve`
+    answers reads. If no token is set, ask for one on a terminal. Raises UsageError if no address is known.
     """
     url, secret = cluster.settings.config_service_url, cluster.config_token(writes=writes)
     if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:

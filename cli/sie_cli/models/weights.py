@@ -1,4 +1,4 @@
-"""`sie weights`: lists the weights in the caches, and fills, checks and empties the cluster's cache."""
+"""`sie weights`: list the weights in the caches, and fill, check and empty the cluster's cache."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def _options(command: F) -> F:
 
 @click.group(short_help="Weights on this disk and in the bucket.")
 def weights() -> None:
-    """The weights of models: on this node's disk, and in the bucket that all nodes share (SIE_CLUSTER_CACHE).
+    """Manage the weights of models on this node's disk, and in the bucket that all nodes share (SIE_CLUSTER_CACHE).
 
     \b
-    sie weights list                             what is where
-    sie weights push BAAI/bge-m3                 into the bucket, from this node's cache or, if need be, the hub
-    sie weights push ./my-model --as my/model    the same of a folder
-    sie weights verify                           read all of the bucket and compare it with its checksums
-    sie weights rm BAAI/bge-m3@COMMIT            out of the bucket
+    sie weights list                             list the weights, and where they are
+    sie weights push BAAI/bge-m3                 copy to the bucket, from this node's cache, else from the hub
+    sie weights push ./my-model --as my/model    copy a folder to the bucket
+    sie weights verify                           read the whole bucket and compare it with its checksums
+    sie weights rm BAAI/bge-m3@COMMIT            remove from the bucket
 
     A worker looks for weights on its disk, then in the bucket, then asks the hub (SIE_HF_FALLBACK). The bucket is
     s3://bucket/prefix or gs://bucket/prefix; credentials and endpoint come from the usual variables, AWS_ACCESS_KEY_ID,
-    AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT and their like, or from the machine's role. Workers only read it; this
-    command writes.
+    AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT and similar, or from the machine's role. Workers only read the bucket; this
+    command writes to it.
     """
 
 
@@ -59,7 +59,9 @@ def weights() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @_options
 def list_command(as_json: bool, **values: Any) -> None:
-    """Every snapshot of weights: its commit, its size, and whether this node's disk and the bucket have it."""
+    """List every snapshot of weights. The columns are commit, size, and whether it is on this node's disk and in the
+    bucket.
+    """
     settings = loaded(values).settings
     with _refusing(settings):
         local = {(stored.repository, stored.revision): stored for stored in _stored_here(settings)}
@@ -126,15 +128,15 @@ def list_command(as_json: bool, **values: Any) -> None:
 )
 @_options
 def push(names: tuple[str, ...], name: str | None, revision: str | None, force: bool, **values: Any) -> None:
-    """Copy the weights of MODEL_OR_FOLDER into the bucket, where all workers find them.
+    """Copy the weights of MODEL_OR_FOLDER to the bucket. All workers can load them from there.
 
-    A model of the catalogue or an id of the hub is taken from this node's cache, else downloaded first
-    (SIE_HF_FALLBACK). The files are checked, written, and made to count by a manifest with their checksums, which is
-    written last. Files that are there already are not written again, so a push that was interrupted goes on, and any
-    number may run at once.
+    A model of the catalogue or an id of the hub is read from this node's cache, or downloaded first
+    (SIE_HF_FALLBACK). The files are checked and written. Workers see them after the manifest with their checksums is
+    written, as the last step. Existing files are not written again, so an interrupted push can be repeated, and several
+    pushes may run at the same time.
 
     \b
-    A folder needs a name, and its entry in the catalogue then says where its weights are:
+    A folder needs a name, and its entry in the catalogue must have this name and the revision:
         sie weights push ./my-model --as my/model
         weights: {hub: my/model, revision: ...}
     """
@@ -165,9 +167,9 @@ def push(names: tuple[str, ...], name: str | None, revision: str | None, force: 
 @click.option("--quick", is_flag=True, help="Compare names and sizes only: no file is read.")
 @_options
 def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: Any) -> None:
-    """Read the weights in the bucket and compare them with their checksums: all of them, or those that are named.
+    """Compare weights in the bucket with their checksums. All or the named weights are read.
 
-    Status 1 if anything is wrong; `sie weights push --force` repairs it.
+    Status 1 if a file is missing or differs; `sie weights push --force` repairs it.
     """
     settings = loaded(values).settings
     checked = broken = 0
@@ -203,7 +205,8 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
             else "`sie weights push --force` writes it again"
         )
         raise CommandRefused(
-            f"{broken} of {display.counted(checked, 'snapshot')} {'is' if broken == 1 else 'are'} not right: {fix}"
+            f"{broken} of {display.counted(checked, 'snapshot')} {'is' if broken == 1 else 'are'} "
+            f"incomplete or damaged: {fix}"
         )
     if not checked:
         click.echo("there is nothing to verify", err=True)
@@ -217,7 +220,8 @@ def verify_command(names: tuple[str, ...], local: bool, quick: bool, **values: A
 def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
     """Remove weights from the bucket: one commit, or all of NAME.
 
-    Workers that have them on their disk go on. With --local what a process of this node uses stays.
+    Workers that have the weights on their disk continue. With --local, the weights are removed from this node's disk
+    instead, except weights that a process of this node uses.
     """
     settings = loaded(values).settings
     with _refusing(settings):
@@ -232,7 +236,8 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
                 _cluster(settings).remove(snapshot.repository, snapshot.revision)
             elif not _cache(settings).remove(snapshot.repository, snapshot.revision):
                 raise CommandRefused(
-                    f"{snapshot.repository}@{snapshot.revision} stays: a process of this node uses it; "
+                    f"{snapshot.repository}@{snapshot.revision} is not removed, because "
+                    "a process of this node uses it: "
                     "unload the model first"
                 )
         click.echo(
@@ -246,7 +251,9 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
 
 @dataclass(frozen=True)
 class _WeightsSource:
-    """A folder and its manifest. While the lease is open, no process removes the folder from the local cache."""
+    """Folder of weights and its manifest. While the lease is held, no process removes the folder from the local
+    cache.
+    """
 
     folder: Path
     manifest: Manifest
@@ -258,8 +265,8 @@ class _WeightsSource:
 
 
 def _weights_source(settings: Settings, reference: str, name: str | None, revision: str | None) -> _WeightsSource:
-    """Resolve MODEL_OR_FOLDER. Raises CommandRefused, click.UsageError, ModelLoadFailed, FetchFailed, ManifestError,
-    OSError.
+    """Resolve MODEL_OR_FOLDER to a folder of weights. Raises CommandRefused, click.UsageError, ModelLoadFailed,
+    FetchFailed, ManifestError, OSError.
     """
     folder = Path(reference).expanduser()
     if folder.is_dir():
@@ -267,7 +274,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
             raise click.UsageError(f"{reference} is a folder: --as ORGANISATION/NAME sets its name in the bucket")
         return _WeightsSource(folder, _of_folder(folder, name, revision), Lock(None))
     if name:
-        raise click.UsageError(f"--as names a folder, and there is no folder {reference}")
+        raise click.UsageError(f"--as gives a name to a folder, but {reference} is no folder")
     model, _, commit = reference.partition("@")
     entry = _entry(settings, model, revision or commit)
     located = _sources(settings).locate(entry)
@@ -281,9 +288,7 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
-    """Return the manifest of a user's folder. If the folder has no revision, a digest of its content is used as the
-    revision.
-    """
+    """Return the manifest of a user's folder. Without a named revision, a digest of the content is the revision."""
     with _bar(f"read {folder}") as progress:
         progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         manifest = describe(folder, name, revision or "content", read=progress.add)
@@ -294,8 +299,8 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return the entry of a model, with the hub name and commit of its weights; a stub if the catalogue lacks the
-    model. Raises CommandRefused.
+    """Return an entry whose weights have a hub name and a commit: the catalogue's, or a stub if it lacks the model.
+    Raises CommandRefused.
     """
     from sie_config_service.overlay import Overlay
 
@@ -337,7 +342,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
     return commits[0]
 
 
-# access to the two caches
+# functions that open the two caches: the local one, and the cluster's bucket
 
 
 def _cache(settings: Settings) -> LocalCache:
@@ -345,7 +350,7 @@ def _cache(settings: Settings) -> LocalCache:
 
 
 def _sources(settings: Settings) -> Any:
-    """Return the sources of weights for a push, without the destination bucket."""
+    """Return the places to copy weights from. The bucket is left out, because it is the destination."""
     return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
@@ -362,14 +367,14 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots of the local cache in the form of the bucket's list. A snapshot with a manifest is listed
-    with the faults of its names and sizes. The hub's own client writes no manifest: its snapshot is listed if it is
-    complete according to the hub's listing.
+    """Return the snapshots of the local cache in the same form as the list of the bucket. The names and sizes of a
+    snapshot's files are compared with its manifest. The hub's own client writes no manifest: its snapshot is listed if
+    it is complete according to the hub's file list.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
         repository, revision = folder.parents[1].name.removeprefix("models--").replace("--", "/"), folder.name
-        with contextlib.suppress(ManifestError):  # skips a folder of another program
+        with contextlib.suppress(ManifestError):  # skip folders that another program wrote
             manifest = cache.manifest(repository, revision)
             if manifest is not None or cache.find(repository, revision) is not None:
                 files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
@@ -390,19 +395,18 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots selected by repository or repository@commit, where the commit may be shortened. Without
-    names, yield all snapshots.
-
-    Raises CommandRefused, click.UsageError.
+    """Yield the snapshots whose repository, or repository@commit, is in `names`; a commit may be shortened. Yield all
+    snapshots if `names` is empty. Raises CommandRefused, click.UsageError.
     """
     if not names:
         yield from stored
         return
     for name in names:
         repository, at, commit = name.partition("@")
-        if at and not commit:  # an empty variable in a script must not mean all commits
+        if at and not commit:  # a script's empty variable must not select all commits
             raise click.UsageError(
-                f"{name[:200]!r} has no commit after the @: write {repository[:200]}@COMMIT, or without @ for all of it"
+                f"{name[:200]!r} has no commit after the @: write "
+                f"{repository[:200]}@COMMIT, or {repository[:200]} for all commits"
             )
         matches = [copy for copy in stored if copy.repository == repository and copy.revision.startswith(commit)]
         if not matches:
@@ -411,7 +415,7 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
             raise CommandRefused(f"there is no {name[:200]}{have}")
         if commit and len(matches) > 1:
             raise CommandRefused(
-                f"{name} is the beginning of {', '.join(copy.revision for copy in matches)}: write more of it"
+                f"{name} fits several commits, {', '.join(copy.revision for copy in matches)}: write more digits"
             )
         yield from matches
 

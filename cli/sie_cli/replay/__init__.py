@@ -1,1 +1,1 @@
-"""Command `sie bench`: a recorded trace runs through the scheduler in virtual time."""
+"""Command `sie bench`: run a recorded trace through the scheduler in virtual time."""

@@ -1,4 +1,4 @@
-"""`sie bench`: predicts the effect of a change of settings."""
+"""`sie bench`: predict the effect of a change of settings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, plan_of, re
 from sie_cli.replay.trace import Trace, TraceError
 
 PLAN = tuple(field.name for field in dataclasses.fields(ReplayPlan))
-DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # units per second, by the name of a parameter
+DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # name of a parameter -> number of its units in a second
 HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
-HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"  # docs/replay.md describes the measurement
+# durations of a host, in microseconds; docs/replay.md describes how they were measured
+HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"
 
 
 @click.group(short_help="What other settings would do to recorded traffic.")
 def bench() -> None:
-    """Predict from what was recorded."""
+    """Predict latency from a recorded trace."""
 
 
 @bench.command(name="replay")
@@ -70,15 +71,15 @@ def replay_command(
     plot: Path | None,
     generate: str | None,
 ) -> None:
-    """Predict latency and device time of TRACE... under other settings.
+    """Predict the effect of other settings on TRACE. The result is latency and device time.
 
-    The requests of the traces go through the scheduler of the cluster (chunks, credit, quantum, batches) under virtual
-    time, before a device that takes base_ms + token_us * tokens + square_ns * the sum of squared lengths for a batch.
-    Without --device these are fitted to the batches of the traces. The first column is the recorded one, then one for
-    each --what-if.
+    The requests of the traces pass the cluster's scheduler (chunks, credit, quantum, batches) in virtual time. The
+    simulated device needs base_ms + token_us * tokens + square_ns * sum of squared lengths for a batch.
+    Without --device, these values are fitted to the batches of the traces. The first column is for the recorded
+    settings, the others are for each --what-if.
 
     \b
-    What can be tried, with the SIE_ setting of a like name:
+    Parameters of --what-if, with the SIE_ setting of a similar name:
       workers, lanes (batches that a device runs at once), max_wait_ms (SIE_BATCHER_COALESCE_MS), max_batch_cost,
       max_batch_requests (SIE_BATCHER_MAX_BATCH_REQUESTS), pipeline_depth, bulk_max_overtakes, chunk_cost,
       min_quantum_ms, max_quantum_ms, target_p50_ms
@@ -87,12 +88,12 @@ def replay_command(
     A trace is JSON lines of lengths and times, without text. `sie sidecar --record-trace FILE` writes one; several are
     merged.
       {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
-                                   a request: when it came, in seconds, and the tokens of each input; the rest may be
-                                   left out
+                                   a request: its arrival in seconds, and the tokens of each input; the other fields
+                                   are optional
       {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
                                    a measured batch; attention is the sum of its squared lengths
       {"settings": {"max_wait_ms": 5, "workers": 2}}
-                                   how it was
+                                   the settings during the recording
 
     \b
     sie bench replay day.jsonl --what-if max_wait_ms=4,workers=3 --plot day.svg
@@ -131,7 +132,9 @@ def _write(files: Sequence[Path], spec: str) -> None:
 def _recorded(trace: Trace) -> dict[str, float]:
     unknown = trace.settings.keys() - set(PLAN)
     if unknown:
-        raise TraceError(f"the trace was recorded with {', '.join(sorted(unknown))}, which a replay does not know")
+        raise TraceError(
+            f"the trace was recorded with the settings {', '.join(sorted(unknown))}, which this version lacks"
+        )
     return trace.settings
 
 

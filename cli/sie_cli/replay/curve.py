@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 COLOURS = ("#1b6ca8", "#c8553d", "#4c8c4a", "#8b5fbf", "#b8860b", "#555555")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 70, 20, 30, 50
 TICKS = (0, 50, 90, 99, 99.9)
-NINES = 3.3  # number of nines on the axis: with 3.3 the axis ends at 99.95 %
+NINES = 3.3  # length of the axis in nines (1 is 90 %, 2 is 99 %): 3.3 nines are 99.95 %
 POINTS = 400
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that is at least as large as `percent` % of the values. `values` are sorted."""
+    """Return a percentile of sorted `values`: the smallest value for which at least `percent` % of the values are not
+    larger.
+    """
     return values[min(len(values), max(1, math.ceil(percent / 100 * len(values)))) - 1]
 
 
@@ -57,7 +59,7 @@ def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
 
 
 def _steps(most: float) -> tuple[float, int]:
-    """Return a round step, and the number of steps up to `most`, which is at most eight."""
+    """Return a round distance between two ticks, and the number of ticks up to `most`, at most eight."""
     power = 10.0 ** math.floor(math.log10(most))
     step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most <= 8 * power * part)
     return step, max(1, math.ceil(most / step))

@@ -34,15 +34,15 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # seconds; a consumer with a delivery in this time gets a part of the credit
+ACTIVE_S = 1.0  # seconds after its last delivery in which a consumer gets a part of the worker's credit
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Values that an operator may change: the number of workers, the number of lanes per worker, and the batching
-    settings.
+    """Settings that an operator may try: the number of workers, lanes per worker (batches that a device runs at the
+    same time), and the settings of batching.
     """
 
     workers: float = 1
@@ -72,7 +72,7 @@ class ReplayPlan:
         return int(self.lanes) + int(self.pipeline_depth) - 1
 
     def check(self) -> None:
-        """Raise TraceError for a plan that no worker accepts."""
+        """Raise TraceError if a worker would not start with this plan."""
         whole = ("workers", "lanes", "max_batch_cost", "max_batch_requests", "pipeline_depth", "chunk_cost")
         for name in (limit.name for limit in fields(self)):
             value = getattr(self, name)
@@ -87,7 +87,7 @@ class ReplayPlan:
 
 
 def plan_of(settings: Settings) -> ReplayPlan:
-    """Return the plan of one worker with one lane, in queue mode, with these settings."""
+    """Return the plan of one worker with one lane, with the batching settings of `settings`."""
     return ReplayPlan(
         max_wait_ms=settings.batcher_coalesce_ms,
         max_batch_cost=settings.max_batch_cost,
@@ -103,11 +103,11 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations of a machine in seconds. A batch takes `base_s`, plus `token_s` per token, plus `square_s` per squared
-    token of each length.
+    """Durations of a machine in seconds. A batch takes `base_s`, plus `token_s` for each token, plus `square_s` times
+    the sum of its squared lengths.
 
     A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. It takes `delivery_s` to
-    receive a delivery.
+    receive a message.
     """
 
     base_s: float
@@ -123,8 +123,8 @@ class Machine:
 
 @dataclass
 class ReplayReport:
-    """Result of a replay. `latency_s` and `wait_s` are by request, in the order of the trace: the time until its
-    answer, and until the start of its last batch. `device_s`: device time of all lanes in total. `host_s`: time of
+    """Result of a replay. `latency_s`, `wait_s`: for each request of the trace, the time from its arrival to its
+    answer, and to the start of its last batch. `device_s`: time that all lanes were busy, in total. `host_s`: time of
     tokenising. `end_s`: time of the last answer.
     """
 
@@ -141,7 +141,7 @@ class ReplayReport:
 
 @dataclass
 class _ReplayItem:
-    """A chunk between its arrival and its answer."""
+    """Chunk, a part of a request that is one message, between its arrival and its answer."""
 
     request: int
     key: BatchKey
@@ -154,7 +154,7 @@ class _ReplayItem:
 
 @dataclass
 class _ReplayConsumer:
-    """Queue of one model and priority, and the order in which its messages go to workers."""
+    """Queue of one model and priority. `turns`: the workers in the order in which they get the next message."""
 
     items: deque[_ReplayItem] = field(default_factory=deque)
     turns: deque[_ReplayWorker] = field(default_factory=deque)
@@ -162,9 +162,9 @@ class _ReplayConsumer:
 
 @dataclass
 class _Feed:
-    """State of a consumer at one worker."""
+    """State of a consumer at one worker: the messages that the worker has requested, and those on the way."""
 
-    credit: int = 0  # number of messages that the broker may still send
+    credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0
     mean_cost: float = 0.0
     pending: int = 0
@@ -172,7 +172,7 @@ class _Feed:
 
     @property
     def outstanding(self) -> int:
-        """Return the number of messages that the worker has requested and not received."""
+        """Return the number of messages that the worker has requested and not received yet."""
         return self.credit + self.on_way
 
 
@@ -225,7 +225,7 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send waiting messages to the workers that requested some, one after the other."""
+        """Send the waiting messages to workers that have credit; the workers take turns."""
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)
@@ -253,7 +253,7 @@ class Replay:
 
 
 class _ReplayWorker:
-    """A sidecar and its device."""
+    """Simulated worker: a sidecar and its device."""
 
     def __init__(self, replay: Replay) -> None:
         plan = replay.plan
@@ -261,25 +261,29 @@ class _ReplayWorker:
         self._limits = plan.limits
         self._quantum = Quantum(plan.min_quantum_ms / 1000, plan.max_quantum_ms / 1000, plan.target_p50_ms / 1000)
         self.feeds: dict[tuple[str, bool], _Feed] = {}
-        self._active: dict[tuple[str, bool], _Feed] = {}  # feeds with a recent delivery
+        # feeds (consumers of this worker) with a delivery in the last ACTIVE_S
+        self._active: dict[tuple[str, bool], _Feed] = {}
         self._arrived: list[_ReplayItem] = []
         self._waiting: Waiting[_ReplayItem] = Waiting()
-        self._lanes = [0.0] * int(plan.lanes)  # time when each lane becomes free
-        self._began_s = self._last_s = 0.0  # times of the first and the last arrival since the last gathering
-        self._wire_s = 0.0  # time when the network becomes free
+        self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time when its batch ends
+        # arrival of the first and of the last message since the messages were last tokenised
+        self._began_s = self._last_s = 0.0
+        self._wire_s = 0.0  # time when the network has delivered the last message
         self._tokenising = False
-        self._held = ([0, 0], [0, 0])  # cost and work items, interactive and bulk
+        self._held = ([0, 0], [0, 0])  # tokens and number of the chunks that the worker holds: interactive, then bulk
         self._sent = 0
         self._wake_s = -1.0
 
     # intake of messages
 
     def follow(self, name: tuple[str, bool]) -> None:
-        """Request one message of a new consumer."""
+        """Add a consumer, and request one message of it."""
         self.feeds[name] = _Feed(credit=1)
 
     def _refill(self) -> None:
-        """Set the credit of every consumer with recent deliveries, like sie_sidecar.intake.pull."""
+        """Set the number of messages that the worker requests from each active consumer, like
+        sie_sidecar.intake.pull.
+        """
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)
@@ -332,7 +336,7 @@ class _ReplayWorker:
 
     def _gather(self) -> None:
         """Tokenise the messages that have arrived. Wait if the tokeniser's thread is busy, or if more messages are in
-        transit and the quantum has not ended.
+        transit and the quantum, the time to wait for them, has not ended.
         """
         if not self._arrived or self._tokenising:
             return
@@ -393,5 +397,5 @@ class _ReplayWorker:
 
 
 def replay(requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> ReplayReport:
-    """Run a trace and return its report. Raises TraceError for an invalid plan."""
+    """Simulate a trace and return the report. Raises TraceError for an invalid plan."""
     return Replay(requests, plan, machine).run()

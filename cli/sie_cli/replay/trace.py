@@ -32,7 +32,7 @@ MAX_INPUTS = 10_000_000  # inputs of a generated trace
 
 
 class TraceError(ValueError):
-    """Raised if the text is not a valid trace, or not a valid description of a trace."""
+    """Error of a trace, or of a description of a trace, that is not valid."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -87,7 +87,9 @@ def read(lines: Iterable[bytes]) -> Trace:
             else:
                 request = msgspec.json.decode(line, type=TraceRequest)
                 if not request.tokens or min(request.tokens) < 1:
-                    raise TraceError(f"line {number}: a request has at least one input, and each at least one token")
+                    raise TraceError(
+                        f"line {number}: a request needs at least one input, and each input at least one token"
+                    )
                 requests.append(request)
         except msgspec.DecodeError as error:
             raise TraceError(f"line {number}: {error}") from error
@@ -169,11 +171,11 @@ def generate(spec: str) -> list[TraceRequest]:
 
 
 def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
-    """Fit the seconds of a batch as a + b tokens + c attention, with the least squared relative error and no negative
-    coefficient. Return a, b, c. Raises TraceError.
+    """Fit the seconds of a batch as a + b * tokens + c * attention, with the least squared relative error. Return a, b,
+    c, which are not negative. Raises TraceError.
 
-    Every subset of the three terms is tried, and the best subset without a negative coefficient is used. The
-    coefficients of the other terms are 0, also if the data cannot separate the terms.
+    Every subset of the three terms is fitted, and the best fit without a negative coefficient is used. The terms
+    outside that subset have the coefficient 0, for example because the batches cannot tell two terms apart.
     """
     if len(ran) < 3:
         raise TraceError("the trace has fewer than three measured batches: describe the device with --device")
@@ -189,7 +191,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
             coefficients = np.zeros(3)
             coefficients[list(chosen)] = solution
             error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
-            # otherwise the fit with fewer terms is equally good
+            # the margin prefers fewer terms: more terms must fit clearly better
             if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):
                 best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

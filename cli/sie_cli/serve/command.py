@@ -1,4 +1,4 @@
-"""`sie serve`: the command. `processes` starts and stops its processes."""
+"""Command `sie serve`. `processes` starts and stops the processes."""
 
 from __future__ import annotations
 
@@ -87,21 +87,21 @@ def serve(
     exit_with_parent: bool,
     **values: Any,
 ) -> None:
-    """Serve on this machine: broker, config service, gateway and workers, started, watched and drained by this one
-    command.
+    """Run a whole cluster on this machine: this command starts, watches and drains broker, config service, gateway and
+    workers.
 
-    A MODEL is loaded before the server is ready: a model of the catalogue, an id of the Hugging Face Hub, or a folder,
-    each with :PROFILE or without. What the catalogue lacks is added to the models folder, pinned to its present
-    commit. A MODEL that cannot be loaded ends the start.
+    Each MODEL is loaded before the server is ready. MODEL: a name in the catalogue, an id of the Hugging Face Hub, or a
+    folder, with or without :PROFILE. A model that the catalogue lacks is added to the models folder, pinned to its
+    current commit. If a MODEL cannot be loaded, the start fails.
 
     \b
     sie serve                                   API on http://127.0.0.1:8080
     sie serve BAAI/bge-small-en-v1.5 ./my-model
-    sie serve --nats-url nats://broker:4222     a broker of yours
+    sie serve --nats-url nats://broker:4222     use your own broker
     """
     if exit_with_parent and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    failpoints = values.pop("failpoints", None)  # the failpoints are for the child processes
+    failpoints = values.pop("failpoints", None)  # failpoints are not for this process; its child processes get them
     loaded_settings = loaded(values, "standalone" if standalone else "queue")
     plan = ServePlan(
         host,
@@ -135,7 +135,9 @@ def serve(
 
 
 def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
-    """Return the plan with the models of the command line, which are loaded at the start. Raises CommandRefused."""
+    """Return the plan, with the models of the command line added to those that are loaded at the start. Raises
+    CommandRefused.
+    """
     served = []
     for spec in models:
         model = look_up(plan.settings, spec)
@@ -150,8 +152,8 @@ def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
 
 
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """Return the settings. Metrics ports that the operator did not set become 0, which means a free port: on a laptop,
-    the documented ports are often in use.
+    """Return the settings, in which metrics ports that the operator did not set are 0. Port 0 means any free port: on a
+    laptop, the documented ports are often in use.
     """
     assigned = [
         name
@@ -162,8 +164,8 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return the needs of this run on the machine. Ports that the user did not set are left out, since free ports are
-    searched later.
+    """Return what this run needs from the machine. Ports that the user did not set are left out, because a free port is
+    chosen later.
     """
     settings = plan.settings
     listeners = [

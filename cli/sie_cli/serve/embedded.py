@@ -1,4 +1,4 @@
-"""The nats-server that `sie serve` starts: loopback only, file storage under the data directory."""
+"""nats-server that `sie serve` starts: it listens on loopback only, and stores its files under the data directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sie_cli.data_dir import private_folder
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError
 
-# period of writes that a power failure can destroy; it is as fast as the broker's default of two minutes
+# period after which writes are flushed to the disk; a power failure loses the writes of one period
 SYNC_INTERVAL = "100ms"
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
@@ -25,8 +25,8 @@ USERS = (*_USER_OF.values(), _STREAMS, OPERATOR)
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedBroker:
-    """A configured nats-server. Its ports are chosen once, so clients find it after a restart. The passwords are valid
-    for this start.
+    """nats-server with a configuration file. Its ports stay the same over its restarts, so clients find it again. The
+    passwords are valid for one run of `sie serve`.
     """
 
     argv: tuple[str, ...]
@@ -38,8 +38,8 @@ class EmbeddedBroker:
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
         """Write the configuration of the broker. Raises SettingError if no nats-server is installed.
 
-        `store_bytes`: the bytes that all streams may reserve in total. The broker's own default is three quarters of
-        the free space at its start. If a queue has many messages at a restart, the default is less than its streams
+        `store_bytes`: limit of the bytes that all streams reserve in total. The broker's own limit would be three
+        quarters of the free space at its start. After a restart with a full queue, this could be less than the streams
         reserve.
         """
         beside = Path(sys.executable).with_name("nats-server")
@@ -68,13 +68,13 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the passwords in the form of the server's configuration. They are in quotes, since the server would
-        parse 1e10 as a number.
+        """Return the passwords as environment variables for the server's configuration. They are in quotes, because the
+        server would parse a password such as 1e10 as a number.
         """
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
     def credentials(self, role: str) -> dict[str, str]:
-        """Return the settings with which the process of a role connects to the broker; empty for a role without
+        """Return the settings with which a process of this role connects to the broker; empty for a role without
         access.
         """
         if role not in _USER_OF:
@@ -90,7 +90,7 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the permissions of users as a part of the server's configuration. They are equal to the permissions in the
-    Helm chart.
+    """Return the users and their permissions as a part of the server's configuration. The Helm chart sets the same
+    permissions.
     """
     return files("sie_broker").joinpath("nats/users.conf").read_text()

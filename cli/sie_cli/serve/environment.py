@@ -1,4 +1,4 @@
-"""Environment of each process of `sie serve`: a secret reaches only the process that needs it.
+"""Environment variables of each process of `sie serve`. A secret reaches only the processes that need it.
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights
@@ -18,7 +18,7 @@ _BUCKETS = ("s3://", "gs://")
 
 
 def of_components(components: Collection[str], environ: Mapping[str, str], settings: Settings) -> dict[str, str]:
-    """Return the environment of a process that has these components (gateway, config, sidecar, adapter)."""
+    """Return the environment for a process that runs these components (gateway, config, sidecar, adapter)."""
     urls: dict[str, tuple[str | None, ...]] = {
         "gateway": (settings.payload_store_url, *(settings.jobs_urls or ())),
         "sidecar": (settings.payload_store_url,),
@@ -38,5 +38,5 @@ def of_components(components: Collection[str], environ: Mapping[str, str], setti
 
 
 def of_broker(environ: Mapping[str, str], passwords: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of nats-server: the listed system variables and its passwords, and no setting of SIE."""
+    """Return the environment for nats-server: the listed system variables and its passwords, but no setting of SIE."""
     return {name: environ[name] for name in _BROKER if name in environ} | dict(passwords)

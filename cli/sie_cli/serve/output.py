@@ -1,4 +1,4 @@
-"""The lines of all processes of `sie serve` on one stream."""
+"""Output of all processes of `sie serve` on one stream."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ _NATS_LEVELS = {"[WRN]": "WARNING", "[ERR]": "ERROR", "[FTL]": "CRITICAL"}
 
 
 def _matters(line: str) -> bool:
-    """Return whether people should see a line of nats-server. Its banner would hide important lines. The reasons why it
-    ends connections have the same level as the banner, so they are dropped too, except for slow consumers. Its warning
-    about plaintext passwords is dropped: the passwords are random, created at this start, and in no file of the server.
+    """Return whether a line of nats-server is shown. Lines of level INF are not, because the banner would hide
+    important lines; among them, only those about slow consumers are shown. The warning about plaintext passwords is not
+    shown: the passwords are random, valid for one start, and in none of the server's files.
     """
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 
 
 def _level(line: str) -> str:
-    """Return the level of a line of nats-server."""
+    """Return the log level of a line of nats-server."""
     return next((level for mark, level in _NATS_LEVELS.items() if mark in line), "INFO")
 
 
 class LineOutput:
-    """Output of all processes on one stream: each line with a prefix, or with --log-json as a JSON object."""
+    """Printer for the lines of all processes: each line with the name of its process, or with --log-json as a JSON
+    object.
+    """
 
     def __init__(self, *, json: bool) -> None:
         self._json = json
@@ -36,9 +38,8 @@ class LineOutput:
         try:
             print(self._shown(name, line, level), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
-            # The reader of our output has ended.
-            # The output of children must still be read, and this process must end with its own status.
-            # A failed flush at the end of the interpreter would replace this status.
+            # The reader of this output has closed it, so write to /dev/null. Child processes can then still print.
+            # Without this, a failed flush at the interpreter's end would also change the exit status.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
             os.close(nowhere)

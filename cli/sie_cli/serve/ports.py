@@ -1,4 +1,4 @@
-"""Ports for processes that are about to start."""
+"""Free ports for processes that will be started."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sie_contracts.settings import SettingError
 
 _BELOW_EPHEMERAL = range(10_000, 32_000)
 _TRIED = 200
-_descriptors: dict[int, int] = {}  # port -> file descriptor that reserves it
+_descriptors: dict[int, int] = {}  # port -> descriptor of the socket that reserves it
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` consecutive free loopback ports. No other call has returned them, in this process or,
-    on Linux, in any running process. The process that gets a port listens on it later.
+    """Return the first of `count` consecutive free loopback ports, and reserve them. No other call returns them,
+    neither in this process nor, on Linux, in any running process. The started process listens on the port later.
 
     The ports are below those that the system uses for outgoing connections. Otherwise a client that retries while its
     server is away could get the server's port as its own, connect to itself and block the server. Raises SettingError
@@ -35,11 +35,11 @@ def free_port(count: int = 1) -> int:
 def _bind(bound: socket.socket, port: int) -> None:
     """Reserve a port. Raises OSError if the port was returned before or has a listener.
 
-    On Linux, a socket that is bound and does not listen blocks all other sockets, except sockets with SO_REUSEADDR,
-    which servers set. On other systems it would block a server too.
+    On Linux, a socket that is bound and does not listen blocks every other socket, except one with SO_REUSEADDR, which
+    servers set. On other systems it would block a server too, so there the port is only tested.
     """
     if port in _descriptors:
-        raise OSError(f"port {port} was returned before")
+        raise OSError(f"port {port} is already reserved by this process")
     if sys.platform == "linux":
         bound.bind(("127.0.0.1", port))
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

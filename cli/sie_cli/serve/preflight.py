@@ -23,10 +23,10 @@ from sie_contracts.wire import topology
 from sie_runtime import control_group
 from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
-# bytes of the disk for the catalogue's streams, the broker's files, and the files that a start writes
+# bytes on the disk that are left for the catalogue's streams, the broker's files, and the files written at a start
 RESERVE_BYTES = 8 << 20
-# bytes of address space of the largest process, an adapter with torch and a small model: 1.8 GiB measured on 2 cores,
-# more with more threads
+# bytes of address space that the largest process needs: an adapter with torch and a small model
+# 1.8 GiB were measured on 2 cores; more threads need more.
 MIN_ADDRESS_BYTES = 3 << 30
 # bytes of all processes before a model is loaded, with torch once per adapter: 0.55 GiB measured on 2 cores
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
@@ -34,7 +34,7 @@ MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 @dataclass(frozen=True)
 class PortListener:
-    """Ports of one flag: `count` ports from `port` on."""
+    """Ports that one flag sets: `count` consecutive ports, the first is `port`."""
 
     flag: str
     host: str
@@ -44,8 +44,8 @@ class PortListener:
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """Needs of one `sie serve` on the machine. `has_broker`: this `sie serve` starts a broker, whose streams are in
-    `data_dir`.
+    """Resources that one `sie serve` needs from the machine. `has_broker`: it starts its own broker, whose streams are
+    in `data_dir`.
     """
 
     listeners: tuple[PortListener, ...]
@@ -77,11 +77,11 @@ def _ports(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _cannot_listen(host: str, port: int) -> OSError | None:
-    """Return the error that prevents listening on this address now; None if listening is possible."""
+    """Return the error of an attempt to bind this address; None if a server can listen on it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
-            # the server sets this option too: old connections in TIME_WAIT make no difference
+            # servers set this option too; with it, old connections in TIME_WAIT do not block the port
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
@@ -110,8 +110,8 @@ def _next_free(listener: PortListener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """Return the bytes that the broker's streams in the data directory may use: the free space of the disk plus the
-    space that they use already.
+    """Return the bytes that the broker's streams may use in the data directory: the free space of the disk, plus the
+    space that they use already, minus RESERVE_BYTES.
     """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 
@@ -140,7 +140,7 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
     room = store_bytes(needs.data_dir)
     if room >= needed:
         return
-    least = 1 << 20  # SIE_QUEUE_MAX_BYTES accepts no smaller value
+    least = 1 << 20  # smallest value that SIE_QUEUE_MAX_BYTES accepts
     fitting = room * 4 // 5
     smaller = f", or let the queue hold less: --queue-max-bytes {fitting}" if fitting >= least else ""
     yield (
@@ -159,7 +159,7 @@ def _stream_bytes(queue_bytes: int) -> int:
 
 
 def _open_files(needs: MachineNeeds) -> Iterator[str]:
-    soft = raise_limit()  # child processes inherit the raised limit
+    soft = raise_limit()  # child processes inherit the raised limit of open files
     requests = needs.settings.max_concurrent_requests
     needed = requests + SPARE_FILES
     if soft >= needed:

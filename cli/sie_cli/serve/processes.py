@@ -41,22 +41,23 @@ from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingRow, Settings, 
 from sie_runtime.process import end_signals
 from sie_store.models_folder import in_use, place_of
 
-BROKER = "nats-server"  # name of the broker's process
+BROKER = "nats-server"  # name of the broker's process in the output
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
-REPEAT = 3  # an equal line about a start that takes long is printed each third time
+REPEAT = 3  # while the start waits for one thing, only every third equal line is printed
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# seconds; the last three together are below 15 s
+# seconds: the drain of the gateways, then the grace periods of gateways, workers and the other processes
+# The grace periods follow each other and end within 15 s.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
-# seconds; the gateways have ended before, so only jobs still have work at workers, and jobs continue later
+# seconds; at this time the gateways have ended, so the worker has only work of jobs, which a later start continues
 _WORKER_DRAIN_S = 1.5
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Options of one run of `sie serve`."""
+    """Options of one run of `sie serve`. `once`: arguments that each process gets only at its first start."""
 
     host: str
     port: int
@@ -73,7 +74,7 @@ class ServePlan:
 
 
 class LocalCluster:
-    """One run of `sie serve`."""
+    """Cluster on this machine: the processes of one run of `sie serve`."""
 
     def __init__(self, plan: ServePlan) -> None:
         self._plan = plan
@@ -82,12 +83,15 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        self._visibility: dict[str, Probe] = {}  # probes that check whether gateways see the processes that are ready
+        # name -> probe whether a gateway sees all workers; the start reports it after the probes of the processes
+        self._visibility: dict[str, Probe] = {}
         self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
-        self._restores: deque[str] = deque(maxlen=1000)  # lines of the broker about streams during its start
-        self._metrics: dict[str, tuple[int, int]] = {}  # first port and number of ports, by component
+        # lines that the broker printed about its streams during the start
+        self._restores: deque[str] = deque(maxlen=1000)
+        # for each component with metrics: its first port, and the number of ports
+        self._metrics: dict[str, tuple[int, int]] = {}
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -113,7 +117,9 @@ class LocalCluster:
         self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Start all processes in order, run until the end, then stop all processes in order. Return the exit status."""
+        """Start all processes in order, wait for a signal or a fatal error, then stop them in order. Return the exit
+        status.
+        """
         broker, config, gateways, sidecars, adapters = groups
         children = [*broker, *config, *gateways, *sidecars, *adapters]
         self._say("serve", f"starting {', '.join(child.name for child in children)}")
@@ -153,7 +159,7 @@ class LocalCluster:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         elif cpu and "SIE_GPU_COUNT" not in self._environ:
-            # with this value, a machine profile of the operator starts with the measurements for a CPU
+            # 0 devices, so that the operator's machine profile uses the packaged measurements for a CPU
             self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
@@ -163,15 +169,16 @@ class LocalCluster:
             self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            if plan.standalone:  # only the memory of an earlier process knew these files
+            # the references to these files were only in the memory of the earlier process, so remove the files
+            if plan.standalone:
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)
                 private_folder(payloads)
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Return broker, config service, gateways, sidecars, adapters. In standalone mode one process replaces the
-        first four.
+        """Return the processes as five lists: broker, config service, gateways, sidecars, adapters. In standalone mode,
+        one process replaces the first four.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -250,11 +257,11 @@ class LocalCluster:
         return broker, config, gateways, sidecars, adapters
 
     def _await_answer(self, name: str, port: int) -> None:
-        """Wait for the answer of this process before the start counts as ready."""
+        """Add a probe, so that the start waits for this process to be ready."""
         self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
-        """Wait for this gateway before the start counts as ready: it must answer, and report all workers as healthy."""
+        """Add probes, so that the start waits for this gateway: it must be ready, and report all workers as healthy."""
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
             return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers in SIE_GATEWAY_WORKERS
@@ -266,13 +273,13 @@ class LocalCluster:
         )
 
     def _name_workers(self, ports: list[int]) -> None:
-        """Give the gateways the addresses of the workers, for /ws/status."""
+        """Set the workers' addresses in the gateways' settings, which /ws/status needs."""
         if self._plan.settings.gateway_workers is None:
             host = _reachable(self._plan.host)
             self._flags["SIE_GATEWAY_WORKERS"] = ",".join(f"http://{host}:{port}" for port in ports)
 
     def _worker_id(self, number: int) -> dict[str, str]:
-        """Return the id of a worker as a setting. Several workers of one machine need different ids, so a number is
+        """Return the setting with the id of a worker. Workers of one machine need different ids, so a number is
         appended to the configured id.
         """
         if self._plan.workers == 1:
@@ -291,14 +298,14 @@ class LocalCluster:
         if self._embedded is not None:
             environ |= self._embedded.credentials(role)
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-            # oneDNN reads this variable once at its start.
-            # By default it caches 1,024 shapes of about 0.3 MB, too much for a process with a limit
+            # oneDNN reads this variable at its start. By default it caches 1,024 compiled shapes of about 0.3 MB.
+            # This is too much for a process with a limit on its memory.
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Wait until all processes are ready, and print which processes are not ready yet. End the start if a model of
-        the command line cannot be loaded: the server would answer no request for it.
+        """Wait until all processes are ready, and print which ones are not ready yet. If a model of the command line
+        cannot be loaded, stop `sie serve`: it could answer no request for this model.
         """
         started_s = last_reported_s = time.monotonic()
         last_line, repeats = "", 0
@@ -323,7 +330,7 @@ class LocalCluster:
                         self._say("serve", f"{model.name}: {failed}; Ctrl-C ends", "WARNING")
                 if not waiting:
                     break
-                name = next(iter(waiting))  # the probes after it usually wait for the same process
+                name = next(iter(waiting))  # report only the first process: the later ones usually wait for it
                 line = f"waiting for {name}: {reasons[name]}"
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
@@ -332,14 +339,14 @@ class LocalCluster:
                     if repeats % REPEAT == 0:
                         self._say("serve", line)
                     self._tell_unread()
-                await asyncio.sleep(READY_POLL_S)  # pause between two readiness probes
+                await asyncio.sleep(READY_POLL_S)  # seconds between two rounds of probes
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print the stream whose files the broker is reading: the broker answers only after it has read all of them,
-        and with damaged files it may never finish.
+        """Print the name of the stream whose files the broker is reading at its start. The broker answers only after it
+        has read the files of all streams, and with damaged files it may never finish.
         """
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
@@ -351,8 +358,8 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker when its disk has space again: after a write error, usually because the disk is full, it
-        refuses its stream until a restart.
+        """Restart the broker after a write error, usually a full disk, as soon as the disk has space again: until a
+        restart, the broker refuses writes to the stream.
         """
         embedded = self._embedded
         assert embedded is not None
@@ -373,10 +380,11 @@ class LocalCluster:
                     is_reported = True
 
     def _access(self) -> Access:
-        """Return the addresses and credentials of this start for commands of this user."""
+        """Return the addresses and credentials of this run, for the commands of this user."""
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
-        is_ours = plan.settings.config_service_url is None  # the token of another config service must not be published
+        # with the operator's own config service, do not publish its token
+        is_ours = plan.settings.config_service_url is None
         return Access(
             gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
             config_url=self._flags.get("SIE_CONFIG_SERVICE_URL", "") if is_ours else "",
@@ -459,7 +467,7 @@ _BODIES: Mapping[str, str] = {
 
 
 def example_request(model: NamedModel, url: str, token: str) -> str:
-    """Return a command line that sends a model a request of its first task."""
+    """Return a shell command that sends a request to a model, for the first task of the model."""
     if "text" not in model.entry.inputs:
         return f"sie try {model.name} @FILE"
     task = model.entry.tasks[0]
@@ -475,7 +483,7 @@ def _reachable(host: str) -> str:
 
 
 def _command() -> list[str]:
-    """Return the command of this program, in a form that shows its role in a process list."""
+    """Return the argv that starts this program, with a name that shows the role in a list of processes."""
     script = Path(sys.argv[0])
     return (
         [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]
@@ -483,7 +491,7 @@ def _command() -> list[str]:
 
 
 def flag(row: SettingRow, raw: str) -> list[str]:
-    """Return a setting as arguments of a command line."""
+    """Return a setting as command-line arguments."""
     if isinstance(row.default, bool):
         return [row.flag if row.read(raw) else f"--no-{row.flag[2:]}"]
     return [row.flag, raw]

@@ -1,4 +1,4 @@
-"""Readiness of the processes of `sie serve`: probes that report what is missing."""
+"""Probes whether the processes of `sie serve` are ready. A probe returns what is missing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """Return the stream whose files a starting broker began to read and has not finished, from its printed lines; empty
-    if there is none.
+    """Return the name of the stream whose files a starting broker is still reading, according to the lines that it has
+    printed; empty if there is none.
     """
     pending: dict[str, None] = {}
     for line in lines:
@@ -33,7 +33,7 @@ def unread_stream(lines: Iterable[str]) -> str:
 
 
 async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
-    """Return the reason why the process whose /readyz is at `url` is not ready; None when it is ready."""
+    """Return why the process with /readyz at `url` is not ready; None when it is ready."""
     try:
         answer = await client.get(url)
     except httpx.HTTPError as error:
@@ -62,7 +62,7 @@ async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, coun
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """A model whose load failed on all workers that tried it. `attempts`: the largest number of attempts of a worker.
+    """Model whose load failed on all workers that tried it. `attempts`: the attempts of the worker with the fewest.
     `is_permanent`: no worker tries again.
     """
 
@@ -72,7 +72,7 @@ class FailedLoad:
 
     @property
     def is_final(self) -> bool:
-        """Return whether a preload of this model makes no further attempt."""
+        """Return whether no worker will try to preload this model again."""
         return self.is_permanent or self.attempts >= MAX_ATTEMPTS
 
     def __str__(self) -> str:
@@ -82,14 +82,14 @@ class FailedLoad:
 
 
 async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model: str) -> FailedLoad | None:
-    """Return the failed load of a model by the reports of a gateway's workers; None if no load failed, if a worker has
-    loaded the model or loads it, or if the gateway does not answer.
+    """Return the failed load of a model, from the reports of a gateway's workers. None if no load failed, if a worker
+    has loaded or is loading the model, or if the gateway does not answer.
     """
     try:
         answer = await client.get(f"{url}/v1/models/{model}", headers={"Authorization": f"Bearer {token.reveal()}"})
         info = answer.json() if answer.status_code == 200 else {}
     except (httpx.HTTPError, ValueError):
-        return None  # the readiness probe of the gateway reports the error
+        return None  # the probe of the gateway reports this error
     errors = [host["error"] for host in info.get("hosts", ()) if host["error"] is not None]
     if info.get("state") != "failed" or not errors:
         return None

@@ -1,4 +1,4 @@
-"""Gateway, catalogue and schedulers in one process over the in-process queue. Each adapter stays a separate process."""
+"""Gateway, catalogue and schedulers in one process with an in-process queue. Each adapter is a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sie_runtime.process import run as run_process
 
 
 class LocalSource:
-    """Catalogue of this process, with the interface that the feed needs."""
+    """Source of catalogue updates for a sidecar. It reads the store in this process instead of a config service."""
 
     def __init__(self, store: CatalogueStore) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class LocalSource:
 @click.option("--drain-s", default=None, type=float)
 @settings_options("gateway", "config", "sidecar")
 def standalone(host: str, port: int, data_dir: Path, workers: int, drain_s: float | None, **values: Any) -> None:
-    """The in-process part of `sie serve --standalone`."""
+    """Run the in-process part of `sie serve --standalone`."""
     settings = loaded(values, "standalone").settings
     own_stderr(json=settings.log_json)
     try:
@@ -85,7 +85,7 @@ async def _run(
         for number, worker in enumerate(_workers(settings, data_dir, workers))
     ]
     for task in sidecars:
-        task.add_done_callback(lambda _: stop.request())  # if a worker ends without a request, the process ends
+        task.add_done_callback(lambda _: stop.request())  # a worker that ends by itself ends the process
     tasks = Tasks(logging.getLogger("sie.config"), stop.request)
     tasks.start(Reload(store, prepared.overlay, prepared.signature).run(stop), "folder of models")
     try:
@@ -103,7 +103,7 @@ async def _run(
 
 
 def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
-    """Return one set of settings per worker, with its own socket, port and id."""
+    """Return the settings for each worker, which differ in socket, port and id."""
     workers = []
     for number in range(count):
         port = settings.worker_metrics_port

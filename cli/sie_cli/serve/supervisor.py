@@ -1,4 +1,4 @@
-"""Supervisor of child processes: starts them in order, watches them, restarts them with back-off, and stops them in
+"""Supervisor of child processes: it starts them in order, watches them, restarts them with back-off, and stops them in
 order.
 
 A child never outlives its supervisor, whatever the reason of its end: the kernel kills a child with its parent (only on
@@ -21,15 +21,16 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-MAX_FIRST_FAILURES = 5  # failures in a row of a child that was never ready; after them, a restart does not help
-LAST_LINES_S = 2.0  # seconds to wait for the last lines of a child that ended
-MAX_LINE_BYTES = 1 << 20  # bytes of one line of output
+# failures in a row of a child that was never ready; after these, a restart is considered useless
+MAX_FIRST_FAILURES = 5
+LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
+MAX_LINE_BYTES = 1 << 20  # limit of the bytes of one line of output
 STEADY_S = 30.0  # seconds: a child that lived longer is started again without a pause
 _PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess(Protocol):
-    """Methods of `asyncio.subprocess.Process` that the supervisor uses."""
+    """Methods and attributes of `asyncio.subprocess.Process` that the supervisor uses."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -43,7 +44,7 @@ class ChildProcess(Protocol):
 
 
 async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProcess:
-    """Start a process in its own session that ends with this process. Raises OSError."""
+    """Start a process in a session of its own. On Linux, the kernel kills it when this process ends. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *argv,
         env=dict(environ),
@@ -60,7 +61,8 @@ def _die_with_parent() -> Callable[[], None] | None:
     """Return a `preexec_fn` that makes the kernel kill the child when the thread that forked it ends."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # the function is resolved before the fork
+    # look the function up before the fork: after it, the child of a process with threads must not load a library
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def arrange() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -70,9 +72,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 @dataclass
 class Child:
-    """One child process. `grace_s`: seconds from SIGTERM until the child is killed. `once`: arguments of only the first
-    start.
-    """
+    """Child process. `grace_s`: seconds between SIGTERM and SIGKILL. `once`: arguments for the first start only."""
 
     name: str
     argv: Sequence[str]
@@ -93,9 +93,9 @@ class Child:
 class Supervisor:
     """Owner of the child processes. `say(child, line, level)` is called for every line that they print.
 
-    `fatal` is set to the reason when no restart helps: a child refuses its settings, or it failed MAX_FIRST_FAILURES
-    times before `is_up`. The owner sets `is_up` when all processes were ready once. From then on, a child is started
-    again after every end.
+    `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
+    in a row while `is_up` is False. The owner sets `is_up` once all processes are ready. From then on, a child is
+    restarted however often it ends.
     """
 
     def __init__(self, say: Callable[[str, str, str], None]) -> None:
@@ -123,7 +123,7 @@ class Supervisor:
             try:
                 line = await stream.readline()
             except ValueError:
-                continue  # a line over the limit: its remaining text is read as further lines
+                continue  # the line was longer than MAX_LINE_BYTES; the text after the limit is read as further lines
             if not line:
                 return
             text = line.decode("utf-8", "replace").rstrip("\n")
@@ -154,14 +154,14 @@ class Supervisor:
                 )
                 return
             self._say(child.name, f"{how}; starting again in {pause_s:g} s", "WARNING")
-            await asyncio.sleep(pause_s)  # the back-off between restarts
+            await asyncio.sleep(pause_s)  # back-off before the restart
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             while not child.ending:
                 child.count_restart()
                 try:
                     await self._spawn(child)
                     break
-                except OSError as error:  # the process or the memory is not available now
+                except OSError as error:  # for example, there are too many processes or too little memory at the moment
                     self._say(child.name, f"cannot be started: {error}", "ERROR")
                     await asyncio.sleep(LONGEST_PAUSE_S)
 
@@ -193,7 +193,7 @@ class Supervisor:
             await asyncio.wait(child.output, timeout=1.0)
 
     def restart(self, child: Child) -> None:
-        """Send SIGTERM to a child; its keeper starts it again."""
+        """Send SIGTERM to a child. The task that watches the child starts it again."""
         if child.process is not None and child.process.returncode is None:
             _signal(child.process, signal.SIGTERM)
 

@@ -20,16 +20,16 @@ from sie_contracts.settings import public_url
 @cluster_options(GATEWAY_URL)
 @click.option("--once", is_flag=True, help="One picture, then end.")
 def top(cluster: Cluster, once: bool) -> None:
-    """Show workers, models and queues of a cluster, live. The key q ends it, or Ctrl-C.
+    """Show workers, models and queues of a cluster, live. The key q or Ctrl-C ends the command.
 
-    In a terminal the picture is drawn in place; in a pipe there is one after the other, a blank line between. Where
-    the width allows it, a line shows the trend of the last 60 frames: requests per second, and queued work; another
-    one the latency of the last hour at this gateway, and its errors. Models
-    that are neither loaded nor asked for are only counted. A gateway that restarts is waited for. Where it wants a
-    token: SIE_API_KEY, one with the scope `read`; without it SIE_ADMIN_TOKEN, but only for the gateway that
-    SIE_GATEWAY_URL names.
+    A terminal shows one picture that changes; a pipe gets one picture after the other, with a blank line between them.
+    If the width is sufficient, one line shows the trend of the last 60 frames, requests per second and queued work, and
+    a second line shows latency and errors of this gateway in the last hour.
+    Models that are not loaded and have no requests are only counted. While the gateway restarts, the command waits.
+    If the gateway requires a token: SIE_API_KEY, with the scope `read`; else SIE_ADMIN_TOKEN, but only for the gateway
+    that SIE_GATEWAY_URL names.
 
-    Status 0: ended by q or Ctrl-C, or --once. 2: no gateway answered, or it refused.
+    Status 0: ended by q, Ctrl-C or --once. 2: no gateway answered, or the gateway refused the request.
     """
     from rich.console import Console
 
@@ -50,5 +50,5 @@ def top(cluster: Cluster, once: bool) -> None:
     except msgspec.ValidationError as error:
         refuse(f"{public_url(url)} tells what this version cannot read ({error}): use the `sie` of its version")
     except BrokenPipeError:
-        # the reader of the pipe has closed it: no bytes may be written at exit
+        # the reader has closed the pipe; write to /dev/null from now on, so that the flush at the exit does not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

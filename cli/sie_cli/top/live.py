@@ -1,8 +1,7 @@
-"""Run of `sie top`: frames of a gateway are drawn as pictures, in place in a terminal, or one after the other in a
-pipe.
+"""Main loop of `sie top`: it receives a gateway's frames and draws them, in place in a terminal, or one after the other
+in a pipe.
 
-frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal, in place; a pipe, one after the
-other
+    frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal or pipe
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from sie_client.errors import RequestError, SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
-PAST_S = 3.0  # time limit of a reply, in seconds
+PAST_S = 3.0  # seconds to wait for the reply to /v1/history
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 
@@ -38,8 +37,8 @@ PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 async def show(
     view: View, url: str, token: str | None, console: Console, once: bool, patience_s: float = FIRST_S
 ) -> None:
-    """Show the frames of a gateway. Raises SIEError if no gateway answers within `patience_s` at first, or if one
-    refuses.
+    """Show the frames of a gateway. Raises SIEError if no gateway answers within the first `patience_s` seconds, or if
+    a gateway refuses the request.
     """
     frames = _frames(view, url, token, patience_s)
     async with contextlib.aclosing(frames):
@@ -71,7 +70,9 @@ async def show(
 
 
 async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
-    """Yield frames without end. Raises SIEError if the first connection fails, and for any refusal."""
+    """Yield frames without end, and connect again after a lost connection. Raises SIEError if the first connection
+    fails, or if the gateway refuses the request.
+    """
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:
@@ -83,7 +84,7 @@ async def _frames(view: View, url: str, token: str | None, patience_s: float) ->
                 if view.frame is None:
                     raise
                 view.trouble = str(error) if isinstance(error, SIEConnectionError) else type(error).__name__
-            await asyncio.sleep(REDRAW_S)  # pause before the next attempt
+            await asyncio.sleep(REDRAW_S)  # pause before the next attempt to connect
 
 
 async def _follow_past(view: View, url: str, token: str | None) -> None:
@@ -93,7 +94,9 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the last hour. If the gateway does not answer or has another version, the earlier values are kept."""
+    """Read the history of the last hour. If the gateway does not answer, or sends another format, keep the earlier
+    history.
+    """
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
@@ -102,7 +105,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
             view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
             view.changed.set()
     except (httpx.HTTPError, msgspec.DecodeError):
-        return  # the frames show a fault of the connection, so this error is not shown
+        return  # not reported here, because a lost connection is reported by the stream of frames
 
 
 async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
@@ -111,7 +114,7 @@ async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place in a terminal and restore the terminal at the end. In a pipe, print each frame once."""
+    """Draw the picture: in a terminal in place, restoring the terminal at the end; in a pipe, once for each frame."""
     if console.is_terminal:
         await _draw_in_place(view, console, stop)
     while True:
@@ -119,14 +122,14 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
         view.changed.clear()
         with (
             console.capture() as captured
-        ):  # not written by Rich, which would end the process if the reader closed the pipe
+        ):  # print the text without Rich, which would end the process if the reader closed the pipe
             console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
         click.echo(captured.get())
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw until the task is cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the shell continues
-    the process.
+    """Draw in place until the task is cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the shell
+    continues the process.
     """
     suspension = asyncio.Event()  # event that Ctrl-Z sets
 
@@ -146,7 +149,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
             while not suspension.is_set():
                 live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
                 view.changed.clear()
-                # redraw without a new frame: the age of the frame and the size of the terminal change
+                # redraw after REDRAW_S even without a new frame: the shown age and the terminal's size may change
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REDRAW_S):
                         await view.changed.wait()
@@ -155,22 +158,24 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
 
 
 def takes_keys() -> bool:
-    """Return whether the process may read a terminal. The kernel would stop a reader in the background."""
+    """Return whether this process may read keys from the terminal: the kernel stops a background process that
+    reads it.
+    """
     try:
         descriptor = sys.stdin.fileno()
-    except (AttributeError, OSError, ValueError):  # standard input is missing or closed
+    except (AttributeError, OSError, ValueError):  # standard input is closed or is not a file
         return False
     if not os.isatty(descriptor):
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # the terminal does not control this process, so the process is not in its background
+    except OSError:  # not the controlling terminal of this process, so the kernel does not stop a reader
         return True
 
 
 @contextlib.contextmanager
 def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_key` for each key, in the running loop. Ctrl-C and Ctrl-Z remain signals."""
+    """Call `on_key` for each pressed key, in the running event loop. Ctrl-C and Ctrl-Z still send signals."""
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def read() -> None:
@@ -178,7 +183,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             data = os.read(descriptor, 1024)
         except BlockingIOError:
             return
-        except OSError:  # this error means that the terminal was closed
+        except OSError:  # the terminal was closed
             data = b""
         if not data:
             loop.remove_reader(descriptor)
@@ -186,20 +191,20 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(key)
 
     before = termios.tcgetattr(descriptor)
-    # TCSANOW does not wait: a terminal without a reader would block its output and this process for ever
+    # TCSANOW does not wait for the output: if nobody reads the terminal, waiting would block this process for ever
     tty.setcbreak(descriptor, termios.TCSANOW)
     loop.add_reader(descriptor, read)
     try:
         yield
     finally:
         loop.remove_reader(descriptor)
-        with contextlib.suppress(termios.error):  # this error means that the terminal was closed
+        with contextlib.suppress(termios.error):  # the terminal may have been closed
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def suspend() -> None:
-    """Stop this process like the default action of Ctrl-Z; return when it continues. Without a shell that could
-    continue the process, the kernel does not stop it.
+    """Stop this process as Ctrl-Z does by default, and return when it continues. The kernel does not stop the process
+    if there is no shell that could continue it.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:

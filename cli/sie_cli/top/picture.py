@@ -21,17 +21,19 @@ from sie_contracts.status import QueueInfo
 
 STALE_S = 3.0  # seconds: age of a frame that counts as stale; a gateway sends one every second
 MIN_WIDTH = 30
-_WIDE, _MIDDLE = 100, 70  # widths of a terminal, in cells, from which tables have more columns
-_CELLS = (9, 7, 7, 7)  # least widths of the columns after the first
-_NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70  # cells of all columns but the first
-# seconds: ages of waiting work with a colour; the chart's alert SIEQueueStuck has the second one
+# smallest terminal widths, in cells, at which the tables show all columns, or a middle number of them
+_WIDE, _MIDDLE = 100, 70
+_CELLS = (9, 7, 7, 7)  # smallest widths, in cells, of the columns after the first
+# cells that all columns except the first need, in a narrow, middle and wide terminal
+_NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70
+# seconds: waiting work older than this is yellow, or red; red is also the limit of the alert SIEQueueStuck
 _OLD_S, _STUCK_S = 10.0, 60.0
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
-MAX_REASONS = 3  # largest number of failed models with a reason in a picture
+MAX_REASONS = 3  # number of failed models whose reason is shown
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """Device of a worker that has several."""
+    """One device of a worker with several devices."""
 
     device: str
     ready: bool
@@ -42,7 +44,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """Worker of a frame: see `sie_gateway.operations.status.WorkerInfo`."""
+    """Worker in a frame; see `sie_gateway.operations.status.WorkerInfo`."""
 
     name: str
     gpu: str
@@ -59,7 +61,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class ModelRow(msgspec.Struct, frozen=True):
-    """Model of a frame."""
+    """One model in a frame."""
 
     name: str
     state: str
@@ -75,7 +77,7 @@ class ClusterSums(msgspec.Struct, frozen=True):
 
 
 class StatusFrame(msgspec.Struct, frozen=True):
-    """Frame that a gateway sends each second. `queues` is None while unknown."""
+    """Frame that a gateway sends each second. `queues` is None while the gateway does not know the queues."""
 
     timestamp: float
     version: str
@@ -89,7 +91,7 @@ class StatusFrame(msgspec.Struct, frozen=True):
 
 @dataclass
 class Queued:
-    """Messages at the broker, the number with priority bulk, and the age of the oldest."""
+    """Messages in a queue: their number, how many of them have priority bulk, and the age of the oldest in seconds."""
 
     messages: int = 0
     bulk: int = 0
@@ -114,14 +116,14 @@ class LaneRow:
 
     @property
     def is_well(self) -> bool:
-        """Return whether all workers are healthy, and no work waits without a worker."""
+        """Return whether all workers of the lane are healthy. A lane with queued work and no worker is not well."""
         return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 
 @dataclass
 class View:
-    """Last frame, its arrival by our monotonic clock, and the fault of the connection since then. `trend`: requests per
-    second and queued work of the last frames, None if unknown.
+    """State of the display: the last frame, when it arrived (monotonic clock), and the fault of the connection since
+    then. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
     """
 
     url: str
@@ -139,7 +141,7 @@ class View:
         self.changed.set()
 
     def state(self, now_s: float) -> tuple[str, str]:
-        """Describe how old the picture is, in words, with a colour."""
+        """Describe the age of the picture in words, and return the colour for these words."""
         if self.frame is None:
             return "connecting", "yellow"
         age_s = now_s - self.came_s
@@ -149,7 +151,7 @@ class View:
 
 
 def picture(view: View, width: int, height: int, now_s: float) -> RenderableType:
-    """Return the last frame in `width` columns and `height` lines. The tables divide the lines below the head."""
+    """Draw the last frame in `width` columns and `height` lines. The tables share the lines below the head."""
     width = max(width, MIN_WIDTH)
     state, colour = view.state(now_s)
     head = Text.assemble(("sie top", "bold"), "  ", (state, colour), f"  {view.url}", no_wrap=True, overflow="ellipsis")
@@ -170,7 +172,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     reasons = [_reason(model.name, frame.failures[model.name]) for model in failed[:MAX_REASONS]]
     room = max(
         6, height - 1 - len(figures) - 9 - len(reasons)
-    )  # 9: a blank line, a heading and a line of remaining rows for each of three tables
+    )  # each of the three tables also needs a blank line, a heading, and a line that counts hidden rows: 9 lines
     some_lanes = _fitting(len(lanes), max(1, room // 5))
     some_workers = min(len(frame.workers), max(1, (room - some_lanes) // 2), room - some_lanes)
     some_models = min(len(active), max(1, room - some_lanes - some_workers))
@@ -214,15 +216,15 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """Return the number of rows to show. If only one row remains, it is shown instead of the line with the number of
-    remaining rows.
+    """Return the number of rows to show. If only one row would be hidden, it is shown instead of the line that counts
+    hidden rows.
     """
     return count if count <= room + 1 else room
 
 
 def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
-    """Return the sums of the head, each with its colour. A CPU does not count as a GPU, even if a worker reports it as
-    one.
+    """Return the totals for the head, each with its colour. A CPU is not counted as a GPU, even if a worker reports it
+    so.
     """
     sums, most = frame.cluster, len(frame.workers)
     workers = (
@@ -243,7 +245,7 @@ def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
 
 
 def queued_in(frame: StatusFrame) -> int | None:
-    """Return the number of messages in all queues; None while the gateway does not know it."""
+    """Return the number of messages in all queues of a frame; None if its gateway does not know the queues."""
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
@@ -258,7 +260,7 @@ def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
 
 
 def _with_rest(table: Table, count: int, rest: int, noun: str) -> Iterable[RenderableType]:
-    """Add a line with the number of hidden rows, `rest` of `count`, below a table."""
+    """Return a table and a line below it: the number of hidden rows, or `none` for a table without rows."""
     below = f"  {rest:,} {noun}" if rest > 0 else "" if count else "  none"
     return (table, Text(below, "bright_black")) if below else (table,)
 
@@ -284,7 +286,7 @@ def lanes_of(frame: StatusFrame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
-    """Return the queue of each model, from the broker's report, else from the reports of workers."""
+    """Return the queue of each model. It is read from the broker's report, or without one from the workers' reports."""
     queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
         queues.setdefault(row.model, Queued()).add(row)
@@ -304,14 +306,14 @@ def _age_colour(age_s: float) -> str:
 
 
 def _aged(queued: Queued) -> str:
-    """Return a cell with an age; empty if there is no work."""
+    """Return a table cell with the age of the oldest work, and its colour; empty if there is no work."""
     age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
     return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return a table. `columns` maps a title to True for numbers. The first column has `first` cells, so that tables
-    align.
+    """Return an empty table. `columns`: for each title, whether its cells are numbers. The first column is `first`
+    cells wide, so that all tables align.
     """
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
@@ -356,13 +358,13 @@ def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: 
         room -= len(devices)
         rows += [_cells(f"  {_plain(row.device)}", row.device, row.ready, row, width) for row in devices]
         for row in rows:
-            # last reported values of a worker
+            # an unhealthy worker is grey, because its values are the last ones that it reported
             table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")
     return table
 
 
 def _cells(name: str, device: str, is_ready: bool, row: WorkerRow | DeviceRow, width: int) -> list[str]:
-    """Return the cells of a worker or of one of its devices."""
+    """Return the table cells for a worker, or for one of its devices."""
     state = "[green]ready[/green]" if is_ready else "[red]not ready[/red]"
     share = row.memory_used_bytes / row.memory_total_bytes if row.memory_total_bytes else None
     memory = [_plain(device), _memory(row, share)] if width >= _WIDE else ["-" if share is None else f"{share:.0%}"]
@@ -393,7 +395,7 @@ def _models(models: list[ModelRow], of_models: Mapping[str, Queued], width: int,
 
 
 def _counting(name: str) -> list[tuple[str, int]]:
-    """Return a sort key for names that end in numbers: 2 is before 10."""
+    """Return a sort key that compares numbers at the end of names by value: w2 is before w10."""
     return [(word, int(number or 0)) for word, number in re.findall(r"(\D*)(\d*)", name)]
 
 
@@ -402,13 +404,15 @@ def _plain(text: str) -> str:
     return escape(printable(text))
 
 
-TREND = 60  # largest number of points in a trend: frames, or minutes of the history
-_LEAST_TREND = 10  # least cells of a trend line
+TREND = 60  # limit of the points in a trend line: frames, or minutes
+_LEAST_TREND = 10  # cells: a trend line is left out if it would be shorter
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
 class TrendStep(msgspec.Struct, frozen=True):
-    """Step of a gateway's history over some seconds. `p50_ms`, `p99_ms`: by stage."""
+    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency of each
+    stage.
+    """
 
     at: int
     requests: int
@@ -418,7 +422,7 @@ class TrendStep(msgspec.Struct, frozen=True):
 
 
 class HistoryTrend(msgspec.Struct, frozen=True):
-    """Traffic that a gateway answered over the last hour, from `/v1/history`. Steps without requests are left out."""
+    """History of a gateway's traffic in the last hour, from `/v1/history`. Intervals without requests are left out."""
 
     now: float
     step_s: int
@@ -427,8 +431,8 @@ class HistoryTrend(msgspec.Struct, frozen=True):
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """Return a line with a trend of each figure, the newest frame at the right end. Return no line with fewer than two
-    frames, or if the width is too small.
+    """Return one line with the trend of requests per second and of queued messages, the newest frame at the right end.
+    Return no line if there are fewer than two frames, or if the width is too small.
     """
     steps = list(trend)
     if len(steps) < 2:
@@ -448,8 +452,8 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
 
 
 def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
-    """Return latency and errors of the last hour, with a trend of the latency, the newest minute at the right end.
-    Return no line if no request was answered.
+    """Return a line with latency and errors of the last hour and the trend of the latency, the newest minute at the
+    right end. Return no line if no request was answered.
     """
     if past is None:
         return []
@@ -486,7 +490,7 @@ def _ms(value: float) -> str:
 
 
 def _most(values: Iterable[float | None]) -> str:
-    """Return the largest value, which is the highest step of a trend."""
+    """Format the largest value of a trend, which its highest bar shows."""
     most = max((value for value in values if value is not None), default=0)
     return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
 

@@ -1,7 +1,7 @@
-"""Commands `sie try` and `sie run`: a model's answer in the terminal.
+"""Commands `sie try` and `sie run`: show a model's answer in the terminal.
 
 command  the commands
-asking   inputs of a question, the verb for a model and the options, and the answer
+asking   the inputs, the choice of encode, score or extract, and the answer
 shown    the answer for a person: bars, heat maps and marked texts
 """
 

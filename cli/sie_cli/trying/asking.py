@@ -1,4 +1,4 @@
-"""Inputs of a question: arguments become texts and files, each with a name that the answer shows."""
+"""Inputs of a question to a model. Each argument becomes a text or a file, with a name for the display."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STDIN, FILE = "-", "@"
 
 @dataclass(frozen=True)
 class QuestionInput:
-    """Input of a question. `text`: the user's text; empty for a file."""
+    """Input of a question to a model. `text`: what the user typed; empty for a file."""
 
     item: Item
     text: str = ""
@@ -32,7 +32,7 @@ class QuestionInput:
 
     @property
     def label(self) -> str:
-        """Return one line for a table."""
+        """Return the text, or the name of the file, as one line for a table."""
         return printable(" ".join(self.text.split()) if self.text else f"{FILE}{self.file}")
 
 
@@ -61,11 +61,11 @@ def _input(argument: str, name: str) -> QuestionInput:
 
 def _text(text: str, name: str) -> QuestionInput:
     if not text.strip():
-        raise CommandRefused(f"{name} is empty: there is nothing to ask the model")
+        raise CommandRefused(f"{name} is empty: give a text for the model")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise CommandRefused(f"{name} is not valid UTF-8") from error
+        raise CommandRefused(f"{name} is no valid UTF-8: give a text in UTF-8") from error
     return QuestionInput({"text": text}, text)
 
 
@@ -92,15 +92,15 @@ def _file(name: str) -> QuestionInput:
     return QuestionInput(item, file=name)
 
 
-STRONGEST = 10  # largest number of words of a sparse vector that are shown
+STRONGEST = 10  # number of the largest weights of a sparse vector that are shown
 DECODE_S = 10.0
-# fields of a reply that belong to the request; all others belong to an item
+# fields of a reply about the whole request; all other fields are about one input
 _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "explain", "timing")
 
 
 @dataclass(frozen=True)
 class Question:
-    """Request to a model. `threshold` and `labels` are only for extract."""
+    """Question to a model: its inputs and options. `threshold` and `labels` are only for extract."""
 
     model: str
     inputs: tuple[QuestionInput, ...]
@@ -112,8 +112,8 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """Answer of a model. `results`: one per input, in order; for score sorted by score, best first. `shared`: fields of
-    the whole request. `info`: the model before the request. `words`: texts of token ids; empty if unknown.
+    """Answer of a model. `results`: one per input, in order; for score sorted by score, best first. `shared`: fields
+    about the whole request. `info`: the model's description. `words`: the text of each token id; empty if unknown.
     """
 
     verb: str
@@ -129,12 +129,14 @@ class ModelAnswer:
         return sum("error" in result for result in self.results)
 
     def place(self, entry: Mapping[str, Any]) -> int:
-        """Return the position of the input that a score belongs to."""
+        """Return the position of the input to which this score belongs."""
         return int(str(entry["item_id"]).removeprefix("item-"))
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the verb that the options require, else the model's first verb. Raises CommandRefused."""
+    """Return the task (encode, score or extract) that the options require, else the model's first task. Raises
+    CommandRefused if they do not fit together.
+    """
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
     if question.query is not None and question.labels:
@@ -152,7 +154,7 @@ def verb_of(info: Mapping[str, Any], question: Question) -> str:
     if tasks[0] == "score":
         if "encode" in tasks:
             return "encode"
-        raise CommandRefused(f'{name} scores texts against a query: name it with --query "a question"')
+        raise CommandRefused(f'{name} scores texts against a query: give the query with --query "a question"')
     return str(tasks[0])
 
 
@@ -182,7 +184,8 @@ def ask_model(
     results = [
         {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
     ]
-    slowest = max(replies, key=lambda reply: reply["timing"]["total_ms"])  # a long list is split into several requests
+    # the client splits a long list into several requests; show the timing of the slowest
+    slowest = max(replies, key=lambda reply: reply["timing"]["total_ms"])
     shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": replies.usage}
     ids = {int(number) for result in results if "sparse" in result for number in strongest(result["sparse"])[0]}
     return ModelAnswer(verb, info, question, results, shared, words_of(ids, question.model, url, token))
@@ -225,7 +228,7 @@ def reply(answer: ModelAnswer) -> dict[str, Any]:
 
 
 def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result with each output as a map of its description and its values."""
+    """Return a result in which each output is a map of its description and its values."""
     slot = {name: value for name, value in result.items() if name != "outputs"}
     for name, described in result.get("outputs", {}).items():
         held = result[name]

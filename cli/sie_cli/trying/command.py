@@ -25,8 +25,7 @@ POLL_S, SERVED_S = 0.25, 30.0
 
 
 def _question_options(command: F) -> F:
-    """Add the options of a question. The command is called with a function that sends the question to a model and
-    prints the answer."""
+    """Add the arguments and options of a question to a model, and the option --json, to a command."""
 
     @click.argument("model")
     @click.argument("texts", metavar="TEXT...", nargs=-1)
@@ -51,11 +50,11 @@ def _question_options(command: F) -> F:
 @click.command("try")
 @_question_options
 def try_model(cluster: Cluster, model: str, **question: Any) -> None:
-    """Ask MODEL about one TEXT or more, and show the answer.
+    """Send one or more TEXTs to MODEL, and show the answer.
 
-    What is shown follows the model. One that encodes: the vector of each text, and the cosine of each pair; the
-    strongest words of a sparse vector. One that scores: the texts, ranked for --query. One that extracts: what it
-    found, marked in the text.
+    The display depends on the model. For encode: the vector of each text, the cosine of each pair, and the words with
+    the largest weights of a sparse vector. For score: the texts, ranked for --query. For extract: the found entities,
+    marked in the text.
 
     \b
     sie try sentence-transformers/all-MiniLM-L6-v2 "a cat" "a kitten" "a tax form"
@@ -64,12 +63,13 @@ def try_model(cluster: Cluster, model: str, **question: Any) -> None:
     sie try openai/clip-vit-base-patch32 @cat.jpg "a photo of a cat"
     git log -1 --format=%B | sie try BAAI/bge-m3 - --explain
 
-    - is standard input, as one text. @FILE is an image, a sound or a document, where the model takes it; a text that
-    begins with @ is written @@. Texts that begin with - stand behind --. `sie models list` shows the models. Where the
-    gateway wants a token: SIE_API_KEY; without it SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL
+    TEXT may be - for standard input as one text, or @FILE for an image, a sound or a document if the model accepts it.
+    Write a text that begins with @ as @@, and texts that begin with - after --. `sie models list` shows the models. If
+    the gateway requires a token: SIE_API_KEY, else SIE_ADMIN_TOKEN, but only for the gateway that SIE_GATEWAY_URL
     names.
 
-    Status 0: answered. 1: refused, or a text has no result. 2: no gateway answered, or an option is wrong.
+    Status 0: each text has a result. 1: refused, or a text has no result. 2: no gateway answered, or an option is
+    wrong.
     """
     _print_answer(cluster, model, **question)
 
@@ -77,8 +77,8 @@ def try_model(cluster: Cluster, model: str, **question: Any) -> None:
 @click.command("run", short_help="Ask MODEL as `sie try` does, and add it before if need be.")
 @_question_options
 def run_model(cluster: Cluster, model: str, **question: Any) -> None:
-    """Ask MODEL about one TEXT or more, as `sie try` does. A model that the `sie serve` of this machine lacks is added
-    first, as `sie pull` does: an id of the Hugging Face Hub, or a folder.
+    """Send one or more TEXTs to MODEL, as `sie try` does. If the `sie serve` of this machine lacks the model, it is
+    added first, as `sie pull` does: an id of the Hugging Face Hub, or a folder.
 
     \b
     sie run BAAI/bge-small-en-v1.5 "a cat" "a kitten" "a tax form"
@@ -88,7 +88,9 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name under which the gateway serves a model. A missing model is added. Raises CommandRefused."""
+    """Return the name under which the gateway serves a model. If the local `sie serve` lacks the model, add it and wait
+    for it. Raises CommandRefused.
+    """
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
 
@@ -96,7 +98,8 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            client.get_model(model)  # this call raises the error: a remote server cannot read a local folder
+            # raises the error: the gateway of another machine cannot read a folder of this machine
+            client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:
             click.echo(named.message, err=True)
@@ -104,9 +107,10 @@ def _served(cluster: Cluster, model: str) -> str:
         while not _serves(client, named.name):
             if time.monotonic() >= end_s:
                 raise CommandRefused(
-                    f"{named.name} is not served after {SERVED_S:g} s: `sie models list` shows what is"
+                    f"{named.name} is not served after {SERVED_S:g} s: `sie models list` shows the served "
+                    "models; the log of `sie serve` may have the reason"
                 )
-            time.sleep(POLL_S)  # the pause between two checks whether the models folder has been read
+            time.sleep(POLL_S)  # seconds until the next check whether `sie serve` has read its models folder
         return named.name
 
 
@@ -164,7 +168,7 @@ def _print_answer(
 
 
 def json_of(answer: ModelAnswer) -> str:
-    """Return the reply."""
+    """Return the answer as JSON text."""
     from sie_cli.trying.asking import reply
 
     return document(reply(answer))

@@ -1,4 +1,4 @@
-"""Display of an answer for people. Control characters in untrusted text are replaced."""
+"""Display of a model's answer for people. Control characters in untrusted text are replaced."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sie_cli.display import counted, printable
 from sie_cli.trying.asking import ModelAnswer, strongest
 from sie_contracts.stages import STAGE_WORDS
 
-NUMBERS = 4  # numbers of a dense vector to show
-LINES = 20  # largest number of lines of a text that a model wrote
-LONGEST = 400  # largest number of characters of other data
+NUMBERS = 4  # how many numbers of a dense vector are shown
+LINES = 20  # limit of the shown lines of a text that a model wrote
+LONGEST = 400  # limit of the shown characters of other data
 _CELL = 8  # width of a cell of a heat map, in characters
 _SCALES = {
     "probability": "a probability, from 0 to 1",
@@ -27,7 +27,7 @@ _SCALES = {
     "cosine": "a cosine, at most 1",
     "maxsim": "a sum of similarities of tokens: compare it for one query alone",
 }
-# stages of a chunk at its worker, in order
+# key of a chunk's stage at its worker -> its words, in the order of the stages
 _AT_WORKER = {
     "fetch_ms": "fetch of the input",
     **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
@@ -35,7 +35,7 @@ _AT_WORKER = {
 
 
 def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[RenderableType]:
-    """Yield the parts of the picture, from top to bottom."""
+    """Yield the parts of the display of an answer, from top to bottom."""
     head = Text.assemble((printable(answer.info["name"]), "bold"), f"  {answer.verb}")
     yield head
     if answer.verb == "encode":
@@ -95,7 +95,7 @@ def _dense(rows: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[str])
 
 
 def _cosines(vectors: Sequence[Any], numbers: Sequence[int], width: int) -> Iterator[RenderableType]:
-    """Yield the cosine of each pair, for as many pairs as fit into the width."""
+    """Yield a heat map with the cosine of each pair of texts, for as many texts as fit into the width."""
     some = max(2, min(len(vectors), (width - 4) // _CELL))
     matrix = np.stack([vector.astype(np.float64) for vector in vectors])
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
@@ -249,7 +249,7 @@ def _table(*titles: str) -> Table:
 
 
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
-    """Return lines with the errors of inputs."""
+    """Return one line for each input that has an error."""
     for result, label in zip(answer.results, labels, strict=True):
         if "error" in result:
             why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")
@@ -276,7 +276,7 @@ def _ms(value: float) -> str:
 
 
 def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
-    """Return the stages of the request, and the stages of each chunk at its worker, each as a bar."""
+    """Yield a bar for each stage of the request, and then for each stage of each chunk at its worker."""
     timing = answer.shared["timing"]
     yield Text("")
     yield _stages([(name, timing[key]) for key, name in STAGE_WORDS.items()], timing["total_ms"])
@@ -303,7 +303,7 @@ def _stages(stages: Sequence[tuple[str, float]], total_ms: float) -> Table:
 BAR = 24  # width of a bar in terminal cells
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red")
-_COLD, _WARM = (24, 44, 92), (250, 204, 92)  # colours of the lowest and the highest value of a heat map
+_COLD, _WARM = (24, 44, 92), (250, 204, 92)  # red, green and blue of the lowest and of the highest value in a heat map
 
 
 def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
@@ -316,7 +316,9 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale each value to 0..1 between the ends of the scale. If a value is beyond an end, the scale is extended."""
+    """Scale each value to 0..1 between `least` and `most`. If a value is outside, the scale is extended to
+    include it.
+    """
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low
@@ -324,7 +326,7 @@ def shares(values: Sequence[float], least: float = 0.0, most: float | None = Non
 
 
 def heat(value: float) -> str:
-    """Return the style of a cell for a value from -1 or 0 to 1."""
+    """Return the colours of a heat-map cell. A value of 0 or less has the lowest colour, 1 the highest."""
     share = max(0.0, min(1.0, value))
     red, green, blue = (round(cold + (warm - cold) * share) for cold, warm in zip(_COLD, _WARM, strict=True))
     return f"{'black' if share > 0.45 else 'white'} on rgb({red},{green},{blue})"
@@ -332,7 +334,7 @@ def heat(value: float) -> str:
 
 @dataclass(frozen=True)
 class LabelledSpan:
-    """Part of a text, in code points."""
+    """Labelled part of a text; `start` and `end` count code points."""
 
     start: int
     end: int

@@ -6,15 +6,15 @@
     Store            buckets: replicated maps with revisions
     Broker           all four protocols, over one connection
 
-Code that uses the broker declares the smallest protocol that it needs.
+A function that uses the broker declares the smallest protocol that it needs.
 
 Implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one process, for `sie serve --standalone`
 and as a fake in tests that models ack wait, delays, delivery counts, limits and lost connections). One conformance
 suite, `tests/contract/broker`, runs against both.
 
-Delivery is at least once. After `ack_wait`, the broker delivers a message again, to another consumer process. An ack of
-the first process still removes the message. So each process must stop work on a message whose lease has ended (see the
-sidecar's leases).
+A delivery leases a message to a process until the end of `ack_wait`. Then the broker delivers the message again,
+perhaps to another process, so delivery is at least once. A late ack of the first process still removes the message. So
+each process must stop work on a message whose lease has ended (see the sidecar's leases).
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ class BrokerError(Exception):
 
 
 class BrokerUnavailable(BrokerError):
-    """Error of a connection that was lost, or of an answer that did not arrive in time. The operation may or may not
-    have happened.
+    """The connection was lost, or an answer did not arrive in time. It is unknown whether the operation was
+    executed.
     """
 
 
 class StreamFull(BrokerError):
-    """Error of a stream that has reached its limit, in total or for this subject. The broker refuses the new message
-    and keeps all stored ones.
+    """A stream has reached its limit, in total or for one subject. The broker refuses new messages, and keeps all
+    stored ones.
     """
 
 
 class PayloadTooBig(BrokerError):
-    """Error of a message above the broker's `max_payload`, headers included. Nothing was sent."""
+    """A message, headers included, is larger than the broker's `max_payload`. Nothing was sent."""
 
 
 class NotPermitted(BrokerUnavailable):
-    """Error of a publish to a subject for which this user has no permission. Permissions may change at run time."""
+    """This user may not publish to a subject. Permissions may change at run time."""
 
 
 class NoResponder(BrokerError):
-    """Error of a request on a subject that has no subscriber. The broker reports it at once; it is not a time-out."""
+    """A request was sent to a subject without a subscriber. The broker reports this at once, without a time-out."""
 
 
 class TopologyMismatch(BrokerError):
-    """Error of a stream or consumer that exists with other settings. `field` names the first setting that differs."""
+    """A stream or consumer exists with other settings. `field`: the first setting that differs."""
 
     def __init__(self, name: str, field: str, actual: object, expected: object) -> None:
         super().__init__(f"{name}: {field} is {actual!r} at the broker, this process needs {expected!r}")
@@ -66,14 +66,14 @@ class TopologyMismatch(BrokerError):
 
 
 class WrongRevision(BrokerError):
-    """Error of a compare-and-set: a key has another revision than the write expected. Nothing of the batch was
+    """A compare-and-set failed, because a key has another revision than the write expected. No write of its batch was
     stored.
     """
 
 
 @dataclass(frozen=True)
 class CoreMessage:
-    """A message that is delivered at most once. `reply` is empty unless the sender waits for an answer."""
+    """Message that is delivered at most once. `reply` is empty unless the sender waits for an answer."""
 
     subject: str
     data: bytes
@@ -82,8 +82,8 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """Answer to a publish: the broker stores the message at `sequence`. `duplicate`: the broker had stored the message
-    before, with the same message id.
+    """Answer to a publish. `sequence`: number of the stored message in its stream. `duplicate`: the broker had already
+    stored a message with the same message id.
     """
 
     sequence: int
@@ -92,7 +92,9 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created` changes when the stream was lost and recreated. Counts include leased messages."""
+    """State of a stream. `created` changes if the stream was lost and created again. The counts include leased
+    messages.
+    """
 
     created: str
     messages: int
@@ -103,8 +105,8 @@ class StreamState:
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """State of a durable consumer. `delivered` counts deliveries since the consumer was created. `waiting` counts
-    messages that are neither leased nor removed.
+    """State of a durable consumer. `delivered`: number of deliveries since the consumer was created. `waiting`: number
+    of messages that are not leased. `leased`: number of delivered messages without an ack.
     """
 
     name: str
@@ -118,7 +120,7 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class StreamMessage:
-    """A message in a stream. `sent_s` is the broker's wall clock when the message was stored."""
+    """Stored message of a stream. `sent_s`: the broker's wall clock when it stored the message."""
 
     sequence: int
     subject: str
@@ -128,8 +130,8 @@ class StreamMessage:
 
 @dataclass(frozen=True)
 class Entry:
-    """Value of a key at a revision. Revisions increase over the whole bucket. `value` is None for a removed key; only
-    `since` and `watch` return removed keys.
+    """Value of a key at a revision. Each write in the bucket increases the revision. `value` is None for a removed key;
+    only `since` and `watch` return removed keys.
     """
 
     key: str
@@ -139,8 +141,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Write:
-    """A write of an atomic batch. A `value` of None removes the key. `expected` is the revision that the key must have:
-    0 for a key that must not exist, None for any revision.
+    """One write of an atomic batch. A `value` of None removes the key. `expected`: revision that the key must have; 0
+    for a key that must not exist, None for any.
 
     Raises ValueError for a key that cannot be part of a subject, so that all implementations refuse the same keys.
     """
@@ -155,8 +157,8 @@ class Write:
 
 
 class Delivery(Protocol):
-    """A leased message. `sent_s` is the broker's wall clock when the message was first stored. `pending` is the number
-    of messages that the consumer has not delivered yet.
+    """Leased message. `sent_s`: the broker's wall clock when it first stored the message. `pending`: number of messages
+    that the consumer has not delivered yet. `delivered`: number of deliveries of this message so far.
 
     `reply` identifies this delivery for `Queue.release`, also after a restart of this process.
     """
@@ -171,13 +173,13 @@ class Delivery(Protocol):
     pending: int
 
     async def ack(self) -> None:
-        """Remove the message: its work is done."""
+        """Remove the message, because its work is done."""
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Deliver the message again, to any holder, after `delay_s` at the earliest."""
+        """End the lease. The message is delivered again, to any process, after at least `delay_s` seconds."""
 
     async def in_progress(self) -> None:
-        """Restart the ack wait of the message."""
+        """Extend the lease by a new ack wait."""
 
     async def term(self, reason: str) -> None:
         """Remove the message, so that it is never delivered again."""
@@ -185,79 +187,80 @@ class Delivery(Protocol):
 
 class Subscription(Protocol):
     async def stop(self) -> None:
-        """Stop receiving. Messages that have arrived are handled before this returns."""
+        """End the subscription. Messages that have already arrived are handled before this method returns."""
 
 
 class Pulls(Protocol):
-    """The open pulls of one process on many consumers of a stream.
+    """Pull requests of one process to many consumers of a stream.
 
-    Every delivery arrives once, through the handler that was passed at creation. The handler must not block. After its
-    expiry, a reconnect or a lost status, an open pull is issued again, until it is filled or `want` lowers the credit.
+    Every delivery is passed once to the handler, which was named at creation and must not block. If a pull request
+    expires, or is lost with its connection or its status message, it is sent again. This ends when it is filled, or
+    when `want` lowers the credit.
     """
 
     def want(self, consumer: str, credit: int) -> None:
-        """Keep `credit` deliveries outstanding for `consumer`. Each delivery reduces the number by one. A lower credit
-        is effective within 5 s.
+        """Set the credit of a consumer: the number of deliveries that the broker may still send. Each delivery reduces
+        the credit by one. A lower credit is in effect after at most 5 s.
         """
 
     def outstanding(self, consumer: str) -> int:
-        """Return the number of deliveries that the broker may still send for this consumer."""
+        """Return the number of deliveries that were requested from this consumer and have not arrived."""
 
     async def stop(self) -> None:
-        """Withdraw all pulls. Deliveries already on the wire reach the handler before this returns."""
+        """Withdraw all pull requests. Deliveries that the broker has already sent are handled before this method
+        returns.
+        """
 
 
 class KeyValue(Protocol):
-    """A replicated map with revisions."""
+    """Bucket: a replicated map from keys to values, with revisions."""
 
     async def get(self, key: str) -> Entry | None: ...
 
     async def entries(self, within: str = "") -> list[Entry]:
-        """Return all live keys, sorted. With `within`, return only the keys below it ("model" covers "model.a", not
-        "models.a").
+        """Return the entries of all existing keys, sorted by key. With `within`, return only keys below it: "model"
+        selects "model.a", but not "models.a".
         """
 
     async def since(self, revision: int) -> list[Entry]:
-        """Return the keys written after a revision, with removed keys, in order of their revisions. A key that was
-        written twice appears once, with its last value.
+        """Return the last entry of each key that was written or removed after a revision, in order of their revisions.
 
-        The answer may come from a replica of the broker that has not applied the last writes.
+        The entries may come from a replica of the broker that has not applied the last writes yet.
         """
 
     async def write(self, writes: list[Write]) -> int:
-        """Write all keys or none; a key may appear once. Returns the bucket's last revision. Raises WrongRevision,
-        BrokerUnavailable.
+        """Write all keys in one atomic batch; each key may appear once. Returns the bucket's last revision. Raises
+        WrongRevision if no write was stored, BrokerUnavailable.
         """
 
     async def purge(self, within: str) -> None:
-        """Remove the keys below `within` as if they had never existed: watches and `since` do not report this
-        removal.
-        """
+        """Remove the keys below `within` without a trace: watches and `since` do not report this removal."""
 
     async def epoch(self) -> str:
-        """Return `created:last revision`. Equal epochs mean equal contents, also if the bucket was lost and created
-        again.
+        """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was lost and created
+        again between two reads.
         """
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader still has a write at `revision` or a later one. The last writes of a bucket can
-        disappear: they expire, or a file of the broker is damaged.
+        """Return whether the leader has a write with this or a later revision. Without new writes, it may lose the last
+        ones: they expire, or a file of the broker is damaged.
         """
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        """Call `handler` for each write after revision `after`, once, in order, across reconnects.
+        """Call `handler` once for each write after revision `after`, in order, also across reconnects.
 
-        The watch may skip a write that a later write of the same key has replaced: a bucket keeps only the last one.
+        If a key was written several times, the watch may skip all but the last write, because a bucket keeps only that
+        one.
         """
 
 
 class Connection(Protocol):
-    """A connection to the broker. Operations wait at most their `timeout_s` and then raise BrokerUnavailable."""
+    """Connection to the broker. An operation waits at most `timeout_s` seconds and then raises BrokerUnavailable."""
 
     name: str
     max_payload: int
-    owns_streams: bool  # true: this process creates streams itself, without an owner of streams
-    troubles: dict[str, str]  # bucket or stream -> reason why it cannot be used at present; part of the readiness
+    owns_streams: bool  # if True, this process creates streams itself instead of requesting them from their owner
+    troubles: dict[str, str]  # bucket or stream -> why it cannot be used at present; /readyz reports it
 
     @property
     def connected(self) -> bool: ...
@@ -265,14 +268,14 @@ class Connection(Protocol):
     async def close(self) -> None: ...
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        """Wait until the broker has received every message that was sent before."""
+        """Wait until the broker has received all messages sent so far."""
 
     def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
-        """Call `handler` after each re-established connection."""
+        """Call `handler` after each reconnect."""
 
 
 class Bus(Connection, Protocol):
-    """Protocol for messages that are delivered at most once, to the present subscribers."""
+    """Protocol for messages that are delivered at most once, to the processes that are subscribed at that moment."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None: ...
 
@@ -289,94 +292,96 @@ class Bus(Connection, Protocol):
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
         message is handled.
 
-        While `held_messages` messages or `held_bytes` bytes wait for `handler`, a new message is dropped, and
-        `on_dropped` is called with its subject. None is a default limit that only a handler that blocks for a long time
-        can reach.
+        Waiting messages are limited to `held_messages` and `held_bytes`. While a limit is reached, new messages are
+        dropped, and `on_dropped` is called with their subject. With None, the limits of `limits` apply, which only a
+        handler that blocks for a long time can reach.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Return the first answer. Raises NoResponder at once, BrokerUnavailable at the time-out."""
+        """Send a request and return the first answer. Raises NoResponder at once if nobody is subscribed,
+        BrokerUnavailable at the time-out.
+        """
 
 
 class Queue(Connection, Protocol):
-    """Protocol for messages that are stored in streams and delivered at least once, with the methods that publishers
-    and consumers need.
-    """
+    """Protocol for messages that are stored in streams and delivered at least once, for publishers and consumers."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        """Store a message in the stream of `subject`, once per message id within the duplicate window. Raises
-        StreamFull, BrokerUnavailable.
+        """Store a message in the stream of `subject`. A message with the same id as an earlier one within the duplicate
+        window is not stored again. Raises StreamFull, BrokerUnavailable.
         """
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
-        """Return the number of messages per subject. Waiting and leased messages count, with or without consumers."""
+        """Return the number of messages per subject, including leased messages and those that no consumer delivers."""
 
     async def stream_state(self, stream: str) -> StreamState: ...
 
     async def delete(self, stream: str, sequence: int) -> bool:
-        """Remove a message, waiting or leased. Returns False if it does not exist any more."""
+        """Delete a message, even if it is leased. Returns False if the message does not exist any more."""
 
     async def release(self, reply: str) -> None:
-        """Deliver a leased message again at once, with the same effect as `nak` of its delivery. A settled message does
-        not change. Raises ValueError for a `reply` that identifies no delivery.
+        """Deliver a leased message again at once, like `nak` of its delivery. If the message was already acknowledged,
+        nothing happens. Raises ValueError for a `reply` that identifies no delivery.
 
-        Use it for leases that an earlier run of the same process left. If another process has the lease by now, the
-        message is then leased twice.
+        Use it for leases of an earlier run of the same process. If another process has leased the message meanwhile,
+        two processes then have it.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """Return the first message at `sequence` or above whose subject matches `subject`, waiting or leased; None if
-        there is none.
+        """Return the first stored message with this or a later sequence whose subject matches `subject`, even if it is
+        leased; None if there is none.
         """
 
     async def server_time(self, stream: str) -> float:
-        """Return the wall clock, in seconds since 1970, of the server that stamps the messages of this stream. The
-        server reads it during this call.
+        """Return the wall clock, in seconds since 1970, of the server that sets the times of this stream's messages.
+        The server reads its clock during this call.
         """
 
     async def consumers(self, stream: str) -> list[str]:
-        """Return the names of all durable consumers."""
+        """Return the names of all durable consumers of a stream."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` when a consumer of the stream is created or deleted from now on. The calls are
-        hints: some may be lost.
+        """Call `handler(name, exists)` whenever a consumer of the stream is created or deleted. Some of these calls may
+        be lost.
         """
 
 
 class Administration(Queue, Protocol):
-    """Protocol of a Queue whose streams and consumers can be created, updated and deleted."""
+    """Queue whose streams and consumers this process may create, update and delete."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
-        """Ensure that a stream exists with these settings. The owner creates it, or updates it from an older topology
-        version. Any other process only compares the settings. Raises TopologyMismatch.
+        """Ensure that a stream exists with these settings. The owner of streams creates it, or updates it from an older
+        topology version. Any other process only compares the settings. Raises TopologyMismatch.
 
-        A lower limit per subject is refused while a subject has more than half of its messages: the update could drop
-        messages.
+        A lower limit per subject is refused while a subject has more messages than half of it, since the update could
+        drop messages.
         """
 
     async def delete_stream(self, stream: str) -> bool:
-        """Delete a stream with its messages and consumers. Returns False if it does not exist. After that, open pulls
-        deliver no messages, and acks have no effect.
+        """Delete a stream with its messages and consumers. Returns False if it does not exist. After this, open pulls
+        deliver nothing, and acks have no effect.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create a consumer. If it exists, compare the settings, and update them only from an older topology version.
-        Raises TopologyMismatch.
+        """Create a consumer. If it exists, update its settings if it is from an older topology version; otherwise only
+        compare them. Raises TopologyMismatch.
         """
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
-        """Delete a durable consumer. Returns False if it does not exist. Its leased messages wait for the next consumer
-        of the same subject; acks of these leases have no effect.
+        """Delete a durable consumer. Returns False if it does not exist. Messages that it had leased are delivered
+        again by the next consumer of the same subject; acks of the old leases have no effect.
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
-        """Return the states of all durable consumers. Each state is read at its own moment."""
+        """Return the states of all durable consumers of a stream. The states are read one after the other, so they may
+        differ in time.
+        """
 
 
 class Store(Connection, Protocol):
-    """Access to buckets."""
+    """Protocol that opens buckets."""
 
     async def key_value(
         self,
@@ -387,13 +392,13 @@ class Store(Connection, Protocol):
         max_age_s: float = 0.0,
         removed_age_s: float = 0.0,
     ) -> KeyValue:
-        """Open a bucket; create it if it does not exist.
+        """Open a bucket. Create it if it does not exist.
 
-        `max_age_s` and `removed_age_s` apply to a new bucket. A key expires `max_age_s` after its last write (0:
-        never). The mark of a removed key expires after `removed_age_s` (0: never). Watches report neither of these
-        expiries.
+        `max_age_s` and `removed_age_s` apply only to a new bucket. A key expires `max_age_s` seconds after its last
+        write (0: never). The marker of a removed key expires after `removed_age_s` seconds (0: never). Watches report
+        neither expiry.
         """
 
 
 class Broker(Bus, Administration, Store, Protocol):
-    """The operations of all protocols, over one connection."""
+    """All operations of the broker, over one connection."""

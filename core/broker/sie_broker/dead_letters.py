@@ -1,8 +1,8 @@
-"""Dead letters of a pool: work that was given up, stored in full in a separate stream.
+"""Dead letters of a pool. A dead letter is work that was given up, stored completely in a separate stream.
 
     sidecar ──► DEAD_{pool} ──► Letters: read, find, remove
 
-A reader of a letter has access to the client's inputs. The caller decides which of them it shows to other people.
+A letter contains the client's inputs. The caller decides which of them it shows.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sie_broker import Queue, StreamMessage, StreamState
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
-SPAN = 16  # sequences that `newest` reads together at first; at most this many letters are in memory at a time
+SPAN = 16  # sequences that `newest` reads in one step at first; it has at most this many letters in memory
 
 
 @dataclass(frozen=True)
 class DeadLetterEntry:
-    """A dead letter and its sequence in the stream. `item` is None for work that cannot be decoded."""
+    """Dead letter and its sequence in the stream. `item`: the work; None if it cannot be decoded."""
 
     sequence: int
     letter: DeadLetter
@@ -37,19 +37,19 @@ class DeadLetterEntry:
 
     @property
     def inputs(self) -> int | None:
-        """Return the number of inputs; None for work that cannot be decoded."""
+        """Return the number of inputs of the work; None if the work cannot be decoded."""
         return (self.item.count or len(self.item.inputs)) if self.item else None
 
 
 def letter_stream(pool: str) -> str:
-    """Return the name of the stream that holds a pool's letters."""
+    """Return the name of the stream for a pool's dead letters."""
     return topology.dead_letter_stream(pool, storage="file", replicas=1).name
 
 
 class Letters:
-    """Dead letters of a pool. Each letter is read from the broker when a caller requests it. Raises BrokerError.
+    """Reader of a pool's dead letters. It reads each letter from the broker when it is requested. Raises BrokerError.
 
-    A letter that this version cannot decode is left out; `on_unreadable` is called with its sequence and the error.
+    A letter that this version cannot decode is skipped, and `on_unreadable` is called with its sequence and the error.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Letters:
         self._on_unreadable = on_unreadable
 
     async def state(self) -> StreamState:
-        """Return the number of letters, and their first and last sequence."""
+        """Return the state of the stream: the number of letters, and their first and last sequence."""
         return await self._queue.stream_state(self._stream)
 
     async def all(self, after: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
@@ -77,11 +77,11 @@ class Letters:
                 yield letter
 
     async def newest(self, before: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Yield every letter below the sequence `before`, newest first. Without `before`, yield all present letters.
+        """Yield every letter below the sequence `before`, newest first. Without `before`, yield all letters.
 
-        A broker can find the next stored message only in ascending order. So a span of sequences is read in ascending
-        order and yielded in descending order. Where letters were removed, the span is doubled until it contains a
-        letter, and then halved again to limit the number of letters in it.
+        The broker finds the next stored message only in ascending order. So a range of SPAN sequences is read in
+        ascending order, and then yielded in reverse. While a range has no letters, it is doubled. A range that was
+        doubled is halved again before it is read, to limit the number of letters in memory.
         """
         state = await self.state()
         high = min(state.last_sequence, before - 1) if before else state.last_sequence
@@ -107,7 +107,7 @@ class Letters:
             high = low - 1
 
     async def at(self, sequence: int) -> DeadLetterEntry | None:
-        """Return the letter at a sequence; None if it does not exist any more."""
+        """Return the letter with this sequence; None if it does not exist any more."""
         stored = await self._queue.first_stored(self._stream, sequence)
         return self._read(stored) if stored is not None and stored.sequence == sequence else None
 
@@ -116,7 +116,7 @@ class Letters:
         return [letter async for letter in self.all() if letter.letter.id.startswith(begin)]
 
     async def remove(self, letter: DeadLetterEntry) -> bool:
-        """Remove a letter, with the inputs in it. Returns False if it does not exist any more."""
+        """Remove a letter with its inputs. Returns False if it does not exist any more."""
         return await self._queue.delete(self._stream, letter.sequence)
 
     def _read(self, stored: StreamMessage) -> DeadLetterEntry | None:

@@ -1,4 +1,4 @@
-"""Calls that are independent of one another, for example for the streams of several pools."""
+"""Calls that do not depend on one another, for example for the streams of several pools."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ R = TypeVar("R")
 
 
 async def independently(calls: Iterable[Callable[[], Awaitable[R]]]) -> list[R]:
-    """Await the calls one after the other. If a call fails, for example because a stream is lost or has no leader, the
-    later calls are still executed. Returns the results of the calls that succeeded. If a call failed, raises the last
-    BrokerError after all calls were made.
+    """Await the calls one after the other, and return their results. A failed call, for example for a lost stream, does
+    not prevent the later ones. If any call failed, the last BrokerError is raised after all calls.
     """
     results: list[R] = []
     failure: BrokerError | None = None

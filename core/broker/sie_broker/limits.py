@@ -1,4 +1,4 @@
-"""Time-outs and limits of all implementations of the broker."""
+"""Time-outs and limits that all implementations of the broker share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sie_contracts.wire.topology import StreamSpec
 
 API_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
-# Messages and bytes that may wait for the handler of one subscription.
-# Inboxes of answers have no limit: they receive one answer for each request.
+# Default limits of a subscription: number and bytes of the messages that wait for its handler.
+# Inboxes for answers have no limit, because each request gets only one answer.
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 
 def check_room(spec: StreamSpec, held_bytes: int, counts: Mapping[str, int]) -> None:
-    """Refuse a new limit per subject that could drop messages: a broker drops the messages above a new limit.
+    """Check that a new limit per subject drops no messages: the broker drops messages above a new limit.
 
-    `held_bytes` is the present limit, in messages (0: no limit); a new limit that is not lower is accepted. Publishers
-    continue during the update, so half of a lower limit must be free. Raises BrokerError.
+    `held_bytes`: the present limit, in messages (0: no limit). A new limit that is not lower passes. For a lower limit,
+    no subject may have more than half of it, because publishers continue during the update. Raises BrokerError.
     """
     limit = spec.max_per_subject
     if limit <= 0 or 0 < held_bytes <= limit:

@@ -1,4 +1,4 @@
-"""Owner of streams and buckets: on a broker with users, the only process that may create and update them.
+"""Owner of streams: on a broker with users, the only process that may create and update streams and buckets.
 
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
@@ -18,16 +18,18 @@ from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import StreamSpec
 
 _logger = logging.getLogger("sie.broker")
-# Buckets whose keys never expire, whichever process requests the bucket first. The buckets of keys are always on disk.
+# Buckets whose keys never expire, whatever a request says. In addition, the first two are always on disk.
 _KEYS = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
 _LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
 
 
 def spec_of(request: StreamRequest) -> StreamSpec:
-    """Return the stream of work or dead letters that a request names. Raises ValueError for any other name."""
+    """Return the settings of the stream that a request names, for work or dead letters. Raises ValueError for any other
+    name.
+    """
     kind, _, pool = request.name.partition("_")
     if kind not in ("WORK", "DEAD") or topology.pool_name(pool) != pool:
-        raise ValueError(f"{request.name[:70]!r} is no stream of SIE")
+        raise ValueError(f"{request.name[:70]!r} is no name of a stream for work or dead letters")
     return StreamSpec(
         request.name,
         (f"sie.work.{pool}.>" if kind == "WORK" else topology.dead_letter_subject(pool),),
@@ -43,7 +45,9 @@ def spec_of(request: StreamRequest) -> StreamSpec:
 
 
 async def make(broker: Broker, request: StreamRequest) -> None:
-    """Create or update the stream or bucket of a request. Raises ValueError, BrokerError."""
+    """Create or update the stream or bucket that a request names. Raises ValueError for an invalid request,
+    BrokerError.
+    """
     if request.storage not in ("file", "memory"):
         raise ValueError(f"storage {request.storage[:70]!r}: expected file or memory")
     if request.version > topology.TOPOLOGY_VERSION:
@@ -53,7 +57,7 @@ async def make(broker: Broker, request: StreamRequest) -> None:
         return
     bucket = request.name.removeprefix("KV_")
     if bucket not in topology.BUCKETS:
-        raise ValueError(f"{request.name[:70]!r} is no bucket of SIE")
+        raise ValueError(f"{request.name[:70]!r} is no name of a bucket of SIE")
     storage, max_age_s, removed_age_s = request.storage, request.max_age_s, request.removed_age_s
     if bucket in _LASTING:
         max_age_s = removed_age_s = 0.0
@@ -64,8 +68,8 @@ async def make(broker: Broker, request: StreamRequest) -> None:
 
 
 async def own(broker: Broker) -> Subscription:
-    """Answer requests for streams, over a connection that may create them. With several owners, one of them answers
-    each request. Raises BrokerError.
+    """Answer requests for streams until the subscription is stopped. The broker's user must be allowed to create
+    streams. If several processes are owners, one of them answers each request. Raises BrokerError.
     """
 
     async def answer(message: CoreMessage) -> None:
@@ -74,8 +78,8 @@ async def own(broker: Broker) -> Subscription:
             if message.subject != topology.streams_subject(request.name):
                 raise ValueError(f"{request.name[:70]!r} must not be requested on {message.subject}")
             await make(broker, request)
-        except (ValueError, BrokerError) as error:  # ValueError also covers data that cannot be decoded as a request
-            _logger.warning("a stream was not created: %s", error)
+        except (ValueError, BrokerError) as error:  # decoding an invalid request also raises ValueError
+            _logger.warning("the request of a process to create a stream was refused: %s", error)
             await broker.send(message.reply, str(error).encode()[:1000])
         else:
             await broker.send(message.reply, b"")

@@ -5,15 +5,17 @@
     Record[T].change(key, make) ── get, make, write at that revision ──► bucket
     LeaderLease ── a key that its holder writes again and again ──► bucket
 
-A broker that restarts loses the buckets that it kept in memory. The connection was lost, so the record is stale.
-`follow` then opens the bucket, which creates it, and the epoch shows that it is a new bucket. `follow` calls `on_lost`,
-reads all values and watches again. The owner keeps its last values until then.
+The owner of a record is the object that stores its values.
+
+A broker that restarts loses the buckets that it kept in memory. After a lost connection, a record is stale: its bucket
+may be lost. `follow` then opens the bucket, which creates it if it is missing; a changed epoch shows that it is a new
+bucket. `follow` calls `on_lost`, reads all values and watches again. The owner keeps its last values until then.
 
 If two writers compete, the later one gets WrongRevision, and the broker stores no part of its batch. `change` reads the
 value again and repeats the attempt, after a random pause that grows, at most MAX_ATTEMPTS times.
 
 If a watch receives no entries for two seconds, the broker client reads the state of the bucket, and reads the entries
-that it missed again. If another process has created the bucket again in that time, the revisions begin again at 1. So a
+that it missed. If another process has created the bucket again in that time, its revisions begin at 1 again. So a
 revision that is not above the last one means a lost bucket, and the record becomes stale.
 """
 
@@ -33,9 +35,10 @@ from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subsc
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # largest number of attempts at one change while other writers change the same key
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1  # seconds: upper bounds of the random pause before the next attempt
-LEASE_S = 30.0  # seconds: three times the period of a leader that renews every ten seconds
+MAX_ATTEMPTS = 16  # limit of the attempts at one change, if other writers always change the same key first
+# seconds: longest random pause after the first attempt, and after any attempt; it doubles each time
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
+LEASE_S = 30.0  # seconds after which an unchanged lease is lost: three times the leader's period of ten seconds
 RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,14 +46,15 @@ _logger = logging.getLogger("sie.broker")
 
 
 class UnreadableRecord(BrokerError):
-    """Error of a stored value that cannot be decoded. The value stays in the bucket."""
+    """A stored value cannot be decoded. The value stays in the bucket."""
 
 
 async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | None = MAX_ATTEMPTS) -> R:
-    """Call `attempt` until it raises no WrongRevision, at most `attempts` times (None: the caller sets a time-out).
+    """Call `attempt` until it raises no WrongRevision, and return its result. The last of `attempts` attempts raises
+    WrongRevision. With None there is no limit: the caller sets a time-out.
 
-    The random pause between two attempts is at most FIRST_PAUSE_S at first, and this bound doubles up to MAX_PAUSE_S,
-    so that competing writers do not collide again. Raises WrongRevision after the last attempt.
+    Between two attempts there is a random pause, at most FIRST_PAUSE_S at first. This limit doubles up to MAX_PAUSE_S,
+    so that competing writers do not collide again.
     """
     pause_s = FIRST_PAUSE_S
     for number in itertools.count(1):
@@ -59,16 +63,16 @@ async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | N
         except WrongRevision:
             if number == attempts:
                 raise
-        await asyncio.sleep(random.uniform(0, pause_s))  # noqa: S311  spreads writers
+        await asyncio.sleep(random.uniform(0, pause_s))  # noqa: S311 random only to separate competing writers
         pause_s = min(MAX_PAUSE_S, 2 * pause_s)
     raise AssertionError("unreachable")
 
 
 class RecordBucket:
-    """A bucket by its name, opened at first use.
+    """Bucket with a name, which is opened at its first use.
 
-    An operation that fails may mean that the broker lost the bucket. The next operation then opens the bucket again,
-    which creates it if it does not exist.
+    If an operation fails, the broker may have lost the bucket. So the next operation opens the bucket again, which
+    creates it if it does not exist.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class RecordBucket:
         max_age_s: float = 0.0,
         removed_age_s: float = 0.0,
     ) -> None:
-        """Store the settings, which are used when the bucket is created. They are the settings of `Store.key_value`."""
+        """Store the settings for a new bucket. They are the parameters of `Store.key_value`."""
         self.broker = broker
         self.name = name
         self._storage = storage
@@ -91,7 +95,9 @@ class RecordBucket:
         self._opened: KeyValue | None = None
 
     async def open(self) -> KeyValue:
-        """Open the bucket, also if it is open already: it may have been lost. Raises BrokerError."""
+        """Open the bucket even if it is open already, because the broker may have lost it. Return it. Raises
+        BrokerError.
+        """
         with self.reporting():
             self._opened = await self.broker.key_value(
                 self.name,
@@ -104,8 +110,8 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Record in `Connection.troubles` why the bucket cannot be used. The next operation then opens the bucket
-        again.
+        """If the context raises a BrokerError, record it in `Connection.troubles`, and open the bucket again at its
+        next use.
         """
         try:
             yield
@@ -127,7 +133,7 @@ class RecordBucket:
         return await self.use(lambda bucket: bucket.write(writes))
 
     async def use(self, operation: Callable[[KeyValue], Awaitable[R]]) -> R:
-        """Return the result of an operation on the open bucket. Raises BrokerError."""
+        """Call an operation with the open bucket, and return its result. Raises BrokerError."""
         bucket = self._opened or await self.open()
         with self.reporting():
             result = await operation(bucket)
@@ -136,10 +142,10 @@ class RecordBucket:
 
 
 class Record(Generic[T]):
-    """Reader and writer of the decoded values of a bucket. It reports present values and changes to its owner, which
-    stores them.
+    """Reader and writer of the decoded values of a bucket. It passes values and changes to its owner, which stores
+    them.
 
-    One task calls `follow` until it has succeeded, and again whenever `is_stale` is True. Any task may call `change`.
+    One task calls `follow` until it succeeds, and again whenever `is_stale` is True. Any task may call `change`.
     """
 
     def __init__(
@@ -153,19 +159,19 @@ class Record(Generic[T]):
         drops_unreadable: bool = False,
         wants: Callable[[str], bool] = lambda key: True,
     ) -> None:
-        """Create the record with the callbacks of its owner.
+        """Store the callbacks of the record's owner.
 
-        `decode` raises ValueError for bytes that are no value, like msgspec. Only the values of keys for which `wants`
-        returns True are decoded.
+        `decode` returns the value of an entry, or raises ValueError if it cannot be decoded. Keys for which `wants`
+        returns False are ignored.
 
         `on_value(key, value, revision)` is called for each value that is read, watched or changed here; the value is
-        None for a removed key. The call for a change may be made before the watch delivers earlier writes. So the owner
-        ignores a revision below the one that it has for the key. `on_lost` is called before the first value of a new
-        bucket: all earlier values and revisions are void.
+        None for a removed key. A change made here may be passed before earlier writes that the watch delivers, so the
+        owner must ignore a revision below the one that it has for the key. `on_lost` is called before the first value
+        of a new bucket: all earlier values and revisions are void.
 
-        `read` returns the first entries, and the revision after which the watch delivers the missing ones; by default
-        it returns all entries. `drops_unreadable`: an entry that cannot be decoded counts as removed. Otherwise its
-        previous value remains.
+        `read` returns the first entries, and the revision after which the watch starts; by default it returns all
+        entries. With `drops_unreadable`, an entry that cannot be decoded counts as removed. Otherwise the key keeps its
+        previous value.
         """
         self.bucket = bucket
         self.is_stale = True
@@ -176,16 +182,16 @@ class Record(Generic[T]):
         self._drops_unreadable = drops_unreadable
         self._wants = wants
         self._watch: Subscription | None = None
-        self._created = ""  # creation time of the bucket that is watched
+        self._created = ""  # time at which the watched bucket was created
         self._last = 0  # last revision that the watch delivered
         self._reconnects = 0
         self._closings = 0
 
     async def follow(self) -> bool:
-        """Read all values and watch from that revision on, unless the same bucket is watched already.
+        """Read all values and watch the later ones, unless the same bucket is already watched.
 
-        Returns whether the values were read: False if the bucket was watched already, or if `close` was called in the
-        meantime. Raises BrokerError; the previous values then remain.
+        Returns whether values were read: False if the bucket is already watched, or if `close` was called meanwhile.
+        Raises BrokerError; the owner then keeps its previous values.
         """
         with self.bucket.reporting():
             is_read = await self._follow()
@@ -206,8 +212,8 @@ class Record(Generic[T]):
         self._on_lost()
         for entry in entries:
             self.apply(entry)
-        # The revision is from the leader, but the entries may be from a replica that is behind: the watch delivers the
-        # missing entries.
+        # The revision is from the leader, but the entries may be from a replica that is behind.
+        # So the watch starts at the lower revision and delivers the missing entries.
         self._last = min(int(revision), after)
         watch = await bucket.watch(self._on_entry, self._last)
         if closings != self._closings:
@@ -218,7 +224,7 @@ class Record(Generic[T]):
         return True
 
     async def close(self) -> None:
-        """Stop the watch. A watch that `follow` is about to open is stopped too. The owner may call `follow` again
+        """Stop the watch, also one that a running `follow` is about to start. The owner may call `follow` again
         later.
         """
         self._closings += 1
@@ -230,22 +236,22 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Handle a reconnect; pass this method to `Connection.on_reconnect`. A broker that restarted may have lost the
-        bucket.
+        """Mark the record as stale, because a broker that restarted may have lost the bucket. Pass this method to
+        `Connection.on_reconnect`.
         """
         self._reconnects += 1
         self.is_stale = True
 
     async def _on_entry(self, entry: Entry) -> None:
-        if entry.revision <= self._last:  # revisions of one bucket only grow
+        if entry.revision <= self._last:  # revisions in a bucket always increase, so this is a new bucket
             self._created, self.is_stale = "", True
             self._on_lost()
         self._last = entry.revision
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry and pass it to `on_value`, by default to the owner. An entry that cannot be decoded is
-        logged.
+        """Decode an entry and pass it to `on_value`, by default to the owner's callback. If it cannot be decoded, an
+        error is logged.
         """
         if not self._wants(entry.key):
             return
@@ -253,23 +259,23 @@ class Record(Generic[T]):
             value = None if entry.value is None else self._decode(entry)
         except ValueError as error:
             outcome = "so it counts as removed" if self._drops_unreadable else "so its previous value stays"
-            _logger.error("%s: key %s cannot be read, %s: %s", self.bucket.name, entry.key, outcome, error)
+            _logger.error("bucket %s: key %s cannot be decoded, %s: %s", self.bucket.name, entry.key, outcome, error)
             if not self._drops_unreadable:
                 return
             value = None
         (on_value or self._on_value)(entry.key, value, entry.revision)
 
     async def refresh(self, key: str) -> None:
-        """Read one value again. Raises BrokerError."""
+        """Read the value of one key again and pass it to the owner. Raises BrokerError."""
         entry = await self.bucket.get(key)
         if entry is not None:
             self.apply(entry)
 
     async def change(self, key: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Write the value that `make` returns for the present value (None: the key has none), and return the stored
-        value.
+        """Call `make` with the current value of a key (None if there is none), write the value that it returns, and
+        return the stored value.
 
-        `make` is called again if another writer was faster. If it returns None or an equal value, no write is sent.
+        If another writer was faster, `make` is called again. If it returns None or an equal value, nothing is written.
         Raises BrokerError, UnreadableRecord, WrongRevision after MAX_ATTEMPTS, and any exception of `make`.
         """
 
@@ -300,14 +306,14 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
-    """Return the bucket of all leases. Each job has a lease, so the markers of released leases are removed after
-    RELEASED_AGE_S seconds. No process watches the bucket, so no process needs them longer.
+    """Return the bucket of all leases. Since each job has a lease, the markers of released leases are removed after
+    RELEASED_AGE_S seconds. They may be removed so early because no process watches the bucket.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 
 
 class LeaderLease:
-    """Election of a leader among several processes, by a key that the leader renews.
+    """Election of a leader among several processes. The leader has the lease, a key that it renews.
 
     For short times there may be two leaders or none, so the work of a leader must be correct in these times too.
 
@@ -324,7 +330,7 @@ class LeaderLease:
         self._holder = uuid.uuid4().hex.encode()
         self._lease_s = lease_s
         self._clock = clock
-        self._observed = (0, 0.0)  # revision of the key, and the time at which this process first read it
+        self._observed = (0, 0.0)  # last seen revision of the key, and when this process first saw it
 
     async def acquire(self) -> bool:
         """Acquire the lease, or renew it. Returns whether this process is the leader. Raises BrokerError."""
@@ -347,5 +353,5 @@ class LeaderLease:
         """
         entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == self._holder:
-            with contextlib.suppress(WrongRevision):  # another process has acquired the lease
+            with contextlib.suppress(WrongRevision):  # another process may have acquired the lease meanwhile
                 await self._bucket.write([Write(self._key, None, entry.revision)])

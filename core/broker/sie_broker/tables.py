@@ -1,10 +1,12 @@
-"""Storage of a placement table in its bucket: small tables in one message, large ones in parts by hash of the model.
+"""Storage of placement tables in a bucket. A lane (pool, machine profile and bundle) has one table: the workers on
+which each model is placed. A small table is one message; a large one is stored in parts, by a hash of the model.
 
     key of the lane          Placement: at_s, and all rows, or the stamps of the parts
     key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
 
-One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A reader joins the parts
-once it has every part whose stamp the lane's key names. Until then it keeps the former table.
+One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A stamp identifies the
+content of a part. A reader joins the parts once it has every part whose stamp the lane's key names. Until then it keeps
+the former table.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Bytes of a table. A larger table is stored in parts, because each worker of the lane reads it every 5 s under load.
+# bytes of a table; a larger one is stored in parts, because each worker of the lane reads changes every 5 s under load
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
-SPARE_BYTES = 4 << 10  # bytes of a message that are reserved for its headers, below the broker's limit
+SPARE_BYTES = 4 << 10  # bytes for the headers, which are subtracted from the broker's limit for a message
 
 
 @dataclass(frozen=True)
 class TableChange:
-    """Writes of a change, and the table after it. `sizes`: bytes of each part."""
+    """Writes that store a table, and what a `StoredTable` has after them. `table`: the whole table. `head`: the value
+    of the lane's key. `sizes`: bytes of each part.
+    """
 
     writes: list[Write]
     table: Placement
@@ -38,22 +42,22 @@ class TableChange:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A decoded value of a key of the bucket. `size`: bytes of the stored value."""
+    """Decoded value of one key: a table or a part of one. `size`: bytes of the encoded value."""
 
     value: Placement | PlacementPart
     size: int
 
 
 def decode(entry: Entry) -> StoredPart:
-    """Decode the value of an entry. Raises ValueError for a value that is neither a table nor a part of one."""
+    """Decode the value of an entry, a table or a part of one. Raises ValueError for any other value."""
     value = entry.value or b""
     is_part = topology.lane_key_of(entry.key) != entry.key
     return StoredPart(records.decode_placement_part(value) if is_part else records.decode_placement(value), len(value))
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Return the entries of one lane, the lane's key last, and a revision. A watch after that revision delivers the
-    missing entries. Raises BrokerError.
+    """Read the table of one lane. Return its entries, of which the last is that of the lane's key, and a revision: a
+    watch that starts after this revision delivers all entries that are missing here. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -64,27 +68,29 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    parts = await bucket.entries(lane_key)  # the answer may be from a replica that is behind
+    parts = await bucket.entries(lane_key)  # may come from a replica that is behind, so the lowest revision is returned
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
 
 class StoredTable:
-    """Table of one lane, as stored in its bucket. `table` is None if the bucket has no table."""
+    """Table of one lane, as it is stored in the bucket. `table` is None if the bucket has none."""
 
     def __init__(self, lane_key: str) -> None:
         self.key = lane_key
         self.clear()
 
     def clear(self) -> None:
-        """Discard the table: the contents of the bucket are unknown from now on."""
+        """Discard the table, because the contents of the bucket are unknown now."""
         self.table: Placement | None = None
-        self.revision = 0  # revision of the lane's key
+        self.revision = 0  # revision of the lane's key in the bucket
         self._head: Placement | None = None
         self._parts: dict[int, PlacementPart] = {}
         self._sizes: dict[int, int] = {}
 
     def apply(self, entry: Entry) -> bool:
-        """Apply an entry that was read; see `put`. Raises ValueError; the table then stays unchanged."""
+        """Apply an entry of the bucket; see `put`. Returns whether the table changed. Raises ValueError for an entry
+        that cannot be decoded; the table then stays unchanged.
+        """
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:
@@ -92,7 +98,7 @@ class StoredTable:
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
-        """Set the value of a key. None means that the key was removed or that its value cannot be read. Returns whether
+        """Set the value of a key. None means that the key was removed, or that its value is unreadable. Returns whether
         the table changed.
         """
         number = topology.part_number(self.key, key)
@@ -126,7 +132,7 @@ class StoredTable:
             if (part := self._parts.get(number)) is not None and part.stamp == stamp
         ]
         if len(parts) < len(head.parts):
-            # a part that the lane's key names is missing, or newer parts arrived before the lane's key
+            # a part is missing, or parts have arrived before the lane's key that names them
             return False
         hosts: dict[str, tuple[str, ...]] = {}
         raised_s: dict[str, float] = {}
@@ -137,7 +143,7 @@ class StoredTable:
         return True
 
     def change(self, table: Placement, max_payload: int) -> TableChange:
-        """Return the writes that store this table in the bucket. They expect the revision that this object knows.
+        """Return the writes that store `table`. They succeed only if the lane's key still has the revision known here.
 
         `max_payload`: the broker's limit for a message, in bytes. Raises PayloadTooBig if one message of the change
         exceeds it.
@@ -170,12 +176,12 @@ class StoredTable:
         return TableChange([*writes, Write(self.key, messages.encode(head), self.revision)], table, head, parts, sizes)
 
     def written(self, change: TableChange, revision: int) -> None:
-        """Apply a change that was stored at `revision` to this object."""
+        """Set this object to the result of a change that was stored with this revision."""
         self.table, self._head, self.revision = change.table, change.head, revision
         self._parts, self._sizes = change.parts, change.sizes
 
     def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """Split a table. Returns all parts, and the encoded parts that differ from the parts in the bucket."""
+        """Split a table into parts. Return all parts, and the encoded parts that differ from those in the bucket."""
         before = self._head
         if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
             parts, encoded = self._renewed(table, self.table)
@@ -195,7 +201,9 @@ class StoredTable:
         }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """Encode the parts that have a changed row. Returns all parts, and the encoded parts that changed."""
+        """Update the parts that have a changed row, and keep the others. Return all parts, and the encoded parts that
+        changed.
+        """
         changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
         changed |= before.hosts.keys() - table.hosts.keys()
         changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}

@@ -1,15 +1,16 @@
-"""Entry of requests into the queue. A request is refused by its expected wait (`model_queue`, `retry_slots`), and keys
-share the queue by their windows (`window`).
+"""Entry of requests into the queue. A request is refused if its expected wait is too long (`model_queue`,
+`retry_slots`). Each key may have only a limited number of tokens, its window, in the queue (`window`).
 
-    chunks ──► would it wait past its budget? ──► room now: permits at once
+    chunks ──► will the answer come too late? ──► room now: permits at once
                         │ yes                 └─► no room: waits for the turn of its key, as results come back
                         ▼                              └─► would be late now: QUEUE_FULL as well
-                   QUEUE_FULL with the time of its turn
+                   QUEUE_FULL with the time to come again
 
-Every permit is given back once: when the result of its chunk arrives, or when its request ends.
+A permit allows one chunk of a request to be in the queue. It is given back once: when the result of the chunk arrives,
+or when the request ends.
 
-`Peers` are the gateways of this installation, found by their announcements. Gateways divide the windows by their
-number, and add the work that the others put into the queue.
+`Peers` are the gateways of this installation, found by their announcements. Each of n gateways uses 1/n of a key's
+window, and adds the work that the other gateways have in the queue to its own.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
@@ -52,10 +53,12 @@ EVERY_S = 1.0
 BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
 SILENT_S = 5.0
 HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost
-RATE_S = 10.0  # time constant of the rate in tokens per second
-QPS_S = 10.0  # seconds over which answers are counted
+RATE_S = 10.0  # seconds: time constant of the moving average of tokens per second
+QPS_S = 10.0  # the answers per second are the mean over this number of seconds
 MAX_BEATS = round(QPS_S / BUSY_S)
-_MIN_MESSAGES = 0.01  # a lane with fewer messages is dropped, about ten half-lives after its traffic ended
+# figures of a lane (pool, machine profile and bundle) are dropped when its decayed number of messages is lower than
+# this: ten half-lives after ten messages
+_MIN_MESSAGES = 0.01
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
 
@@ -72,8 +75,8 @@ def _flow_name(lane: Lane, priority: Priority) -> str:
 
 
 class _LaneFlow:
-    """Messages and tokens that this gateway put into one lane and priority. `fresh` counts the tokens since the last
-    announcement.
+    """Messages and tokens that this gateway put into one lane and priority; older ones count less (HALF_LIFE_S).
+    `fresh` counts the tokens since the last announcement.
     """
 
     __slots__ = ("fresh", "messages", "rate", "tokens")
@@ -92,8 +95,8 @@ class _LaneFlow:
 
 class Peers:
     """Gateways of this installation, this one included. Three functions return the figures that this gateway announces.
-    `waiting`: the tokens that wait in it, by lane and priority. `epoch`: the epoch of its catalogue. `queued`: its work
-    in the queue.
+    `waiting`: the tokens that wait in it, by lane and priority. `epoch`: the epoch of its catalogue, which names a
+    version. `queued`: its work in the queue.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        # number of sent answers, and the seconds in which they were sent
+        # for each announcement, the number of answers since the previous announcement, and the seconds between the two
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
         self._is_busy = False  # true if the last announcement had work in the queue
@@ -124,7 +127,7 @@ class Peers:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
 
     async def run(self, stop: Stop) -> None:
-        """Announce this gateway until `stop`, then announce that this gateway leaves."""
+        """Send announcements of this gateway until `stop`, then a last one which says that the gateway leaves."""
         while not await stop.wait_for(self.pause_s()):
             await self._send(self.beat())
         await self._send(GatewayBeat(self.id, leaving=True))
@@ -186,7 +189,9 @@ class Peers:
         try:
             beat = heartbeats.decode_gateway(message.data)
         except msgspec.DecodeError as error:
-            _peers_logger.warning("a gateway's announcement could not be read: %s", error)
+            _peers_logger.warning(
+                "an announcement of another gateway's work could not be decoded and is ignored: %s", error
+            )
             return
         self.note(beat)
 
@@ -210,32 +215,37 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the catalogue epoch of each live gateway. For this gateway it is the current one."""
+        """Return the catalogue epoch of each live gateway. For this gateway it is the epoch that it uses now, which it
+        may not have announced yet.
+        """
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """Return the traffic of a lane and priority, as each live gateway announced it."""
+        """Return the messages, tokens and rates of a lane and priority: one entry for each live gateway that has
+        announced them.
+        """
         name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
-# bytes of inputs that wait in this gateway; a request may exceed this limit if no other request waits
+# largest number of bytes of inputs that wait in this gateway; a request may exceed it if no other request waits
 MAX_WAITING_BYTES = 256 << 20
 # chunks in the queue of a model that no worker has loaded: the first makes a worker load the model, the second is ready
 # for the worker's first batch
 COLD_CHUNKS = 2
 MAX_GONE = 4096
 SWEEP_S = 1.0
-MAX_TOLD = 256  # models and priorities in an announcement: those with the most work in the queue
-# turns in an announcement, of 34 bytes each: the announcement fits 64 KiB, the smallest message limit of a broker
+MAX_TOLD = 256  # most queues in an announcement, each of a model and priority; those with the most work are announced
+# most turns (times at which refused clients come again) in an announcement: at 34 bytes each, they fit into 64 KiB, the
+# smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0
 _logger = logging.getLogger("sie.gateway.admission")
 
 
 def key_of(authorization: str) -> str:
-    """Return the name of a key in this process. It is a digest, so that no token is stored. `authorization` is a bearer
-    token that was let in.
+    """Return the name by which this process knows an API key: a digest, so that no token is stored. `authorization` is
+    the header of a request whose bearer token was accepted.
     """
     token = authorization[7:] if authorization[:7].lower() == "bearer " else authorization
     return hashlib.blake2b(token.strip().encode(), digest_size=16).hexdigest()
@@ -268,7 +278,7 @@ class Permits:
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # counted as waiting bytes while the request waits
+        self.size_bytes = size_bytes  # bytes of its inputs, counted in `_waiting_bytes` while the request waits
         self.is_cold = not place.hosts
 
     @property
@@ -282,7 +292,7 @@ class Permits:
         return granted
 
     async def more(self) -> list[int]:
-        """Wait until a chunk has a permit, then return `pop`."""
+        """Wait until a chunk has a permit, then return the chunks like `pop`."""
         while not self._granted:
             self._wake = asyncio.Event()
             await self._wake.wait()
@@ -301,7 +311,9 @@ class Permits:
         self._admission.look_again(self.place)
 
     def tokens(self, chunks: Sequence[int]) -> int:
-        """Return the tokens of these chunks, as workers count them."""
+        """Return the number of tokens of these chunks, corrected by the ratio of actual to estimated tokens of the
+        model.
+        """
         return sum(self._ticket.tokens[chunk] for chunk in chunks)
 
     def close(self) -> None:
@@ -333,13 +345,14 @@ class Admission:
         self._clock = clock
         self.peers = Peers(broker, self.waiting, clock, epoch=epoch, queued=self.queued)
         self.peers.listeners.append(self.peer_announced)
-        # bounded: lanes come from the pools, the catalogue and the machine profiles
+        # needs no limit: clients cannot create lanes, which come from the pools, the catalogue and the machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
         self._open: dict[Ticket, Permits] = {}  # open requests, from admission to end
         self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results arrived
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
-        self._crowded: dict[ModelQueue, None] = {}  # models at which requests wait for a permit
+        # queues of models for which requests wait in this gateway for a permit; a dict, because it keeps their order
+        self._crowded: dict[ModelQueue, None] = {}
         self._waiting_bytes = 0
         fleet.listeners.append(self.pump)
 
@@ -375,7 +388,7 @@ class Admission:
         client: Callable[[], bytes] = bytes,
         squares: int = 0,
     ) -> None:
-        """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within its budget.
+        """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within `budget_s` seconds.
 
         `squares` is the sum of the squared token counts of its rows. `client` returns the digest that identifies the
         client when it tries again; the digest is empty if the client cannot be identified.
@@ -397,11 +410,11 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, including the work of refused clients that will come again; "
-            f"{budget_s:.1f} s are left"
+            f"the wait may take {refusal.wait_s:.1f} s, because clients that were refused before come again first; "
+            f"the request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:
-            message = f"the queue stands still: a wait of {refusal.wait_s:.1f} s is expected, {budget_s:.1f} s are left"
+            message = f"the queue stands still: the wait may take {refusal.wait_s:.1f} s, {budget_s:.1f} s are left"
         return QueueFull(message, retry_after_s=retry_s, extras={"queue_depth": self.queue_depth(place.lane)})
 
     def _count_refusal(self, place: ModelQueue, reason: str) -> None:
@@ -438,7 +451,9 @@ class Admission:
                 permits.on_refused(self._late(place, refusal, cost, entered.deadline_s - now_s, entered.client))
 
     def queue_depth(self, lane: Lane) -> int:
-        """Return the messages of a lane in the queue, as far as this gateway knows."""
+        """Return the number of messages of a lane in the queue. For each priority it is the number that the broker
+        reported last, or this gateway's own number if that is larger.
+        """
         own = dict.fromkeys(PRIORITIES, 0)
         for place in self._places.values():
             if place.lane == lane:
@@ -446,7 +461,7 @@ class Admission:
         return sum(max(self._backlog.messages(lane, priority) or 0, own[priority]) for priority in PRIORITIES)
 
     def waiting(self) -> Mapping[tuple[Lane, Priority], int]:
-        """Return the tokens that wait in this gateway, by lane and priority."""
+        """Return the tokens that wait in this gateway for a permit, by lane and priority."""
         tokens: dict[tuple[Lane, Priority], int] = {}
         for place in self._places.values():
             if place.window.is_waiting:
@@ -468,7 +483,7 @@ class Admission:
         return tuple(announced)
 
     def peer_announced(self, beat: GatewayBeat) -> None:
-        """Apply another gateway's announcement of its work in the queue."""
+        """Record the work and the turns of clients that another gateway announces."""
         now_s = self._clock()
         for queued in beat.queued:
             lane = Lane(queued.pool, queued.machine_profile, queued.bundle)
@@ -478,8 +493,8 @@ class Admission:
                 place.peer_announced(beat.gateway, queued, now_s)
 
     def chunk_cost(self, lane: Lane, priority: Priority, residency: str) -> int:
-        """Return SIE_CHUNK_COST in estimated tokens. The number is lower for a model whose inputs have more tokens than
-        the estimate.
+        """Return the most estimated tokens that a chunk may have: SIE_CHUNK_COST, or less if results of this model have
+        shown more tokens than were estimated.
         """
         place = self._places.get((lane, priority, residency))
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
@@ -503,11 +518,11 @@ class Admission:
         request: str = "",
         squares: Sequence[int] = (),
     ) -> Permits:
-        """Return the permits of a request that has chunks of these estimated tokens. Chunks that may enter the queue
-        now get a permit at once; the other chunks get theirs later. `request` is the id in the results. `squares` has,
-        for each chunk, the sum of the squared token counts of its rows.
+        """Let a request enter and return its permits. `costs` has the estimated tokens of each chunk. Chunks that may
+        enter the queue now get a permit at once; the other chunks get theirs later. `request` is the id in the results.
+        `squares` has, for each chunk, the sum of the squared token counts of its rows.
 
-        Raises QueueFull if too many bytes wait already.
+        Raises QueueFull if more than MAX_WAITING_BYTES of inputs would wait in this gateway.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -562,7 +577,9 @@ class Admission:
         return self._settings.key_window_tokens / self.peers.count()
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
-        """Update the hosts and the bound of a model's queue, after a heartbeat or after SWEEP_S seconds."""
+        """Update the hosts of a model's queue (workers that have the model loaded) and its bound (the most work in the
+        queue), after a heartbeat or after SWEEP_S seconds.
+        """
         if place.version == self._fleet.version and now_s < place.until_s:
             return
         place.version, place.until_s = self._fleet.version, now_s + SWEEP_S
@@ -596,8 +613,8 @@ class Admission:
             self._crowded.pop(place, None)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue. A key that waits at another model of the lane may now have a free
-        share.
+        """Grant permits after work left the queue. A key that waits at another model of the lane may now be below its
+        window.
         """
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
@@ -627,15 +644,15 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the shares of a deleted pool. Requests that still have permits of the pool release them when they
-        end.
+        """Drop the counts of the keys' work in the lanes of a deleted pool. Requests that still have permits of the
+        pool release them when they end.
         """
         used = {place.window.shares for place in self._places.values() if not place.window.idle}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
-        """Return the tokens and the messages with permits, and the bytes that wait. All three are zero if no request is
-        open.
+        """Return the number of tokens and of messages that have a permit for the queue, and the bytes of inputs that
+        wait in this gateway for one. All three are zero if no request is open.
         """
         windows = [place.window for place in self._places.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes

@@ -3,8 +3,8 @@
 The tokens per minute of a key are a bucket that refills continuously. Before a request runs, the gateway subtracts an
 estimate. After the request, it corrects the level by the actual usage.
 
-    estimate ──take──► level ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
-                         └ too little: RateLimited with the time until there is enough
+    estimate ──spend──► level ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
+                          └ too little: RateLimited with the time until there is enough
 
 Gateways share a quota: each of n gateways has 1/n of it. So the total is only approximately the quota.
 """
@@ -21,14 +21,14 @@ from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
 WORKERS_NAME = "config-read"  # name in metrics of the token that workers use to read the configuration
-# number of buckets that are kept; above it, full buckets are dropped, because a new bucket is full as well
+# largest number of buckets; above it, full buckets are dropped, because a new bucket is full as well
 _MAX_IDLE = 4096
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Rights of a credential. `key` identifies the credential for turns and quotas. It is empty if the installation
-    requires no credential.
+    """Rights of a credential. `key` identifies the credential for its quota, and for the order in which keys use the
+    queue. It is empty if the installation requires no credential.
 
     `name` identifies the credential in metrics. The token cannot be derived from it.
     """
@@ -65,13 +65,13 @@ class Quotas:
         self._levels: dict[str, _TokenLevel] = {}
 
     def charge(self, key: str, limits: KeyLimits) -> Charge | None:
-        """Open the charge of one call of this key; return None if the key has no quota."""
+        """Return an account with which one call uses the quota of this key; None if the key has no quota."""
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int) -> None:
         """Subtract `cost` tokens from the bucket of `key`, or raise.
 
-        A cost above this gateway's part of the quota is accepted when the bucket is full, and the key owes the excess.
+        A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key owes the excess.
         Without this rule, a request within the quota of the installation could never run. Raises RateLimited with the
         time until the next try, and PayloadTooLarge if the cost is above the quota of one minute.
         """
@@ -90,12 +90,14 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Add the tokens by which an estimate was too high. A negative `difference` subtracts tokens."""
+        """Add to the bucket of `key` the tokens by which an estimate was too high. A negative `difference` subtracts
+        tokens.
+        """
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 
     def _level(self, key: str, per_minute: int) -> tuple[_TokenLevel, float]:
-        """Return the current level of the bucket, and its size in tokens."""
+        """Return the bucket with its current number of tokens, and its size in tokens."""
         now_s, part = self._clock(), per_minute / max(1, self._gateways())
         level = self._levels.get(key)
         if level is None:
@@ -107,15 +109,17 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop the buckets that became full because nobody used them. A bucket that owes tokens is kept."""
+        """Drop the buckets that are full again because they were not used for a minute. A bucket that owes tokens is
+        kept.
+        """
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }
 
 
 class Charge:
-    """Tokens of one call. `spend` subtracts an estimate before the call runs. `settle` corrects it when the usage is
-    known. `refund` adds the tokens again if the call ended without usage.
+    """Account of the tokens of one call. `spend` subtracts an estimate before the call runs. `settle` corrects it when
+    the usage is known. `refund` adds the tokens again if the call ended without usage.
     """
 
     __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
@@ -132,11 +136,11 @@ class Charge:
         self._taken += cost
 
     def settle(self, tokens: int) -> None:
-        """Replace the estimate by the tokens that the call used."""
+        """Charge the tokens that the call used instead of the estimate; called when the call has ended."""
         if self._taken:
             self._quotas.settle(self._key, self._per_minute, self._taken - tokens)
             self._taken = 0
 
     def refund(self) -> None:
-        """Return all tokens of a call that used none to the bucket."""
+        """Put all tokens of the call back into the bucket, because the call used none."""
         self.settle(0)

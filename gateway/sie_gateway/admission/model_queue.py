@@ -1,15 +1,16 @@
-"""Queue of one model at one priority of a lane, as one gateway sees it. `judge` decides if one more request would be
-answered in time. This module does no I/O.
+"""Queue of one model at one priority of a lane (pool, machine profile and bundle), as one gateway sees it. `judge`
+decides if one more request would be answered in time. This module does no I/O.
 
 Rules of `judge`, in this order:
 
 1. If no work of this model is in the queue, or no worker has it loaded, the request is let in.
-2. `drain` gives the expected wait, which is multiplied by MARGIN. With evidence of n samples it is weighted by
-   n^2 / (n^2 + DOUBT), so without evidence no request is refused.
-3. If no result has arrived for longer than the budget, the request is refused.
-4. Refused clients have turns (`turns`). Another client is let in if its budget has room for it and for the turns that
-   are due within it, or if the workers would have too little work. Where batches are formed only when the device is
-   free, room is kept for the turns that are due until the batch of the request is formed.
+2. `drain` gives the expected wait, which is multiplied by MARGIN. With n samples it is weighted by
+   n^2 / (n^2 + DOUBT), so without samples no request is refused.
+3. If no result has arrived for longer than the time in which the request must be answered, it is refused.
+4. A refused client has a turn (`turns`): a time to come again, with room for its work. A client without a turn is let
+   in if its answer would come in time even after the work of all turns that are due before its deadline, or if the
+   workers would have too little work. If workers form a batch only when the device is free, only the turns that are
+   due before the batch of this request is formed count.
 
 `Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
 
@@ -40,22 +41,24 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# the time of a batch is the mean of the last samples: of at least this number, which span at least this many seconds
+# the time of a batch is the mean of the last samples: at least MIN_SAMPLES of them, and at least MIN_SPAN_S seconds
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
-EXPIRY_S, EXPIRY_BATCHES = 10.0, 8  # a sample counts for EXPIRY_S seconds and EXPIRY_BATCHES times its own time
+# a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
+EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
 # factor: if a batch is this many times slower or faster than its size explains, the device may have changed
 CHANGED = 2.0
-# samples in a row for each lane beyond CHANGED: then the device has become slower or faster, and older samples are
-# discarded
+# if this many samples in a row (for each batch that runs at the same time) are beyond CHANGED, the device has become
+# slower or faster, and older samples are discarded
 CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample is a stall, and is left out of the prediction
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
-UNKNOWN_STALL_S = 5.0  # STALL_S until the time of a first batch is measured
+UNKNOWN_STALL_S = 5.0  # replaces STALL_S until a first batch is measured
 STALL_BATCHES = 3.0
 LOOK_S = 0.1  # seconds for which a measured batch stays valid, and between two checks for requests that would be late
-# factor: a batch of more than MAX_GROWTH measured batches is assumed to take no longer than MAX_GROWTH of them
+# factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take as long as a batch with exactly
+# MAX_GROWTH times as many
 MAX_GROWTH = 4.0
 SETTLED = 0.25  # share of a batch's time, counted from its first result, after which all of its results have arrived
 RECENT_ANSWERS = 64
@@ -124,15 +127,16 @@ class _BatchResults:
         self.is_crowded = is_crowded
         self.device_s = device_s
         self.is_sample = device_s < math.inf
-        # estimate: a worker may form `pipeline` batches before the device is free
+        # estimated time when this batch was formed: a worker may form `pipeline` batches before the device is free
         self.formed_s = at_s - pipeline * device_s
         self.left_work = False  # true if work was left in the queue when this batch was formed
         self.is_counted = False
         self.tokens = 0.0
 
     def seconds(self, lanes: int) -> float:
-        """Return the seconds since the result before it. If its work was queued after that result, there was a pause:
-        then the time on the device, divided by `lanes`, is the upper limit.
+        """Return the seconds that the batch took: the time since the result before it. If its work was queued after
+        that result, the workers had a pause. Then it is the time since the work was queued, at most the time on the
+        device divided by `lanes`, the number of batches that run at the same time.
         """
         if self.queued_s <= self.before_s:
             return self.at_s - self.before_s
@@ -140,8 +144,8 @@ class _BatchResults:
 
 
 def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
-    """Return True if all of the newest batches were slower, or all were faster, than the device can be, judged by the
-    batch before.
+    """Return True if all of the newest batches took more than CHANGED times as long as the earlier batch `before`
+    predicts for their sizes, or if all took less than 1 / CHANGED of that time.
     """
     odd = [_oddness(before, batch) for batch in newest]
     return min(odd) > CHANGED or max(odd) * CHANGED < 1
@@ -166,8 +170,8 @@ class _BatchSample(NamedTuple):
 
 class MeasuredBatch(NamedTuple):
     """Mean of the last batches. `longest_s`: the time of the longest one. `is_full`: batches cannot become larger. This
-    is so if more work waited than the workers accept, or if most batches left work behind and no longer grow. Batches
-    grow while a worker still learns their times.
+    is so if more work waited than the workers accept, or if most batches left work behind and have stopped growing.
+    Batches grow while a worker still learns their times.
     """
 
     tokens: float
@@ -204,10 +208,10 @@ class Throughput:
     ) -> None:
         """Record a result of `tokens` tokens, which were queued at `queued_s` and ran in `batch`. `is_crowded`: when
         they were queued, more work waited than the workers accept, so no batch can be larger. `device_s` is the time of
-        the batch on the device. `lanes` batches run at a time, each with `pipeline` batches formed. `chunks` is the
-        number of chunks in the batch.
+        the batch on the device. `lanes` batches run at the same time. A worker forms up to `pipeline` batches before
+        its device is free. `chunks` is the number of chunks in the batch.
         """
-        if not batch:  # a result without a batch: the device did not run it
+        if not batch:  # the device did not run this work, so its result says nothing about the speed
             return
         entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
@@ -236,7 +240,9 @@ class Throughput:
                 batch.left_work = True
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
-        """Return the latest batches that count, the newest first."""
+        """Return the samples of the latest batches, the newest first, without those that have expired or are older than
+        a change of the device's speed.
+        """
         samples: list[_BatchSample] = []
         newest: list[_BatchResults] = []
         span_s = 0.0
@@ -258,8 +264,8 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last samples, or None if there is no sample. It is computed again after LOOK_S
-        seconds.
+        """Return the mean tokens and seconds of the last measured batches, or None if there are none. The mean is
+        computed again after LOOK_S seconds.
         """
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
@@ -277,7 +283,8 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # results of several lanes alternate, so the times of crowded batches alone would be a wrong sample
+        # crowded: more work waited than the workers accept. If several batches run at the same time, their results
+        # alternate, so crowded batches alone would be a wrong sample
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -315,15 +322,15 @@ class Throughput:
         """Return the wait of a request of `cost` tokens after `ahead` tokens, the oldest of which was queued at
         `oldest_s`.
 
-        If a batch may become larger than the measured ones, its time is theirs multiplied by (fixed + tokens) / (fixed
-        + measured tokens). `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown; then a
-        larger batch takes no longer. `share` is this gateway's part of the throughput, while `ahead` is the work of all
-        gateways.
+        If a batch may become larger than the measured batches, its time is their time multiplied by (fixed + tokens) /
+        (fixed + measured tokens). `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown;
+        then a larger batch is assumed to take the same time. `share` is this gateway's part of the throughput, while
+        `ahead` is the work of all gateways.
 
-        A worker forms no batch that is larger than the budgets of its requests allow. So batches that leave work behind
-        do not become larger. If a batch takes more than AHEAD_SHARE of the budget (`budget_s`), no further batch is
-        sealed while it runs. Then `running` tokens of the work ahead are in running batches, and the remaining tokens
-        fill the next batches in order.
+        A worker forms no batch that would take longer than its requests may wait. So batches that leave work behind do
+        not become larger. If a batch takes more than AHEAD_SHARE of the time in which the request must be answered
+        (`budget_s`), workers form no further batch while it runs. Then `running` tokens of the work ahead are in
+        running batches, and the remaining tokens fill the next batches in order.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -352,7 +359,7 @@ class Throughput:
 
 
 class AnswerPace:
-    """Speed at which a gateway answers, to compute the turns of requests that it refuses before it reads them.
+    """Speed at which a gateway answers. From it follows the Retry-After of a request that is refused before it is read.
 
     Requests in progress are summed over time, in request-seconds. The time of one request is the request-seconds of the
     last answers, divided by their number (Little's law). So time without requests does not make the gateway look
@@ -366,7 +373,7 @@ class AnswerPace:
         self._since_s = 0.0
         self._sum_s = 0.0  # request-seconds until `_since_s`
         self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # `_sum_s` at the end of each of the last requests
-        self._next_s = 0.0  # time of the last turn that was assigned
+        self._next_s = 0.0  # time at which the client refused last may come again
 
     def changed(self, now_s: float, running: int) -> None:
         """Record that the number of requests in progress rose or fell by one, to `running`."""
@@ -384,7 +391,7 @@ class AnswerPace:
             return 1
         sum_s = self._sum_s + self._running * (now_s - self._since_s)
         took_s = (sum_s - self._ended[0]) / (len(self._ended) - 1)  # time of one request; grows while no request ends
-        min_s = now_s + took_s / 2  # by this time half of the requests in progress have ended
+        min_s = now_s + took_s / 2  # earliest retry: by this time half of the requests in progress have ended
         each_s = took_s / self._running
         self._next_s = max(self._next_s, min_s) + each_s
         # the random number is no secret: it spreads clients in time
@@ -392,21 +399,24 @@ class AnswerPace:
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
 
-MARGIN = 1.1  # factor on the expected time of a request
+MARGIN = 1.1  # factor on the expected wait, for the error of the prediction
 DOUBT = 1.0  # square of the number of samples that give an expected wait half of its weight
-# batches that are admitted in addition to the running ones and to the turns that are due now, so that the workers have
-# no pause
+# clients without a turn are let in while the queue has less work than this many batches in addition to the running
+# ones, so that the workers have no pause; turns that are due now count as work
 BUSY_BATCHES = 1.5
-# share of the queue's throughput, and of the budget that is left after a batch, that is reserved for turns; clients
-# without a turn get the remaining share. Retry-After is in whole seconds, so all clients of one second return at once.
+# share of the queue's throughput that is reserved for turns; clients without a turn get the remaining share.
+# Retry-After is in whole seconds, so all clients of one second return at once. So their work is also limited to this
+# share of the time that a request has left after a running batch.
 TURN_PACE = 0.4
-MIN_BUNCH = 0.1  # smallest share of a budget that is reserved for clients that return together
+# refused clients that try again in the same second may bring work for at least this share of the seconds in which a
+# request must be answered
+MIN_BUNCH = 0.1
 STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest
-# seconds that clients wait at least after a stall: an adapter that ended starts again and loads its model
+# shortest Retry-After in seconds after a stall: if the adapter has ended, it must start again and load its model
 RESTART_S = 10.0
 
 
-OTHER_S = 2.0  # seconds for which the announced work of another gateway counts
+OTHER_S = 2.0  # seconds for which an announcement of another gateway's work is used
 
 
 class _PeerQueue(NamedTuple):
@@ -421,9 +431,9 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s` is the longest likely wait: the weighted prediction, and the
-    work promised to other clients. `turn_s` is the time in seconds until there is room for this request. `room` is the
-    largest cost of all turns that are due within one second.
+    """Refusal of a request because of its wait. `wait_s` is the predicted wait, with its margin and weight, the stall,
+    and the work promised to other clients. `turn_s` is the time in seconds until there is room for this request. `room`
+    is the largest cost of all turns that are due within one second.
     """
 
     wait_s: float
@@ -434,8 +444,8 @@ class WaitRefusal(NamedTuple):
 
 class Entered:
     """Request from its admission to its end. `queued_s` has two values for each chunk in the queue: the time when it
-    was admitted, and True if more work was waiting then. `scale` is the scale of the queue with which the costs were
-    counted.
+    was admitted, and True if more work was waiting then. `scale` is the number of actual tokens per estimated token
+    with which its costs were computed.
     """
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
@@ -450,12 +460,14 @@ class Entered:
         self.budget_s = budget_s
         self.deadline_s = now_s + budget_s
         self.client = client
-        self.is_decided = False  # the request has a result, or was refused after its admission
+        self.is_decided = False  # true after the request has a result, or was refused after its admission
         self.queued_s: dict[int, tuple[float, bool]] = {}
 
 
 class ModelQueue:
-    """Queue of one model at one priority. Its hosts are looked up again after a heartbeat, or after a second."""
+    """Queue of one model at one priority. Its hosts, the workers that have the model loaded, are looked up again after
+    a heartbeat, or after a second.
+    """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
         self.lane = lane
@@ -467,7 +479,8 @@ class ModelQueue:
         self.turns = RetrySlots()
         self.entered: dict[Ticket, Entered] = {}  # in order of admission
         self.scale = 0.0  # actual tokens per estimated token, learned from results; 0 before the first result
-        self.crossover_tokens = 0  # crossover of the model (`text_cost`), 0 while unknown
+        # length of a text in tokens at which attention takes as long as everything else; 0 while unknown
+        self.crossover_tokens = 0
         self.bound = QueueBound()
         self.hosts: list[Heartbeat] = []  # set by `hosted_by`
         self._lanes = 1  # number of batches that the hosts run at the same time
@@ -482,7 +495,7 @@ class ModelQueue:
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
         # chunks that were queued before this time may be running; None if the time is not computed yet
         self._taken_s: float | None = None
-        # the work of a stalled queue was withdrawn: before this time, new work counts as stalled too
+        # set when all work of a stalled queue is withdrawn: until this time, the queue counts as stalled for new work
         self._stalled_until_s = -math.inf
         self._others: dict[str, _PeerQueue] = {}  # by id of the gateway
 
@@ -508,7 +521,7 @@ class ModelQueue:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
-        # a request may put several chunks into the queue at the same time
+        # the first chunk in an empty queue, or a further chunk that was admitted at the same time
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s
@@ -647,13 +660,13 @@ class ModelQueue:
         )
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
-        """Return the cost ahead in the queue of all gateways, and this gateway's share of the throughput. `ahead` is
-        the cost of this gateway alone.
+        """Return the cost, in tokens, of the work from all gateways that runs before a new request, and this gateway's
+        share of the throughput. `ahead` is the cost of such work from this gateway alone.
 
         The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
-        enters the queue only at this gateway's share. Announcements are not current. So the computation assumes that
-        the other gateways have added as much work since then as this one, in proportion to their rates: a burst that
-        arrives at all gateways counts at once.
+        enters the queue only at this gateway's share. The announcements of other gateways may be OTHER_S seconds old.
+        So the computation assumes that the other gateways have added as much work since then as this one, in proportion
+        to their rates: a burst that arrives at all gateways is then taken into account at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -696,7 +709,9 @@ class ModelQueue:
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Return the refusal of a request of `cost` tokens with this budget, or None to let it in."""
+        """Return the refusal of a request of `cost` tokens that must be answered within `budget_s` seconds, or None to
+        let it in.
+        """
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -797,7 +812,9 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys alternate by cost."""
+        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys take turns, and put about
+        the same cost into the queue in each turn.
+        """
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
@@ -811,14 +828,14 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return the work that may return within one second, in seconds of the queue's throughput. It is a part of the
-    budget that is left after a running batch.
+    """Return how much work of refused clients may come again within one second, in seconds of the queue's throughput.
+    It is a part of the time that a request has left after a running batch.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at a time. For each of them, the worker accepts two full batches,
-    in addition to the batches at its adapter.
+    """Return the number of batches that a worker runs at the same time. It is computed from the tokens that the worker
+    accepts: these are two full batches for each batch that runs, and one for each batch at its adapter.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

@@ -21,22 +21,23 @@ from collections.abc import Sequence
 
 from sie_contracts.wire.heartbeats import Turn
 
-MAX_RETRY_S = 120  # seconds of the longest Retry-After; OpenAI clients do not retry if it is longer
+MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry if it is longer
 MAX_TURNS = 16_384
 # largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
 MAX_NEWS = 4_096
-GRACE_S = 2.0  # seconds after its due time before which no turn lapses
-# share of its wait by which a client may be early; also by which it may be late, if that is more than GRACE_S
+GRACE_S = 2.0  # seconds: a turn lapses at the earliest this long after its due time
+# share of the Retry-After by which a client may come too early, or too late if that is more than GRACE_S
 GRACE_SHARE = 0.3
-SLOT_S = 0.25  # seconds of a slot: the costs of due turns are summed by slot
+SLOT_S = 0.25  # length of a slot in seconds: the costs of all turns that are due in one slot are added
 SLOTS = round(1 / SLOT_S)  # number of slots in a second
-OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)  # past slots that may contain turns that have not lapsed
-CRUMB = 1e-6  # tokens: a smaller sum of costs is a rounding error
-MEMORY = 0.02  # weight of the newest turn in the share of clients that try again
+# number of past slots that may still have turns that have not lapsed
+OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)
+CRUMB = 1e-6  # a sum of costs below this number of tokens is a rounding error
+MEMORY = 0.02  # weight of the newest turn in the moving average of the share of clients that try again
 
 
 def _uniform(low: float, high: float) -> float:
-    return random.uniform(low, high)  # noqa: S311 not secret: it spreads clients in time
+    return random.uniform(low, high)  # noqa: S311 the number is no secret: it spreads clients in time
 
 
 class _RetrySlot:
@@ -78,11 +79,11 @@ class RetrySlots:
     __slots__ = ("_booked", "_by_client", "_claimed", "_count", "_lapses", "_open", "_own", "_shown")
 
     def __init__(self) -> None:
-        # heaps by digest of the client, ordered by due time
+        # for each digest of a client, a heap of its turns, ordered by due time
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
-        self._open = _SlotCosts()  # costs of the open turns of all gateways
-        self._own = _SlotCosts()  # costs of the open turns that this gateway booked
+        self._open = _SlotCosts()  # costs of the turns of all gateways that have neither been claimed nor lapsed
+        self._own = _SlotCosts()  # costs of the turns in `_open` that this gateway booked
         self._count = 0
         self._shown = 1.0  # share of booked turns whose client tried again
         # turns of this gateway that are not announced yet: client, due time, cost
@@ -93,7 +94,9 @@ class RetrySlots:
         return len(self._lapses)
 
     def promised(self, now_s: float) -> float:
-        """Return the tokens of clients that are expected to try again. Lapsed turns are removed first."""
+        """Return the tokens of the work that refused clients are expected to bring when they try again. Lapsed turns
+        are removed first.
+        """
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
             if turn.is_open:
@@ -102,7 +105,9 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts in proportion."""
+        """Return the part of `promised` that is due within `within_s` seconds. A slot that ends later than that counts
+        in proportion.
+        """
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
@@ -125,8 +130,9 @@ class RetrySlots:
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
         """Return the first second from `retry_s` on that has no turn, or that has room for this cost in addition to the
-        turns due within a second of it. Turns due before `retry_s` count as well, because they may have been booked at
-        a higher rate: each later second works off `room` of them. Return more than MAX_RETRY_S if no second has room.
+        turns due within a second of it. Turns that are due before `retry_s` count as well: if their cost is above
+        `room`, the excess uses up the room of the following seconds. Return more than MAX_RETRY_S if no second has
+        room.
         """
         if room == math.inf:
             return retry_s
@@ -172,7 +178,7 @@ class RetrySlots:
         ), claimed
 
     def peer_announced(self, now_s: float, turns: Sequence[Turn], claimed: Sequence[bytes]) -> None:
-        """Apply the `news` of another gateway."""
+        """Record the turns that another gateway has booked, and end the turns that clients have claimed there."""
         for turn in turns:
             if turn.client and 0 < turn.due_s <= MAX_RETRY_S + 1 and turn.cost > 0:
                 self._add(now_s, turn.client, turn.due_s, turn.cost, is_own=False)

@@ -1,14 +1,14 @@
-"""Fairness between keys: the order in which keys put work into the queue. Times and bounds are arguments, permits are
-results; this module does no I/O.
+"""Fairness between keys: the order in which keys put work into the queue. A permit lets one chunk of a request into the
+queue. Times and bounds are arguments, permits are results; this module does no I/O.
 
     request ──► Ticket (its chunks) ──► KeyWindow of (lane, priority, model) ──grant──► into the queue ──give_back──►
     the next chunk
 
-The work in the queue has two bounds. A key has at most its window in a lane and priority (`Shares`). All keys together
-have at most the work that the workers with the model accept (`bound`). The queue is first in, first out, so the next
-request of another key waits for everything in it, and the window of one key alone is several times the work at the
-adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin (Shreedhar and
-Varghese, 1996).
+The work in the queue has two bounds. A key may have at most its window, a number of tokens, in the queue of a lane and
+priority (`Shares`). All keys together have at most the work that the workers with the model accept (`bound`). The queue
+is first in, first out, so the next request of another key waits for everything in it. That is why the second bound is
+needed: the window of one key alone is several times the work at the adapters. Work above the bounds waits in the
+gateway, where keys alternate by cost: deficit round robin (Shreedhar and Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
 request never waits until a large one has ended, and large requests are finished one after the other.
@@ -22,7 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# seconds of work in the queue for devices that run batches faster than messages travel
+# the work in the queue must last at least this number of seconds, with one key and with several keys: a fast device
+# ends a batch before the next message comes
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
@@ -59,17 +60,18 @@ def bound(
     """Return the bound of a model's work that this gateway, one of `replicas`, keeps in the queue.
 
     With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys it may
-    be less. A request of another key waits for the p batches of s tokens in the queue, and runs in the next batch. It
-    may take as long as p full batches of S tokens, the most at the adapter, and twice its time alone: (p + 1)(a + b s)
-    <= p (a + b S) + 2 a, where a batch takes a seconds and a token b seconds. So the work in the queue, p s, is p / (p
-    + 1) times p S + a / b (`fixed_tokens`), and at most p S. If the time of a batch depends on its tokens, smaller
-    batches lose little. If each batch has a large fixed time, batches stay full. The number of messages is not reduced:
-    in batches that it limits, the time depends on the number of messages.
+    be less, so that a request of another key does not wait for long. Let p be the number of batches at an adapter, and
+    let a batch take a seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
+    runs in the next one. Together they may take as long as p full batches of S tokens and twice the fixed time a: (p +
+    1)(a + b s) <= p (a + b S) + 2 a. So the work in the queue, p s, is at most p / (p + 1) times (p S + a / b), where a
+    / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens, smaller batches lose little.
+    If each batch has a large fixed time, batches stay full. The number of messages is not reduced: the time of batches
+    that are limited by it depends on the number of messages.
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
     bound is at least some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a
-    model that is not loaded must not fill the window of its key. If a host does not report its credit, there is no
-    bound.
+    model that is not loaded must not fill the window of its key. If a host does not report how many tokens it accepts,
+    there is no bound.
     """
     hosts = list(hosts)
     if not hosts:
@@ -101,8 +103,8 @@ class Shares:
         self._seen_s[key] = now_s
 
     def contested(self, now_s: float) -> bool:
-        """Return True if more than one key had requests lately. Keys without recent requests and without work in the
-        queue are dropped.
+        """Return True if more than one key had requests within REMEMBERED_S seconds. Keys without recent requests and
+        without work in the queue are dropped.
         """
         if len(self._seen_s) > 1:
             recent_s = now_s - REMEMBERED_S
@@ -150,7 +152,7 @@ class Ticket:
         return self.next < len(self.costs)
 
     def advance(self) -> int:
-        """Return the next chunk, and mark it as in the queue."""
+        """Return the number of the next chunk, and mark the chunk as in the queue."""
         chunk = self.next
         self.held.add(chunk)
         self.next += 1
@@ -159,7 +161,7 @@ class Ticket:
 
 class _KeyFlow:
     """Waiting requests of a key, in order of arrival. `fresh` requests have had no permit yet; `begun` requests have
-    had at least one.
+    had at least one permit.
     """
 
     __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
@@ -171,7 +173,7 @@ class _KeyFlow:
         self.deficit = quantum
         self.cost = 0
         self.tokens = 0
-        self.turn = False  # true if a begun request is next
+        self.turn = False  # true if the next chunk is taken from `begun`, false if from `fresh`
 
     def head(self) -> Ticket:
         first, second = (self.begun, self.fresh) if self.turn else (self.fresh, self.begun)
@@ -179,16 +181,21 @@ class _KeyFlow:
 
 
 class KeyWindow:
-    """Work of one model at one priority of a lane. `shares` are the shares of this lane and priority."""
+    """Work of one model at one priority of a lane. `shares` counts the work of each key in this lane and priority, for
+    all models.
+    """
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum` is the cost of one turn, about the cost of a chunk."""
+        """`quantum` is the cost that a key may put into the queue before the next key follows, about the cost of a
+        chunk.
+        """
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        self._passed = 0  # cost of chunks that overtook the first key of the ring while it waits for room
+        # cost of the chunks of other keys that have overtaken the key whose turn it is, while its chunk waits for room
+        self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
 

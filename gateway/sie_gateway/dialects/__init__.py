@@ -1,7 +1,7 @@
-"""Client families. Each file converts the requests of one family to requests for a model, and the results to replies of
-that family.
+"""Formats of other APIs: each module serves one family of clients. It converts their requests to requests for a model,
+and the results to replies that they can read.
 
     path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference.run──► RequestResult ──► EncodedReply
 
-The call of `Inference.run` is the same for all families, so every family gets the same numbers.
+The call of `Inference.run` is the same for all families, so every family gets the same vectors and scores.
 """

@@ -1,6 +1,6 @@
 """`POST /v2/embed` and `POST /v1/embed` in the format of Cohere. One run of the model computes all requested types.
 
-In version 1, the input type is optional. A version 1 request without types gets plain lists of numbers.
+In version 1, `input_type` is optional, and a request without `embedding_types` gets plain lists of numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INPUT_TYPES = ("search_query", "search_document", "classification", "clustering"
 
 
 async def embed(version: int, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v{version}/embed`."""
+    """Answer `POST /v{version}/embed` with the vectors of texts or images in all requested types."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, "embed", body.get("model"))
     kind = fields.choice(body, "input_type", INPUT_TYPES, "")
@@ -64,7 +64,7 @@ v2 = functools.partial(embed, 2)
 
 
 def _types(body: fields.Body) -> list[str]:
-    """Return the requested types; an empty list if the body has none. Raises InvalidInput."""
+    """Return the types of vectors in `embedding_types`; an empty list if the field is missing. Raises InvalidInput."""
     names = body.get("embedding_types")
     if names is None:
         return []
@@ -79,7 +79,7 @@ def _types(body: fields.Body) -> list[str]:
 
 
 def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]:
-    """Return the name of the field with the inputs, and the inputs. Raises InvalidInput."""
+    """Return which of the fields `texts`, `images` and `inputs` the body has, and its inputs. Raises InvalidInput."""
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
         message = f"texts: expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
@@ -134,8 +134,8 @@ def _answer(
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
-    """Return descriptions of all images, in order, read from their files. The map is empty if an image has an unknown
-    format.
+    """Return the field `images` of the reply, which describes each image by the header of its file. Return an empty map
+    if there are no images, or if an image has an unknown format.
     """
     headers = [header(file) for item in items for file in item.images]
     if not headers or None in headers:

@@ -90,12 +90,14 @@ def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Pack one bit for each x, set if x > 0, eight bits to a byte. The first x is the highest bit."""
+    """Pack each vector into bits, eight to a byte. A bit is set if its value is above 0; the first value is the highest
+    bit.
+    """
     return np.packbits(vectors > 0, axis=1), {}
 
 
 def binary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Pack bits as `ubinary`, and subtract 128 from each byte, as int8."""
+    """Pack bits like `ubinary`, but subtract 128 from each byte, so that the bytes are int8."""
     return (np.packbits(vectors > 0, axis=1) ^ 0x80).view(np.int8), {}
 
 

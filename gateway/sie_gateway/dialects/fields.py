@@ -17,7 +17,7 @@ from sie_contracts.wire.messages import Priority
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.body import RequestItem
 
-FIRST_BULK = 500  # smallest number of the bulk priority, on Cohere's scale: 0 is the most urgent, 999 the least urgent
+FIRST_BULK = 500  # from this number on, Cohere's `priority` means bulk: 0 is the most urgent, 999 the least urgent
 _SIDES = {"query": True, "document": False, "passage": False}
 Body = Mapping[str, Any]
 
@@ -36,7 +36,9 @@ def flag(body: Body, name: str, *, default: bool = False) -> bool:
 
 
 def whole(body: Body, name: str, low: int, high: int | None = None) -> int | None:
-    """Return a whole number, None if the field is missing."""
+    """Return the whole number in the field `name`; None if the field is missing. Raises InvalidInput if it is less than
+    `low` or greater than `high`.
+    """
     value = body.get(name)
     if value is None:
         return None
@@ -48,7 +50,7 @@ def whole(body: Body, name: str, low: int, high: int | None = None) -> int | Non
 
 
 def text(body: Body, name: str) -> str:
-    """Return a text. The field is required."""
+    """Return the text in the required field `name`. Raises InvalidInput."""
     value = body.get(name)
     if not isinstance(value, str):
         raise refused(name, value, "a string")
@@ -65,7 +67,9 @@ def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
 
 
 def inputs(value: Any, name: str, limit: int) -> list[Any]:
-    """Return a list of one to `limit` elements. Raises InvalidInput: schema, empty_items, too_many_items."""
+    """Return `value` if it is a list of one to `limit` elements. Else raise InvalidInput with reason schema,
+    empty_items or too_many_items.
+    """
     if value == []:
         raise InvalidInput(f"{name}: expected at least one input", reason="empty_items", param=name)
     if not isinstance(value, list):
@@ -77,7 +81,7 @@ def inputs(value: Any, name: str, limit: int) -> list[Any]:
 
 
 def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
-    """Return the texts of a list as inputs."""
+    """Return the inputs of a request from a list of texts. Raises InvalidInput."""
     values = inputs(value, name, limit)
     for index, entry in enumerate(values):
         if not isinstance(entry, str):
@@ -86,14 +90,14 @@ def items(value: Any, name: str, limit: int) -> tuple[RequestItem, ...]:
 
 
 def priority(body: Body) -> Priority | None:
-    """Return the priority for a number from 0 to 999; None if the field is missing."""
+    """Return the priority from the field `priority`, a number from 0 to 999; None if the field is missing."""
     value = whole(body, "priority", 0, 999)
     return None if value is None else "interactive" if value < FIRST_BULK else "bulk"
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
-    """Return the parameters for a use of the inputs, for example `search_query`. They have `is_query` if the use names
-    a side of a search. They have the template if the model has a prompt for exactly this use.
+    """Return the parameters that follow from the use of the inputs, for example `search_query`: `is_query` if the
+    inputs are queries or documents of a search, and a template if the model has a prompt of exactly this name.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])
@@ -105,7 +109,7 @@ def side(use: str, entry: ModelEntry) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Rename parameters in InvalidInput errors: from our names to the names of the family."""
+    """Rename the parameter of an InvalidInput error from SIE's name to the name that the family of the client uses."""
     try:
         yield
     except InvalidInput as error:
@@ -116,5 +120,5 @@ def named(**names: str) -> Iterator[None]:
 
 
 def parameters(body: Body, *names: str) -> dict[str, Any]:
-    """Return the fields of a body whose names equal the names of our parameters."""
+    """Return the fields `names` of the body, except nulls: SIE's parameters have the same names."""
     return {name: body[name] for name in names if body.get(name) is not None}

@@ -15,7 +15,7 @@ from sie_gateway.inference.body import RequestItem
 
 
 def pictured(text: str | None, entries: Sequence[tuple[str, Any]], path: str) -> RequestItem:
-    """Build an input with images. `entries`: the path and the value of each image. Raises InvalidInput."""
+    """Build an input with images. `entries`: the path in the body and the value of each image. Raises InvalidInput."""
     files, fault, links = images.gather(entries, path)
     return RequestItem(text, modalities=("image",), images=files, unfit=fault, links=links)
 
@@ -37,7 +37,7 @@ def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
 
 
 def parts(value: Any, path: str) -> RequestItem:
-    """Build one input from a list of parts. The texts of the parts become lines of its text. Raises InvalidInput."""
+    """Build one input from a list of parts. The texts of the parts are joined by line breaks. Raises InvalidInput."""
     if not isinstance(value, list) or not value:
         raise fields.refused(path, value, "a list of parts")
     texts: list[str] = []
@@ -60,13 +60,13 @@ def parts(value: Any, path: str) -> RequestItem:
 
 
 def _sound(part: fields.Body, kind: str, path: str) -> tuple[Any, str]:
-    """Return the value of a part that contains the sound, and the path of this value."""
+    """Return the sound in one part of an input, and its path in the body."""
     source, name = part.get(kind), "data" if kind == "input_audio" else "url"
     return (source.get(name), f"{path}.{kind}.{name}") if isinstance(source, dict) else (source, f"{path}.{kind}")
 
 
 def address(part: fields.Body, path: str) -> tuple[str, Any]:
-    """Return the path and the value of the image address in a part of type `image_url`."""
+    """Return the path in the body, and the URL, of the image in a part of type `image_url`."""
     value = part.get("image_url")
     return (f"{path}.image_url.url", value.get("url")) if isinstance(value, dict) else (f"{path}.image_url", value)
 

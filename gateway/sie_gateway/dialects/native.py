@@ -1,4 +1,4 @@
-"""encode, score and extract in the native format. The reply has a slot for each input, also for an input that
+"""encode, score and extract in the native format. The reply has an entry (slot) for each input, also for an input that
 failed.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 async def infer(operation: Operation, inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /v1/{operation}/{model}`."""
+    """Answer `POST /v1/{operation}/{model}` in JSON, msgpack, Arrow or raw bytes, as the client accepts."""
     assert call.resolved is not None
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
     body = await decode_body(call, raw, msgpack=is_msgpack)
@@ -47,8 +47,8 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Check that no item has chunks. A format with one row for each item cannot contain their vectors. Raises
-    InvalidInput.
+    """Check that no item has the field `chunks`. A format with one row for each item cannot contain vectors of chunks.
+    Raises InvalidInput.
     """
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
@@ -123,7 +123,7 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(explain=call.explains)
-    if request.operation != "encode":  # public clients read `input_tokens`
+    if request.operation != "encode":  # the published clients read `input_tokens`; the other names are those of OpenAI
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)

@@ -1,7 +1,7 @@
 """`POST /api/embed` and `POST /api/embeddings` in the format of Ollama. Inputs are texts.
 
-A model is named as everywhere here, or with Ollama's tag `latest` after the name. Memory is managed by the workers, so
-`keep_alive` has no effect. Of `options`, `num_ctx` is read.
+A model has its usual name, with or without Ollama's tag `latest`. Workers manage their memory themselves, so
+`keep_alive` has no effect. Of `options`, only `num_ctx` is read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ shape = family("ollama")
 
 
 def untagged(catalogue: Catalogue, name: str) -> str:
-    """Return the name without the tag `latest`. A model may have a profile of this name: then the tag is the
-    profile.
+    """Return the name without the tag `latest`. If the model has a profile `latest`, the tag names that profile and
+    stays.
     """
     bare = name.removesuffix(TAG)
     entry = catalogue.find(bare) if bare != name else None
@@ -38,8 +38,8 @@ def untagged(catalogue: Catalogue, name: str) -> str:
 
 
 def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
-    """Return the name of a model or an alias (`profile` None) with a tag: its profile, else `latest`. A model with a
-    profile of that name has no tag, since the tag is the profile.
+    """Return the name with a tag, as Ollama shows it: with the profile, or with `latest` for the default profile and
+    for an alias (`profile` None). If the model has a profile `latest`, its default profile is shown without a tag.
     """
     if profile not in (None, "default"):
         return f"{name}:{profile}"
@@ -125,7 +125,7 @@ async def _run(
     items: tuple[RequestItem, ...],
     parameters: dict[str, Any],
 ) -> RequestResult:
-    """Run the model. Raises InvalidInput, and the errors of `Inference.execute`."""
+    """Run the model on the inputs and return the result. Raises InvalidInput, and the errors of `Inference.execute`."""
     options = body.get("options")
     if options is not None and not isinstance(options, dict):
         raise fields.refused("options", options, "a map")

@@ -1,8 +1,8 @@
 """`POST /v1/embeddings` in the format of OpenAI. Inputs are texts or token ids. The reply has dense vectors, as lists
 or as base64.
 
-Jina and Voyage have the same route with more fields: inputs as objects, types of the vectors, the side of a search,
-truncation. Infinity has the field `modality` for images and sounds.
+Jina and Voyage have the same route with more fields: inputs as objects, types of the vectors, whether the inputs are
+queries or documents, truncation. Infinity has the field `modality` for images and sounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 300_000  # largest number of tokens of all inputs of a request
 SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
-DEFAULT_ENCODING = "cl100k_base"  # OpenAI's clients use it for a model that they do not know
+DEFAULT_ENCODING = "cl100k_base"  # vocabulary that OpenAI's clients use for a model that they do not know
 _ENCODINGS = ("model", *vocabulary.NAMES)
 _UNNAMED = f"token_encoding: ids were read as {DEFAULT_ENCODING}, because no encoding was named; {vocabulary.OWN_IDS}"
 
@@ -79,8 +79,8 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 
 def _encoding(body: fields.Body, entry: ModelEntry) -> str:
-    """Return the vocabulary of the token ids: from the request, else from the model's entry; empty if neither has
-    one.
+    """Return the name of the vocabulary of the token ids, from the request or else from the model's entry; an empty
+    text if neither names one.
     """
     return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
 
@@ -92,8 +92,8 @@ def _has_ids(body: fields.Body) -> bool:
 
 
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
-    """Return the parameters under our names. The body has the names of OpenAI, of Jina and Voyage, or ours. Raises
-    InvalidInput.
+    """Return the parameters of the body under SIE's names. The body may use the names of OpenAI, Jina, Voyage or SIE.
+    Raises InvalidInput.
     """
     parameters = fields.parameters(
         body,
@@ -109,7 +109,7 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     if fields.flag(body, "return_multivector"):
         message = "return_multivector: expected false or null, this route returns one vector for each input"
         raise InvalidInput(message, reason="schema", param="return_multivector")
-    if parameters.get("dimensions") == 0:  # Infinity's client sends 0 for all dimensions
+    if parameters.get("dimensions") == 0:  # Infinity's client sends 0 if it wants all dimensions
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
     if width is not None and parameters.setdefault("dimensions", width) != width:
@@ -128,8 +128,8 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
     """Return the inputs: texts, token ids of the model, or token ids of OpenAI, which are converted to texts. Raises
     InvalidInput.
 
-    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Other families have lists of
-    parts.
+    An input of Jina may also be an object: `{"text": "a dog"}` or `{"image": "data:..."}`. Inputs of other families may
+    be lists of parts.
     """
     value = body.get("input")
     if isinstance(value, dict):
@@ -180,8 +180,8 @@ def _document(items: Sequence[RequestItem]) -> RequestItem:
 
 
 def _object(value: Any, path: str) -> RequestItem:
-    """Read an input of a request with objects: a text or an image in the fields of Jina, or a list of parts. Raises
-    InvalidInput.
+    """Read one input of a request whose inputs are objects: a text or an image in Jina's fields, or a list of parts.
+    Raises InvalidInput.
     """
     if isinstance(value, str):
         value = {"text": value}
@@ -197,14 +197,12 @@ def _object(value: Any, path: str) -> RequestItem:
 
 
 def _image(value: Any, path: str) -> RequestItem:
-    """Read an input of a request whose inputs are images."""
     if not isinstance(value, str | dict):
         raise fields.refused(path, value, "a data URI")
     return multimodal.image(value, path) if isinstance(value, str) else _object(value, path)
 
 
 def _sound(value: Any, path: str) -> RequestItem:
-    """Read an input of a request whose inputs are sounds."""
     if not isinstance(value, str):
         raise fields.refused(path, value, "a data URI")
     return multimodal.sound(value, path)
@@ -225,14 +223,14 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     """Refuse a request with more than `limit` tokens before its work is queued. `name`: its field of inputs. Raises
     InvalidInput, and the errors of `Inference.run`.
 
-    A worker counts the tokens of texts, but only if there may be too many.
+    Only a worker can count the tokens of texts. It is asked only if an upper bound of their number is above the limit.
     """
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)
     if max_tokens([item.text or "" for item in texts], run, limit) <= limit:
         return
     # With a separate id, a late answer to the count cannot be mistaken for an answer to the request.
-    # The count is not charged.
+    # The key of the client is not charged for the count.
     counting = replace(call, id=f"{call.id}-count", charge=None)
     whole = tuple(replace(item, chunks=None) for item in texts)
     counted = await inference.run(
@@ -246,7 +244,7 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
 
 def max_tokens(texts: Sequence[str], run: RunOptions, limit: int = MAX_TOKENS) -> int:
     """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
-    normal form if that is longer. Above `limit`, the normal forms are not computed, because that is slow.
+    Unicode normal form if that is longer. Above `limit`, the normal forms are not computed, because that is slow.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)

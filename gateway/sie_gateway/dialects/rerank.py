@@ -91,8 +91,8 @@ async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 def _ranked(finished: RequestResult, name: str) -> tuple[list[float], list[int]]:
-    """Return the score of each document, and the documents in the order of their scores, the best first. Raises
-    FailedRequest.
+    """Return the score of each document, and the indexes of the documents in the order of their scores, the best first.
+    Raises FailedRequest.
     """
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded(name)]
     return scores, sorted(range(len(scores)), key=lambda index: (-scores[index], index))
@@ -147,7 +147,7 @@ def _answer(
     items, order = finished.request.items, order[:count]
     ranked = [{"index": index, "relevance_score": scores[index]} for index in order]
     results: list[dict[str, Any]] = ranked
-    if with_documents:  # the reply does not repeat images
+    if with_documents:  # the reply repeats texts of documents, but not images
         texts = (items[index].text for index in order)
         results = [
             entry if text is None else {**entry, "document": text if root else {"text": text}}

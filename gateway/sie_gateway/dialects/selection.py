@@ -31,7 +31,8 @@ _MISSING: dict[Capability, str] = {
     "predict": "has no classes of its own to predict",
     "transcribe": "writes down no speech",
 }
-_CHECKED: tuple[Capability, ...] = ("predict", "transcribe")  # capabilities that do not follow from the task alone
+# a model with the task of the route may still lack these capabilities
+_CHECKED: tuple[Capability, ...] = ("predict", "transcribe")
 
 
 NOT_NAMED = "default/not-specified"  # sent by Infinity's client if its user names no model

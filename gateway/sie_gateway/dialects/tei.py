@@ -1,7 +1,7 @@
 """Routes of Text Embeddings Inference (TEI): they use the default models, and below /tei/{model} any model.
 
-Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI. Only here
-the field `error` is a string.
+Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI. Only in
+this format the field `error` is a string.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
-MAP_VALUES = 10  # numbers that take as long to write as one small map
+MAP_VALUES = 10  # one entry of a sparse vector, a small map, takes as long to write as this many numbers
 _DIRECTIONS = {"left": "START", "right": "END"}
 
 
@@ -80,7 +80,7 @@ def _texts(value: Any, most: int, name: str) -> tuple[RequestItem, ...]:
 
 
 def _truncation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the native parameter for truncation. Raises InvalidInput."""
+    """Return SIE's parameter `truncate` from the fields of TEI for truncation. Raises InvalidInput."""
     direction = body.get("truncation_direction")
     if direction is not None and (not isinstance(direction, str) or direction.lower() not in _DIRECTIONS):
         raise fields.refused("truncation_direction", direction, "left or right")
@@ -124,7 +124,7 @@ async def _encode(
 
 
 async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> RequestResult:
-    """Run the model over `inputs` of the body."""
+    """Run an encode request with the `inputs` of the body, and return its result."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, capability, body.get("model"))
     items = _inputs(body.get("inputs"), inference.max_items(call))
@@ -138,13 +138,13 @@ async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 async def embed_all(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer with the states of all tokens, not pooled and not normalised."""
+    """Answer with the hidden states of all tokens, not pooled and not normalised."""
     finished = await _embedded(inference, call, raw, "embed_all")
     return _answer(call, finished, reply.listed(finished.arrays("inputs", options.TOKEN_STATES), finished.values))
 
 
 async def embed_sparse(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer with sparse vectors: the index and the weight of each vocabulary token with a weight."""
+    """Answer with sparse vectors: the index and the weight of each token of the vocabulary whose weight is not 0."""
     finished = await _embedded(inference, call, raw, "embed_sparse")
     indices, values = finished.arrays("inputs", "sparse.indices"), finished.arrays("inputs", "sparse.values")
     rows = list(zip(indices, values, strict=True))
@@ -279,7 +279,7 @@ async def decode(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 async def main_task(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /` with the main task of the model. If the body has a source sentence, answer with similarities."""
+    """Answer `POST /` with the result of the model's main task; with similarities if the body has a source sentence."""
     body = await decode_body(call, raw)
     value = body.get("inputs")
     if isinstance(value, dict) and "source_sentence" in value:

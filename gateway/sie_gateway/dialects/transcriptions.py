@@ -3,8 +3,8 @@ words as JSON, text or subtitles.
 
     recording ──► part of 600 s ──► segments ──► the next part begins where the last whole segment ends ──► reply
 
-A part is a work item of its own. So a recording of hours takes its turn in the queue after each part, and no process
-holds the features of all of it.
+Each part of the recording is a separate work item. So the work of other clients runs between the parts of a long
+recording, and no process has the features of the whole recording in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VTT = "text/vtt"
 # incomplete. Whisper reads 30 s at a time, so no segment is longer
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
-# fields of OpenAI that these models do not support, with the values that change nothing
+# fields of OpenAI that are not supported, each with the values that are accepted because they change nothing
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "stream": (("false",), "false: the whole text comes at once"),
     "temperature": (("0", "0.0"), "0: the most likely words are written, none at random"),
@@ -57,7 +57,7 @@ _REFUSED_LISTS = {
 
 
 class SpokenSegment(NamedTuple):
-    """Words that were spoken between two times, in seconds of the recording."""
+    """Words that were spoken between `start` and `end`, in seconds from the beginning of the recording."""
 
     start: float
     end: float
@@ -66,7 +66,9 @@ class SpokenSegment(NamedTuple):
 
 @dataclass
 class Transcript:
-    """Text and segments of the parts of a recording that were read. `language` is the code of the first part."""
+    """Text and segments of the parts of a recording that have been read so far. `language` is the code of the language
+    that was recognised in the first part.
+    """
 
     seconds: float = 0.0
     language: str = ""
@@ -76,8 +78,8 @@ class Transcript:
     tokens: int = 0
 
     def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
-        """Add the segments of a part. `text`: the text of all segments of the part; empty if some segments are left
-        out.
+        """Add the segments of a part. `text`: the text of these segments as the model wrote it; if it is empty, the
+        texts of the segments are joined instead.
         """
         self.segments += segments
         own = text or self.space.join(segment.text for segment in segments)
@@ -115,7 +117,7 @@ translations = functools.partial(_transcribe, "translate")
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
-    """Read a recording part by part. Also returns the result of the last part. Raises the errors of
+    """Transcribe a recording part by part. Return the transcript, and the result of the last part. Raises the errors of
     `Inference.execute`.
     """
     transcript = Transcript()

@@ -13,8 +13,8 @@ _SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
-    """Return our parameter for `truncation`; no parameter if the body also has `truncate`. Voyage's client always sends
-    `truncation`, so its presence also selects the error format of Voyage.
+    """Return SIE's parameter `truncate` for Voyage's field `truncation`; no parameter if the body also has `truncate`.
+    Voyage's client always sends `truncation`, so its presence also selects the error format of Voyage.
     """
     if body.get("truncation") is None:
         return {}

@@ -1,4 +1,5 @@
-"""Assignment of workers to reservations. Pure functions: gateways that compute from equal inputs write the same result.
+"""Assignment of workers to reservations (pools that a client has created for itself). Pure functions: gateways that
+compute from equal inputs write the same result.
 
 reservations, oldest first ──► a reservation keeps its workers ──► a reservation with too few workers gets all missing
 workers, or none
@@ -21,8 +22,8 @@ DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a res
 
 @dataclass(frozen=True)
 class AssignableWorker:
-    """A worker that may be reserved. `models`: the loaded models. `busy`: tokens of accepted work that is not answered
-    yet.
+    """Worker that may be assigned to a reservation. `models`: the loaded models. `busy`: tokens of accepted work that
+    is not answered yet.
     """
 
     machine_profile: str

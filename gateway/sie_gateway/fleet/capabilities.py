@@ -1,4 +1,4 @@
-"""Capabilities that a route requires of a model, by the route's endpoint."""
+"""Capabilities that routes require of a model: for the endpoint name of each route, a function that checks an entry."""
 
 from __future__ import annotations
 

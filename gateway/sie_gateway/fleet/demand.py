@@ -1,14 +1,14 @@
-"""Requests for models that no worker has loaded: the answer after the longest wait (the hold), and the record of
-demand.
+"""Requests for models that no worker has loaded. Such a request is held for a limited time (the hold). The drawing
+shows what follows then. In addition, the demand is recorded for autoscalers.
 
 held until the end of the hold ──► a worker has loaded the model: go on waiting
                                ──► a worker loads the model: MODEL_LOADING
                                ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
                                ──► a worker is ready and has not begun to load: go on waiting
 
-The record of demand has one key per lane. All gateways read it, and it counts for DEMAND_LIFE_S. It is needed because
-the work of a request that has ended is withdrawn from the queue: without the record, no autoscaler would start a worker
-for the client's next attempt.
+The record of demand has one key per lane (pool, machine profile and bundle). All gateways read it. It is valid for
+DEMAND_LIFE_S seconds. It is needed because the work of a request that has ended is withdrawn from the queue: without
+the record, no autoscaler would start a worker for the client's next attempt.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop
 
 DEMAND_LIFE_S = 60.0
-AGAIN_S = 5.0  # seconds; a record younger than this is not written again
+# seconds before the record of demand of a lane is written again, to limit the writes while many requests wait
+AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-ASKED_S = 60.0  # seconds without a request after which the start of a worker is no longer measured
+ASKED_S = 60.0  # if a lane has no request for this number of seconds, the start of its worker is no longer measured
 _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return whether a record of the time `at_s` still counts, by the broker's clock. A record with a time in the
-    future counts, too.
+    """Return whether a record from the time `at_s` (broker's clock) is still valid. A record with a time in the future
+    is valid.
     """
     return now_s - at_s < DEMAND_LIFE_S
 
@@ -58,7 +59,7 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        self._noted: dict[Lane, float] = {}  # bounded: only lanes of the catalogue and the machine profiles
+        self._noted: dict[Lane, float] = {}  # needs no limit: clients cannot create lanes
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
 
@@ -70,28 +71,30 @@ class DemandRecords:
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the lanes of a pool that no longer exists. Its records in the broker expire by their age."""
+        """Remove the demand for the lanes of a pool that no longer exists. Its records in the broker expire by their
+        age.
+        """
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
 
     def pending(self) -> set[Lane]:
-        """Return the lanes that this gateway recorded within DEMAND_LIFE_S."""
+        """Return the lanes for which this gateway has recorded demand within the last DEMAND_LIFE_S seconds."""
         now_s = self._now_s()
         return {lane for lane, at_s in {**self._written, **self._noted}.items() if is_live(at_s, now_s)}
 
     async def run(self, stop: Stop) -> None:
-        """Write the noted lanes until `stop`. A write that fails is tried again."""
+        """Write the demand that `note` records to the broker, until `stop`. A write that fails is tried again."""
         while not await stop.wait_woken(self._wake):
             try:
                 await self.write()
             except BrokerError as error:
-                _logger.warning("the demand could not be written to the broker: %s", error)
+                _logger.warning("records of demand for lanes could not be written to the broker: %s", error)
                 self._wake.set()
                 await stop.wait_for(_RETRY_S)
 
     async def write(self) -> None:
-        """Write all noted lanes. Raises BrokerError."""
+        """Write all demand that `note` has recorded to the broker. Raises BrokerError."""
         while self._noted:
             lane, at_s = next(iter(self._noted.items()))
             failpoint("gateway.before_demand")
@@ -101,14 +104,14 @@ class DemandRecords:
                 del self._noted[lane]
 
     async def is_wanted(self, lane: Lane) -> bool:
-        """Return whether the lane has a record of demand, of any gateway, that still counts. Raises BrokerError."""
+        """Return whether the lane has a valid record of demand, written by any gateway. Raises BrokerError."""
         entry = await self._bucket.get(topology.lane_key(lane))
         if entry is None or entry.value is None:
             return False
         try:
             return is_live(records.decode_demand(entry.value).at_s, self._now_s())
         except msgspec.DecodeError as error:
-            _logger.warning("the demand of %s could not be read: %s", lane, error)
+            _logger.warning("the record of demand for lane %s could not be read: %s", lane, error)
             return False
 
 
@@ -139,7 +142,7 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        self._starts: dict[Lane, _ColdStart] = {}  # bounded: only lanes of the catalogue and the machine profiles
+        self._starts: dict[Lane, _ColdStart] = {}  # needs no limit: clients cannot create lanes
         self._took_s: dict[Lane, float] = {}
 
     def requested(self, lane: Lane) -> None:
@@ -156,7 +159,7 @@ class ColdStarts:
             self._starts.setdefault(lane, _ColdStart(now_s)).last_s = now_s
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the lanes of a pool that no longer exists."""
+        """Remove the starts of the lanes of a pool that no longer exists."""
         for entries in (self._starts, self._took_s):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]

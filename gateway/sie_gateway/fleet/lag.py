@@ -1,5 +1,5 @@
-"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane and priority, and by
-model.
+"""Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane (pool, machine
+profile and bundle) and priority, and by model.
 
 Counts are read from the shared backlog. Ages and models are read from the oldest messages. If the broker does not
 answer, the lag is unknown, and never zero.
@@ -22,8 +22,8 @@ from sie_gateway.streams.backlog import Backlog
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 5.0
-MAX_LANES = 16  # most lanes of a pool in the report: the ones with the most work
-MAX_SUBJECTS = 24  # most subjects of models of a pool in the report: the ones with the most work
+MAX_LANES = 16  # largest number of lanes of a pool in the report: the lanes with the most work
+MAX_SUBJECTS = 24  # largest number of subjects of models of a pool in the report: those with the most work
 _ESCAPED = re.compile(r"(?:_[0-9a-f]{2})+")
 _logger = logging.getLogger("sie.gateway.lag")
 Labels = tuple[str, ...]
@@ -35,10 +35,10 @@ class Lag:
     """
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
-        """Create the lag. `now_s` returns the broker's time."""
+        """`now_s` returns the broker's time. `pools` is read again at each refresh."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # this object is shared and changes
+        self._pools = pools  # shared with the owner of the pools, who changes it when pools are created or removed
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         self._lanes: dict[Labels, ModelBacklog] = {}
@@ -64,7 +64,7 @@ class Lag:
         return max(0.0, self._now_s() - stored.sent_s)
 
     async def run(self, stop: Stop) -> None:
-        """Refresh the lag each EVERY_S until `stop`."""
+        """Refresh the lag every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "the age of the queue is not known")
         while not await stop.wait_for(EVERY_S):
             try:
@@ -127,7 +127,7 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                before = models.get(of_model, ModelBacklog(0))  # a model may have two subjects
+                before = models.get(of_model, ModelBacklog(0))  # if a model has work in two subjects, add the counts
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)
                 )

@@ -1,4 +1,6 @@
-"""Live workers by their heartbeats, and the choice of a lane for a request."""
+"""Live workers by their heartbeats, and the choice of a lane for a request. A lane is the queue of the workers with one
+bundle of models on one machine profile of a pool.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from sie_contracts.wire.heartbeats import Fetched, Heartbeat, ModelStatus
 from sie_contracts.wire.records import ReservationSpec
 from sie_contracts.wire.topology import Lane
 
-# states by rank: of several states at workers, the first one here is reported
+# states of a model; if workers report several of them, the first one in this order is the state of the model
 STATES = ("loading", "unloading", "loaded", "failed", "available")
-LOADS = ("loading", "failed")  # states that a worker may have before it is ready
+LOADS = ("loading", "failed")  # states of a model that a worker may report before it is ready itself
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
-NO_DISK_S = 0.5  # the same while the list is empty, at the start of a cluster
+NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -46,8 +48,8 @@ def worker_rate(beats: Iterable[Heartbeat]) -> float:
 
 
 def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
-    """Compute `worker_rate` from arrays of shape (workers,): the rate of each worker, and the tokens a second that
-    arrive there.
+    """Compute `worker_rate` from arrays of shape (workers,): the rate of each worker, and the tokens per second that
+    arrive at each worker.
     """
     is_measured = rates > 0
     rates, arriving = rates[is_measured], arriving[is_measured]
@@ -58,13 +60,13 @@ def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> floa
 
 
 class _LaneWorkers:
-    """Healthy workers of one lane by their id. For each model, the workers that have it loaded."""
+    """Healthy workers of one lane by their id, and for each model the workers that have it loaded."""
 
     def __init__(self) -> None:
         self.beats: dict[str, Heartbeat] = {}
         self.loaded: dict[str, set[str]] = {}  # model -> workers
         self.unloading: set[str] = set()  # workers
-        self.types: Counter[str] = Counter()  # workers by the type of their device
+        self.types: Counter[str] = Counter()  # number of workers by the type of their device
         self._all: list[Heartbeat] | None = None
 
     def put(self, beat: Heartbeat) -> None:
@@ -80,7 +82,7 @@ class _LaneWorkers:
 
     def drop(self, beat: Heartbeat) -> None:
         del self.beats[beat.worker]
-        self.types -= Counter([_type(beat)])  # removes a type without workers
+        self.types -= Counter([_type(beat)])  # the operator also removes types whose count becomes 0
         self._all = None
         self.unloading.discard(beat.worker)
         for status in beat.models:
@@ -128,9 +130,9 @@ class Fleet:
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
         self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> the status that the worker reports
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> time of its first report of the load
-        # time when the set was computed, and the set
+        # time of the computation, and ids of the models on disks
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
-        self.version = 0  # grows with every heartbeat
+        self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
         self._spec = spec
@@ -142,7 +144,7 @@ class Fleet:
         try:
             heartbeat = heartbeats.decode_heartbeat(message.data)
         except msgspec.DecodeError as error:
-            _logger.warning("a heartbeat could not be read: %s", error)
+            _logger.warning("a worker's heartbeat could not be decoded and is ignored: %s", error)
             return
         self.note(heartbeat)
 
@@ -206,9 +208,7 @@ class Fleet:
                 del self._served[beat.pool, beat.bundle]
 
     def _expire(self) -> None:
-        """Return all known workers in the order of names, each with True if it is healthy: its heartbeat is in time,
-        the worker is ready, and it does not leave.
-        """
+        """Remove workers with an overdue heartbeat from the healthy workers."""
         now_s = self._clock()
         while self._healthy:
             worker = next(iter(self._healthy))
@@ -246,7 +246,7 @@ class Fleet:
         return {lane: entry.all() for lane, entry in self._lanes.items()}
 
     def silent(self) -> dict[Lane, list[Heartbeat]]:
-        """Return, by lane, the workers whose last heartbeat reported them healthy, and is overdue now."""
+        """Return, by lane, workers that were healthy in their last heartbeat and whose next heartbeat is overdue."""
         self._expire()
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
@@ -271,8 +271,8 @@ class Fleet:
         return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
 
     def crossover_tokens(self, residency: str) -> int:
-        """Return the crossover length of a model in tokens (see `costs`), from the workers' reports; 0 while no worker
-        reports one.
+        """Return the length of a text in tokens at which attention takes as long as everything else in the model, from
+        the workers' reports; 0 while no worker reports one.
         """
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
@@ -310,17 +310,17 @@ class Fleet:
     def lane(self, resolved: Resolved, *, pool: str, machine_profile: str, known_pools: Iterable[str]) -> Lane:
         """Return the lane of a request.
 
-        A machine profile or GPU type in the request is a constraint. The machine profiles of the model's entry are a
-        constraint too. Of the remaining machine profiles, these are preferred, in this order: one with the model
-        loaded, one whose workers serve the bundle, one without a worker, where the work waits. Of several equal ones,
-        the first one is chosen: in the order of the entry, else of SIE_GATEWAY_CONFIGURED_GPUS. In a reservation, the
-        machine profiles of its spec replace this list.
+        The machine profile or GPU type that the request names is a constraint, and so are the machine profiles of the
+        model's entry. Among the allowed machine profiles, the choice is one where a worker has the model loaded, else
+        one whose workers serve the bundle, else one without a worker, where the work waits. Of several, the first one
+        in the order of the entry is chosen, or else in the order of the configured machine profiles. These are
+        SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of its spec.
 
-        If SIE_MACHINE_PROFILE is in this list, it gets all work of the bundle `default` without a constraint, also
-        while it has no live worker.
+        If SIE_MACHINE_PROFILE is among the configured ones, it gets all work of the bundle `default` without a
+        constraint, also while it has no live worker.
 
-        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded.
-        Without a list of machine profiles, raises NotFound if no worker has the named profile, and NotProvisioned while
+        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded. If
+        no machine profiles are configured, raises NotFound if no worker has the named profile, and NotProvisioned while
         there is no worker at all.
         """
         bundle = resolved.bundle
@@ -371,8 +371,9 @@ class Fleet:
         return [name for name, of_lane in serving.items() if residency in of_lane.loaded]
 
     def _awaited(self, requested: str, pool: str, bundle: str) -> str:
-        """Return the machine profile for a named profile without a ready worker. The name must be the machine profile
-        of this installation, or be in a heartbeat. The request waits in its lane. Raises NotFound, NotProvisioned.
+        """Return the machine profile that a request names, although it has no ready worker: the request waits in its
+        lane. The name must be the machine profile or GPU type of this installation, or of a worker that has sent a
+        heartbeat. Raises NotFound, NotProvisioned.
         """
         types: dict[str, Counter[str]] = {self._settings.profile: Counter([gpu_type(self._settings.gpu_type or "")])}
         serving = self._served.get((pool, bundle), {})
@@ -395,7 +396,7 @@ class Fleet:
 
     def model(self, model: str) -> tuple[str, list[tuple[Heartbeat, ModelStatus]]]:
         """Return the state of a model over all healthy workers, and the report of each worker, sorted by name. Reports
-        of workers that are starting count if these workers load the model or failed to load it.
+        of workers that are still starting are included only if these workers load the model or failed to load it.
         """
         self._expire()
         reports = [
@@ -459,14 +460,16 @@ def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred:
 
 def _permits(resolved: Resolved, machine_profile: str) -> bool:
     """Return whether the model's entry allows a machine profile. The entry allows it if it has no list, or if the list
-    has this machine profile or the one of which this is the spot variant.
+    has this machine profile; for a spot variant, the name without `-spot` may be in the list.
     """
     allowed = resolved.entry.machine_profiles
     return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))
 
 
 def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
-    """Return the configured machine profiles of the model's entry, in the order of the entry."""
+    """Return the machine profiles that the model's entry allows and that are configured, their spot forms included, in
+    the order of the entry. If none is configured, return all that the entry allows.
+    """
     allowed = resolved.entry.machine_profiles
     if not configured:
         return list(allowed)

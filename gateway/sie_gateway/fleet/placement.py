@@ -1,7 +1,7 @@
-"""Placement tables of the lanes. All gateways compute each table. The first write of a change wins, and the other
-gateways read the written table.
+"""Placement tables: for each lane (pool, machine profile and bundle), the workers that host each model. All gateways
+compute each table. The first gateway that writes a change wins; the other gateways read the written table.
 
-    heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a cold model──► changed table
+    heartbeats, backlog, table ──Planner.step, each 0.5 s or at once for a model without a host──► changed table
     ──compare-and-set──► sidecars
 
 Tables are computed in a thread that pauses every millisecond, so that the event loop can run.
@@ -31,15 +31,18 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 0.5
-COLD_GAP_S = 0.02  # seconds between two steps, so that a burst of cold models is placed together
-# seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
+# shortest time in seconds between two steps: several models that get their first work together are placed in one step
+COLD_GAP_S = 0.02
+# seconds that a new gateway waits for the first heartbeat of a host; if none comes, it moves the models of the host
 UNHEARD_S = 15.0
-MAX_ASKED = 32  # subjects whose oldest message is read in one step
+MAX_ASKED = 32  # largest number of subjects whose oldest message is read in one step
 _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts in the table from which this gateway has received none yet."""
+    """Build heartbeats for hosts in the table from which this gateway has received none yet, so that it does not move
+    their models at once.
+    """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
@@ -52,7 +55,9 @@ def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Hea
 
 
 class Placer:
-    """Keeper of the tables of all lanes that have workers or work. One task calls `run`; any task may call `note`."""
+    """Computes and stores the placement tables of all lanes that have workers or work. One task calls `run`; any task
+    may call `note`.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class Placer:
         replicas: int = 1,
     ) -> None:
         """Create the placer. `waiting(lane, models)` returns the waiting work of these models. `now_s` returns the
-        broker's time. `storage`, `replicas`: for the bucket, if it is created here.
+        broker's time. `storage` and `replicas` are used if this gateway creates the bucket.
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
@@ -78,7 +83,8 @@ class Placer:
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
         self._held: list[Callable[[], None]] | None = None  # changes that are applied after the running step
         self._planners: dict[Lane, Planner] = {}
-        # work published since the last step, by model: calls, messages and tokens
+        # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
+        # tokens
         self._noted: dict[Lane, dict[str, tuple[int, int, int]]] = {}
         self._cold = asyncio.Event()
         # a table that cannot be decoded counts as removed: it is computed and written again
@@ -92,8 +98,8 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read and follow the bucket. It is created if it does not exist. This method may be called again. Raises
-        BrokerError.
+        """Read all tables from the bucket and watch it for changes. The bucket is created if it does not exist. This
+        method may be called again. Raises BrokerError.
         """
         await self._record.follow()
 
@@ -107,7 +113,7 @@ class Placer:
         self._when_looked(self._tables.clear)
 
     def _when_looked(self, take: Callable[[], None]) -> None:
-        """Call `apply` at once, or at the end of the running step."""
+        """Call `take` now, or at the end of the step if one is running."""
         if self._held is not None:
             self._held.append(take)
         else:
@@ -129,7 +135,7 @@ class Placer:
         return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the lanes of a pool that no longer exists."""
+        """Remove the planners of the lanes of a pool that no longer exists."""
         for by_lane in (self._planners, self._noted):
             for lane in [lane for lane in by_lane if lane.pool == pool]:
                 del by_lane[lane]
@@ -171,7 +177,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # the stored tables must not change during a step
+        self._held = []  # from now on, changes of stored tables are held back: the step reads the tables in a thread
         try:
             await self._refresh()
         finally:
@@ -180,8 +186,8 @@ class Placer:
                 take()
 
     async def _refresh(self) -> None:
-        """Update all lanes. An error of one lane, for example a missing stream, does not stop the update of the
-        others.
+        """Update the tables of all lanes. An error of one lane, for example a missing stream, does not stop the update
+        of the others.
         """
         live, silent, workers = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.worker_names())
         if self._first_s is None:
@@ -193,7 +199,9 @@ class Placer:
         )
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
-        """Update one lane. `live`, `silent`: the last heartbeats of its healthy and of its overdue workers."""
+        """Update the table of one lane. `live`, `silent`: the last heartbeats of its healthy and of its overdue
+        workers.
+        """
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
         planner.note(self._noted.pop(lane, {}))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
@@ -203,7 +211,7 @@ class Placer:
         try:
             backlog = await self._waiting(lane, planner.models)
         except BrokerError:
-            if not live and not planner.models:  # the stream was removed with its pool
+            if not live and not planner.models:  # the stream was removed with its pool, so the lane needs no planner
                 del self._planners[lane]
             raise
         planner.note(self._noted.pop(lane, {}))
@@ -240,7 +248,7 @@ class Ages:
     the oldest messages.
 
     An age is read only if the subject had work in two consecutive steps. In each step, at most MAX_ASKED ages are read.
-    The subject whose last read is the oldest is first.
+    Subjects are read in the order of their last read, the oldest first.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
@@ -286,13 +294,13 @@ class Ages:
         return {model: ModelBacklog(count, oldest_s[model]) for model, count in counts.items()}
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the lanes of a pool that no longer exists."""
+        """Remove the names of models in the lanes of a pool that no longer exists."""
         for lane in [lane for lane in self._names if lane.pool == pool]:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """Return the model of each last token of a subject. A token cannot be decoded to a model, so it is compared
-        with the tokens of `models`.
+        """Return the model for each last token of a subject. A token cannot be decoded to a model's name, so the tokens
+        of `models` are computed and compared.
         """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):

@@ -1,5 +1,5 @@
-"""Planner of the placement table of one lane. Each step computes a new table from heartbeats, backlog and the last
-table.
+"""Planner of the placement table of one lane: which workers host each model. Each step computes a new table from the
+heartbeats, the backlog and the last table.
 
 Demand is computed from facts that every gateway can see: the tokens per second that each worker accepts, and the
 messages that wait in the stream. The tokens of a waiting message are a mean that this gateway measured, or
@@ -25,8 +25,8 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# seconds after which a lane with work gets a new `at_s`: while there is work, an old table means to sidecars that no
-# gateway is alive
+# seconds after which the table of a lane with work is written again with a new time `at_s`: sidecars take an old table
+# as a sign that no gateway is alive
 REFRESH_S = 5.0
 MIN_SPAN_S = 5.0  # shortest time in seconds over which waiting work is spread: a burst must not count as a high rate
 FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
@@ -71,7 +71,7 @@ class _PlannedWorker:
 
 
 class Slices:
-    """Callable that pauses a thread with a long computation, so that the event loop runs each SLICE_S."""
+    """Callable that pauses a thread with a long computation, so that the event loop runs every SLICE_S seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -84,7 +84,9 @@ class Slices:
 
 
 class Planner:
-    """Planner of one lane. `step` may run in a thread. No two calls of the planner may run at the same time."""
+    """Planner of one lane. Its layout (`models.layout`) assigns models to hosts. `step` may run in a thread. No two
+    calls of the planner may run at the same time.
+    """
 
     def __init__(self, adopt_after_s: float, pause: Callable[[], None] = lambda: None) -> None:
         """Create the planner. `pause` is called between parts of a long `step`."""
@@ -92,24 +94,25 @@ class Planner:
         self._pause = pause
         self._layout = Layout(pause)
         self._workers: dict[str, _PlannedWorker] = {}
-        self._table: Placement | None = None  # table from which the rows of the layout were built
+        self._table: Placement | None = None  # table from which the hosts in the layout were read
         self._scales: dict[str, Replicas] = {}
         self._lowering: set[str] = set()  # models that need fewer hosts than they have
-        self._raised_s: dict[str, float] = {}  # time of the last raise, of models with more than one host
+        # time when the number of hosts was last raised, for models with more than one host
+        self._raised_s: dict[str, float] = {}
         self._counts = np.ones(1)  # number of hosts that a model needs, by the model's index; 0 while unknown
-        self._wanted_s: dict[str, float] = {}  # time of the last work; the longest unused model is the first
+        self._wanted_s: dict[str, float] = {}  # time of each model's last work; the longest unused model is the first
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
         self._spare_s: float | None = None  # time since which at least one worker loads no model
         self._alone: set[str] = set()  # models whose hosts are all workers that load no model
-        self._cost: dict[str, float] = {}  # mean tokens of a message
-        # work since the last step, by model: calls, messages and tokens
+        self._cost: dict[str, float] = {}  # mean tokens of a message, by model
+        # since the last step, by model: number of calls of `Placer.note`, of published messages, and of their tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
-        self._dropped = False  # whether a row was dropped after the table was computed
+        self._dropped = False  # whether a model was dropped from the layout after the table was computed
         self._hosting: tuple[Placement | None, frozenset[str]] = (None, frozenset())
 
     def note(self, published: Mapping[str, tuple[int, int, int]]) -> None:
-        """Record published work by model: number of calls, their messages, and the tokens of these messages."""
+        """Record published work by model: number of calls of `Placer.note`, of messages, and of their tokens."""
         for model, (calls, messages, cost) in published.items():
             calls_before, count, tokens = self._noted.get(model, (0, 0, 0))
             self._noted[model] = calls_before + calls, count + messages, tokens + cost
@@ -176,7 +179,8 @@ class Planner:
 
     def _remember(self, table: Placement | None, backlog: Mapping[str, ModelBacklog], now_s: float) -> None:
         if table is not None and table is not self._table:
-            for model in table.hosts:  # another gateway placed the model, or this one before its restart
+            # another gateway placed the model, or this one before its restart: treat it as used now
+            for model in table.hosts:
                 if model not in self._wanted_s:
                     self._touch(model, now_s)
         noted, self._noted = self._noted, {}
@@ -343,7 +347,7 @@ class Planner:
         self._alone = alone
 
     def _most_hosts(self) -> int:
-        """Return the largest number of workers that one model may have, a leaving worker included."""
+        """Return the largest number of workers that may have the same model, including one worker that is leaving."""
         return 1 + int(self._counts.max(initial=1))
 
     def _resident(self, model: str) -> float | None:
@@ -354,8 +358,8 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Set the number of hosts of each model by its demand. Return the demand as an array of shape (size,), in busy
-        workers.
+        """Set the number of hosts of each model by its demand. Return an array of shape (size,) with the number of
+        workers that the demand for each model keeps busy.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()
@@ -414,19 +418,23 @@ class Planner:
 
 
 def model_of(status: ModelStatus) -> str:
-    """Return the model whose queue serves a residency. Profiles with other weights share this queue."""
+    """Return the model whose queue serves a residency (a model, or a profile of it that has other weights). All
+    profiles of a model share one queue.
+    """
     return status.model.partition(":")[0]
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
-    """Sort statuses so that loaded ones are last. If a model has several statuses, the last one counts."""
+    """Sort statuses so that loaded ones are last. If a model has several statuses, the last one is used."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """Return the models of a worker by its statuses: loaded, loading and refused ones."""
+    """Return the models of a worker from its statuses: models that are loaded, models that it loads, and models that
+    did not fit into its memory (refused).
+    """
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":

@@ -1,4 +1,5 @@
-"""Reconciliation of reservations: streams, ends of leases, and the assignment of workers.
+"""Reconciliation of reservations: creates and removes their streams, ends them with their leases, and assigns workers
+to them.
 
 each gateway: create the stream of each live reservation; fail the requests of a reservation that has ended
 the leader:   end expired reservations ──► assign and release workers ──► remove the streams of ended reservations
@@ -37,7 +38,7 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 class PoolReconciler:
-    """Reconciler of reservations. One task calls `run`."""
+    """Keeps the streams, leases and assignments of reservations up to date. One task calls `run`."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class PoolReconciler:
         metrics: Metrics,
         on_gone: Callable[[str], None],
     ) -> None:
-        """Create the reconciler. `on_gone` is called with the name of each reservation that has ended, before this
-        gateway removes its stream from memory.
+        """`on_gone` is called with the name of each reservation that has ended, before this gateway forgets the stream
+        of the reservation.
         """
         self._settings = settings
         self._broker = broker
@@ -79,24 +80,24 @@ class PoolReconciler:
             self._record.woken.set()
 
     async def run(self, stop: Stop) -> None:
-        """Reconcile streams, leases and assignments until `stop`."""
+        """Call `step` after each change, and at least every EVERY_S seconds, until `stop`."""
         trouble = Trouble(_logger, "reservations are not updated for now")
         while not await stop.wait_woken(self._record.woken, EVERY_S) and not await stop.wait_for(GAP_S):
             try:
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
-                if math.isinf(self._clock.margin_s):  # leases end by the broker's time
+                if math.isinf(self._clock.margin_s):  # leases end by the broker's time, so its offset must be known
                     await self._clock.measure()
                 await self.step()
                 trouble.passed()
             except BrokerError as error:
                 trouble.met(error)
         if self._is_leader:
-            with contextlib.suppress(BrokerError):  # without a release, the lease expires
+            with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
                 await self._lease.release()
 
     async def step(self) -> None:
-        """Reconcile all reservations once. Raises BrokerError."""
+        """Update the streams, leases and assignments of all reservations once. Raises BrokerError."""
         live = self._record.live()
         self._metrics.active_lease_gpus.set(sum(sum(reservation.spec.gpus.values()) for reservation in live.values()))
         for name in sorted(self._known - live.keys()):
@@ -107,7 +108,7 @@ class PoolReconciler:
         await independently((functools.partial(self._queue.ensure_pools, unfollowed), self._lead))
 
     async def _lead(self) -> None:
-        """Do the work of the leader, if this gateway is the leader. Raises BrokerError."""
+        """End reservations, assign workers and remove streams, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
             # workers must leave a stream before the stream is deleted, so this call is before the removal
@@ -128,8 +129,8 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End the reservations whose lease has ended. The margin of the clock is subtracted, so no lease ends too
-        early.
+        """End the reservations whose lease has ended. The possible error of the clock is subtracted, so no lease ends
+        too early.
         """
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
@@ -137,13 +138,13 @@ class PoolReconciler:
         ]:
             now_s = self._clock.now_s()
             expired = functools.partial(pool_rules.expired, name=name, over_s=over_s, now_s=now_s)
-            # else: another gateway ended the reservation
+            # count only an end that this gateway has written: another gateway may have ended the reservation
             if (await self._record.change(expired)).ended.get(name) == now_s:
                 self._count("expired")
-                _logger.info("the lease of reservation %s is over", name)
+                _logger.info("the lease of reservation %s has ended", name)
 
     async def _remove(self) -> None:
-        """Remove the streams and tables of ended reservations. After that, their names may be used again."""
+        """Remove the streams and placement tables of ended reservations. After that, their names may be used again."""
         await independently(functools.partial(self._remove_one, name) for name in list(self._record.reservations.ended))
 
     async def _remove_one(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Changes of the record of reservations, and Pool objects of pools. The functions are pure.
+"""Pure functions that change the record of all reservations, and that build the Pool objects of the API.
 
 A change has the record of all reservations as an argument and returns the next record, so that compare-and-set can
 repeat it. Times are seconds of the broker's clock.
@@ -26,16 +26,16 @@ ON_THEIR_WAY = "its workers do not serve it yet"
 
 
 def shown(name: str) -> str:
-    """Return a pool's name as Pool objects print it."""
+    """Return the name of a pool as clients see it: the default pool is shown as `default`."""
     return "default" if name == topology.pool_name("default") else name
 
 
 def not_found(name: str) -> PoolNotFound:
-    return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease is over", param="name")
+    return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease has ended", param="name")
 
 
 def exists(name: str, pool: api.Pool) -> PoolConflict:
-    """Return the error for a name that a pool already has which is no reservation. `pool`: its Pool object."""
+    """Return the error for a new reservation whose name a pool of the installation has. `pool`: its Pool object."""
     return PoolConflict(
         f"name: a pool {shown(name)!r} exists and is no reservation",
         param="name",
@@ -44,8 +44,8 @@ def exists(name: str, pool: api.Pool) -> PoolConflict:
 
 
 def exists_elsewhere(name: str) -> PoolConflict:
-    """Return the error for a name that a reservation of another key already has. The error shows nothing of the
-    reservation.
+    """Return the error for a new reservation whose name a reservation of another key has. The error reveals nothing
+    else of that reservation.
     """
     return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
 
@@ -65,7 +65,7 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     if present is not None and not grant.owns(present.owner):
         raise exists_elsewhere(name)
     if name in record.ended or (present is not None and now_s >= present.expires_s):
-        raise QueueUnavailable(f"an earlier pool {name!r} is being removed")
+        raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
     if present is None and len(record.pools) >= MAX_RESERVATIONS:
         raise PoolOperationForbidden(f"{MAX_RESERVATIONS} reservations exist, which is the limit")
     own = sum(reservation.owner == grant.key for reservation in record.pools.values())

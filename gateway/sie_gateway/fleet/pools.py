@@ -1,5 +1,5 @@
-"""Pools to which work can be routed: the pools of this installation, and reservations. Clients create and delete
-reservations with `/v1/pools`.
+"""Pools to which work can be routed: the pools of this installation, and reservations, which are pools that clients
+create and delete with `/v1/pools`.
 
     POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
                                             ▲
@@ -73,8 +73,8 @@ class PoolRecord(Collection[str]):
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Read and follow the bucket. It is created if it does not exist. This method may be called again. Raises
-        BrokerError.
+        """Read the bucket and watch it for changes. It is created if it does not exist. This method may be called
+        again. Raises BrokerError.
         """
         await self._record.follow()
         self._is_read = True
@@ -135,7 +135,7 @@ class PoolRecord(Collection[str]):
         return reservation.spec if reservation is not None else None
 
     def workers(self) -> Mapping[str, str]:
-        """Return the live reservation of each reserved worker."""
+        """Return the live reservation of each reserved worker, by the id of the worker."""
         live = self.live()
         return {worker: pool for worker, pool in self.assigned.workers.items() if pool in live}
 
@@ -157,12 +157,12 @@ class PoolRecord(Collection[str]):
         try:
             stored = await self._record.change(_RESERVATIONS, changed)
         except WrongRevision as error:
-            raise QueueUnavailable("too many changes of pools at once") from error
+            raise QueueUnavailable("too many gateways change pools at the same time: try again") from error
         return stored if isinstance(stored, Reservations) else Reservations()
 
     async def assign(self, workers: dict[str, str]) -> bool:
-        """Replace the known assignments. If another gateway has changed them, read them again and return False. Raises
-        BrokerError.
+        """Write `workers`, a map of worker to pool, in place of the known assignments. If another gateway has changed
+        them, read them again and return False. Raises BrokerError.
         """
         write = Write(_ASSIGNED, messages.encode(Assigned(workers)), self._assigned_revision)
         try:
@@ -184,7 +184,7 @@ class PoolRecord(Collection[str]):
                 ):
                     await self._changed.wait()
         except TimeoutError:
-            raise QueueUnavailable(f"an earlier pool {name!r} is still being removed") from None
+            raise QueueUnavailable(f"an earlier pool {name!r} is still being removed: try again") from None
 
 
 class PoolDirectory:
@@ -284,7 +284,7 @@ class PoolDirectory:
         ]
 
     def is_active(self, reservation: Reservation) -> bool:
-        """Return whether a reservation has as many healthy workers of each kind as it requests."""
+        """Return whether a reservation has as many healthy GPUs and workers as it requests."""
         return assignments.is_met(
             reservation.spec, map(AssignableWorker.from_heartbeat, self.serving(reservation.spec.name))
         )
@@ -300,7 +300,9 @@ class PoolDirectory:
         return own.__contains__
 
     def pool(self, name: str, grant: Grant) -> api.Pool:
-        """Return the Pool object of a name. Raises PoolNotFound, also for a reservation of another key."""
+        """Return the Pool object of the pool with this name. Raises PoolNotFound, also for a reservation of another
+        key.
+        """
         present = self.record.reservation(name)
         if present is not None:
             if not grant.owns(present.owner):
@@ -340,7 +342,7 @@ class PoolDirectory:
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _physical(self) -> set[str]:
-        """Return the pools of workers, without reservations."""
+        """Return the pools to which live workers belong by their own settings."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:

@@ -85,7 +85,9 @@ class Residencies:
         self._placer = placer
         self._cold = cold
         self._clock = clock
-        self._wishes: dict[tuple[Lane, str], _Wish] = {}  # wishes by lane and residency; bounded by the catalogue
+        # wishes by lane and residency (a model, or a profile with its own weights); limited by the size of the
+        # catalogue
+        self._wishes: dict[tuple[Lane, str], _Wish] = {}
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:
@@ -128,11 +130,11 @@ class Residencies:
         return [Placed(resolved.canonical, lane, "unloading", reports) for lane, reports in sorted(placed.items())]
 
     async def _publish(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
-        """Send a message by `_send`. Raises QueueUnavailable."""
+        """Send a worker the request to load or unload a model. Raises QueueUnavailable."""
         try:
             await self._send(beat, action, residency)
         except BrokerError as error:
-            raise QueueUnavailable("the broker did not accept the message to the worker") from error
+            raise QueueUnavailable("the broker did not accept the message to the worker: try again") from error
 
     async def _send(self, beat: Heartbeat, action: messages.ResidencyAction, residency: str) -> None:
         data = messages.encode(messages.Residency(action, residency))

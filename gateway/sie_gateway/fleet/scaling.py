@@ -1,5 +1,5 @@
-"""Number of workers that a lane needs, and the answer for an autoscaler. The number is a pure function of facts that
-are equal for all gateways.
+"""Number of workers that a lane (pool, machine profile and bundle) needs, and the answer for an autoscaler. The number
+is a pure function of facts that are equal for all gateways.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class Scaling:
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
     async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
-        """Return the figures of the lane with this name. Raises NotFound, QueueUnavailable."""
+        """Return the backlog, the rates and the needed number of workers of the lane with this name. Raises NotFound,
+        QueueUnavailable.
+        """
         lane = self.find(name, grant)
         try:
             await self._backlog.fresh(lane.pool, 0.0)
@@ -103,7 +105,7 @@ class Scaling:
             oldest_s = await self._lag.oldest_s(lane) if items else 0.0
             demand = await self._demand.is_wanted(lane)
         except BrokerError as error:
-            raise QueueUnavailable("the backlog could not be read from the broker") from error
+            raise QueueUnavailable("the backlog could not be read from the broker: try again") from error
         requested, pending = self._pools.reserved(), self._pools.pending()
         # workers of reservations are taken from the default pool, so the lane of that pool scales their deployment
         is_default = lane.pool == topology.pool_name("default")

@@ -136,11 +136,11 @@ class WorkerSocket:
                             self._frame, self._heard_s = frame, self._clock()
                             self._first.set()
                             self._trouble.passed()
-            except (OSError, WebSocketException) as error:  # a time-out is an OSError
+            except (OSError, WebSocketException) as error:  # TimeoutError is an OSError, so it is handled here too
                 self._trouble.met(error)
             self._frame = None
             self._first.clear()
-            await asyncio.sleep(RETRY_S)  # pause before the next attempt to connect
+            await asyncio.sleep(RETRY_S)
 
 
 def _socket_url(url: str) -> str:

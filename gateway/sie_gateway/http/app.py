@@ -1,6 +1,6 @@
-"""The HTTP surface. `Edge` handles authorisation, drain, errors and metrics of a call, and dispatches it by
-`routes.TABLE`. Probes leave it first, preflights do not reach it. FastAPI serves only the OpenAPI document and its
-page.
+"""ASGI application of the gateway. `Edge` answers probes at once. For every other call, it checks the credential,
+refuses it if the process is about to end, dispatches it by `routes.TABLE`, and writes errors and metrics. The CORS
+middleware before it answers preflight requests. FastAPI serves only the OpenAPI document and its page.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # seconds for which a browser caches the answer to a preflight request
 MAX_VERSIONS = 1024
 _SDK = sdk_versions.HEADER
-_VECTORS = ("encode", "embed")  # first words of the endpoints whose replies are vectors
+# endpoints with these first words reply with vectors, which compression hardly makes smaller
+_VECTORS = ("encode", "embed")
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
-_SHAPES = ((config_routes.PREFIX, config_shape), (ollama.PREFIX, ollama.shape))  # of errors of paths without a route
+# formats of errors for paths without a route, by the prefix of the path
+_SHAPES = ((config_routes.PREFIX, config_shape), (ollama.PREFIX, ollama.shape))
 _STARTS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 
 
@@ -112,7 +114,8 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
     """Return the answer to OPTIONS with the methods of the path, or None if the call is not an OPTIONS request. No row
-    has the method OPTIONS, so the gate raises `error` with status 405 for a caller with access.
+    of the table of routes has the method OPTIONS, so the gate has raised `error` with status 405 for a caller with
+    access.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -174,7 +177,7 @@ class ClientVersions:
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
             self._met.add(match[0])
-            _logger.info("a client of version %s is in use", match[0])
+            _logger.info("a client library of version %s is in use", match[0])
 
 
 class Edge:
@@ -202,7 +205,7 @@ class Edge:
         is_socket = scope["type"] == "websocket"
         if scope["type"] != "http" and not is_socket:
             return
-        # the upgrade to a websocket has no time of a first byte
+        # the server records no time of the first byte for the upgrade to a websocket
         received_s: float = scope.get(FIRST_BYTE) or time.perf_counter()
         headers = headers_of(scope)
         path = plain_path(scope["path"], scope.get("raw_path") or b"")
@@ -267,19 +270,26 @@ class Edge:
                 await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
         except (ClientGone, ClientDisconnect):  # the client left while it sent its body, so no one would read an answer
             status = CLIENT_GONE
-        except Exception as error:  # the outermost handler; FastAPI raises an error again after it has answered it
+        # the outermost handler; if `status` is set, FastAPI has answered the error and then raised it again
+        except Exception as error:
             if not status:
                 await (_options(method, path, error) or error_response(error, call))(scope, receive, tagged)
             elif is_socket:
                 raise
             elif not is_whole:  # the server closes the connection of an incomplete reply, so that the client notices
                 status = InternalFailure.status
-                _logger.error("request %s: its reply broke off", call.id, exc_info=error, extra={"request_id": call.id})
-        except asyncio.CancelledError:  # the process ends; the HTTP server answers or closes the connection
+                _logger.error(
+                    "request %s: its reply broke off before it was complete",
+                    call.id,
+                    exc_info=error,
+                    extra={"request_id": call.id},
+                )
+        except asyncio.CancelledError:  # the process is about to end: the HTTP server answers or closes the connection
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            # after status 499 or 504, the work may have run; a settled charge has nothing to refund
+            # no refund after status 499 or 504, because the work may have run; if the charge is settled, a refund does
+            # nothing
             if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
@@ -301,7 +311,8 @@ class Edge:
             plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
-            # FastAPI has no HEAD route for its page; the server leaves the body out of the answer
+            # FastAPI has no HEAD route for its page, so it gets a GET; the HTTP server leaves the body out of the
+            # answer
             await self._app({**scope, "method": route.method}, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))

@@ -104,7 +104,8 @@ class Gate:
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
             # auth mode none requires no token, but an admin token adds scopes
             elif scope in ("pools", ANY) and authorization:
-                # in auth mode none, all callers have one common owner key
+                # in auth mode none, all callers have the same owner key, so each may use the jobs, files and pools of
+                # the others
                 grant = replace(self._static_grant(bearer(authorization)) or ANYBODY, key=ANYBODY.key)
             if scope == ANY:
                 grant = replace(grant, scopes=self._usable(grant.scopes))

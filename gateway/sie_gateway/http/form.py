@@ -156,7 +156,7 @@ def _malformed(why: str) -> InvalidInput:
 
 
 def check_name(name: str) -> None:
-    """Check the name of a file. Raises InvalidInput."""
+    """Raise InvalidInput unless the name of a file has 1 to MAX_NAME_CHARS printable characters."""
     if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
         message = f"file: expected a name of 1 to {MAX_NAME_CHARS} printable characters, got {len(name)} characters"
         raise InvalidInput(message, reason="schema", param="file")

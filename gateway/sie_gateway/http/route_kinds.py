@@ -16,8 +16,8 @@ from sie_runtime.http.routes import Content, Parameter, Route
 @dataclass(frozen=True, kw_only=True)
 class GatewayRoute(Route):
     """Route of a gateway. `handler` is called with the Gateway and a Request. A route without a handler is answered by
-    the FastAPI application of the API document. `shape` builds the body of an error. `shapes` are further shapes; the
-    body of the request may select one of them.
+    the FastAPI application of the API document. `shape` is the function that builds the body of an error, in the format
+    of the route's clients. `shapes` are further such functions, one of which the body of the request may select.
     """
 
     head: bool = False  # true if the route answers HEAD as well

@@ -1,8 +1,9 @@
-"""Decoding of request bodies to plain values, within limits, and the items of a request.
+"""Decoding of request bodies, within limits, to values of plain Python types, and the items of a request.
 
     bytes ──decode──► map ──items──► tuple[RequestItem]
 
-Every refusal names the path of the wrong field, the expected type and the received type. It never repeats input.
+Every error names the path of the wrong field, the expected type and the received type. No error repeats a value of the
+request.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class RequestItem:
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 
-    `pair` is the second text of a pair. An item without any of these has no content for a model; then `instead` names
-    an unknown field that it has. `unfit` is the reason why no model can run the item. `unknown` has its fields that the
-    API does not define. `mentions` are entities of its metadata, if the model reads them. `links` are its images that
-    are not fetched yet. `chunks` are parts of its text that get vectors of their own.
+    `pair` is the second text of a pair. An item without any of these has no content for a model; then `instead` is a
+    hint for the error message: an unknown field of the item that the client may have meant as content. `unfit` is the
+    reason why no model can run the item. `unknown` has its fields that the API does not define. `mentions` are entities
+    of its metadata, if the model reads them. `links` are its images that are not fetched yet. `chunks` are parts of its
+    text that get vectors of their own.
     """
 
     text: str | None
@@ -89,8 +91,8 @@ class RequestItem:
 
 
 def count(body: bytes, *, msgpack: bool) -> int:
-    """Return the number of values that a request body has. Raises InvalidInput with reason too_many_values or
-    malformed.
+    """Return the number of values (maps, lists, texts, numbers) in a request body. Raises InvalidInput with reason
+    too_many_values or malformed.
     """
     try:
         return plain.count(body, msgpack=msgpack)
@@ -99,8 +101,8 @@ def count(body: bytes, *, msgpack: bool) -> int:
 
 
 def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
-    """Return the top-level map of a request body whose values were counted before. All its values are plain. Raises
-    InvalidInput with reason malformed or schema.
+    """Return the top-level map of a request body whose values were counted before. Its values have only the types of
+    JSON, and bytes in msgpack. Raises InvalidInput with reason malformed or schema.
     """
     try:
         value = (plain.from_msgpack if msgpack else plain.from_json)(body, is_counted=True)
@@ -139,7 +141,7 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
 
 
 def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
-    """Raise InvalidInput if the items have too many spans in total."""
+    """Raise InvalidInput if the items have more than MAX_REQUEST_CHUNKS chunks in total."""
     spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
     if spans > chunk_fields.MAX_REQUEST_CHUNKS:
         limit = chunk_fields.MAX_REQUEST_CHUNKS
@@ -199,7 +201,7 @@ def _item(value: Any, path: str) -> RequestItem:
         return RequestItem(utf8(value, path))
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
-    # shortcut for the most common item: it needs a third of the time
+    # shortcut for the most common item, a map with only a text: it takes a third of the time
     if len(value) == 1 and isinstance(text := value.get("text"), str):
         return RequestItem(utf8(text, path))
     text = _optional_text(value, "text", path)
@@ -208,7 +210,7 @@ def _item(value: Any, path: str) -> RequestItem:
         where = f"{path}.metadata"
         message = f"{where}: a number over 64 bits or not finite, or a key that is no string, cannot be echoed"
         raise InvalidInput(message, reason="schema", param=where)
-    # `_is_unset` compares no array with an empty list
+    # `_is_unset` and not `entry != []`: a multivector may be an array, which would be compared element by element
     used = tuple(
         modality
         for key, modality in _MODALITIES.items()
@@ -297,7 +299,9 @@ def _vectors(value: Any, path: str) -> arrays.Array:
 
 
 def _is_portable(value: Any) -> bool:
-    """Return True if a value is the same after JSON and after msgpack. The caller has limited its nesting before."""
+    """Return True if a reply in JSON or in msgpack can repeat the value unchanged. The caller has limited its nesting
+    before.
+    """
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())
     if isinstance(value, list):

@@ -1,13 +1,13 @@
 """Objects of a call that every route uses: the HTTP request, its body, the request to a model, and the reply.
 
-    Call ──► BodyReader: the bytes, within size, memory and pace ──► decode: plain values ──► InferRequest
+    Call ──► BodyReader: the bytes, within limits of size, memory and speed ──► decode: plain values ──► InferRequest
     ──► EncodedReply
 
-Memory for a body counts when its bytes arrive, not when they are announced, so a client cannot occupy memory by
-announcements. The values of a body count before they are decoded. The first bytes of each body do not count, so small
-requests are admitted even while large bodies occupy all the memory. Small requests do not wait for large bodies either:
-while small ones are in progress, large bodies are read at a limited pace, so that the event loop has time for the small
-ones. Large bodies are decoded in a thread.
+The memory of a body is counted when its bytes arrive, not when Content-Length announces them, so a client cannot occupy
+memory by announcements. The values of a body are counted before they are decoded. The first bytes of each body are not
+counted, so small requests are admitted even while large bodies occupy all the memory. Small requests do not wait for
+large bodies either: while small ones are in progress, large bodies are read at a limited speed, so that the event loop
+has time for the small ones. Large bodies are decoded in a thread.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ class Call:
     headers: Mapping[str, str]
     labels: dict[str, str] = field(default_factory=dict)
     path: str = ""
-    receive: Receive | None = None  # channel of the connection; it also reports that the client has disconnected
+    receive: Receive | None = None  # ASGI receive of the connection; it also reports that the client has disconnected
     grant: Grant = ANYBODY  # rights of the request's credential
-    charge: Charge | None = None  # charge for the tokens of the request, if its key has a quota
+    # account with which the request uses the quota of its key; None if the key has no quota
+    charge: Charge | None = None
     shape: ErrorShape = native_shape
     dialect: Dialect = NATIVE
     budget_s: float = 0.0  # seconds from `received_s` to the deadline
@@ -95,8 +96,8 @@ class Call:
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Use the run of an earlier call with the same request: logs, metrics and errors of this call then have the
-        data of the earlier one.
+        """Take over the data of an earlier call whose client disconnected and sent the same request again: logs,
+        metrics and errors of this call then describe the run of the earlier call.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -127,8 +128,8 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """Id of the work of this request. It is new for each attempt, so that no result of an earlier attempt
-        counts.
+        """Id of the work of this request. It is new for each attempt, so that no result of an earlier attempt is
+        accepted.
         """
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
@@ -172,8 +173,8 @@ class EncodedReply:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """Request to a model, independent of the client's API. `parameters` is a map with the same fields as a native body
-    (contract 5).
+    """Request to a model, independent of the client's API. `parameters` is a map with the same fields as the body of a
+    native request.
 
     `run` replaces all parameters if the operation has no parameters of a model. `side` is the side (query or document)
     of texts if no parameter names it. It is none for routes of other servers, which then return the same values as the
@@ -204,12 +205,12 @@ class EntryChanged(Exception):
 MAX_HELD_BYTES = 1 << 30
 # copies of each byte of a body while its request runs: one received, one decoded, one in a message of the queue
 COPIES = 3
-# bytes of each body that do not count; at most SIE_MAX_CONCURRENT_REQUESTS bodies exist at a time
+# bytes of each body that are not counted as memory; at most SIE_MAX_CONCURRENT_REQUESTS bodies exist at a time
 FREE_BYTES = COPIES * (256 << 10)
 # bytes per second of all large bodies together while small ones are read: a third of the bytes that a core can receive
 PACE_BYTES_S = 128 << 20
-PACE_STEP_S = 0.002  # seconds that a body may be ahead of this pace
-CONTROL_BYTES = 1 << 20  # bytes of a body of a route without inference
+PACE_STEP_S = 0.002  # large bodies wait when they are this number of seconds ahead of PACE_BYTES_S
+CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
 
 
@@ -224,34 +225,38 @@ def body_memory(settings: Settings) -> int:
 
 
 class BodyIntake:
-    """All request bodies of a gateway, with `max_bytes` of memory. A body is always read if no other body counts, so
-    the limit does not restrict a single body.
+    """All request bodies of a gateway, with `max_bytes` of memory. A body is always read if no other body occupies
+    memory, so the limit does not restrict a single body.
     """
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.held_bytes = 0
         self.max_bytes = max_bytes
-        self.small = 0  # requests in progress whose bodies do not count as memory
+        self.small = 0  # number of requests in progress whose bodies are not counted as memory
         self._paced_until_s = 0.0
 
     def count_small(self, more: int) -> None:
-        """Add `more` to the number of requests whose bodies do not count. A negative number removes requests."""
+        """Add `more` to the number of requests whose bodies are not counted as memory. A negative number removes
+        requests.
+        """
         self.small += more
 
     def hold(self, more_bytes: int) -> None:
-        """Add `more_bytes` to the bytes in memory. A negative number releases bytes."""
+        """Add `more_bytes` to the counted memory of all bodies. A negative number releases memory."""
         self.held_bytes += more_bytes
 
     def reader(self, headers: Mapping[str, str], receive: Receive, limit: int) -> BodyReader:
-        """Return a reader of one body of at most `limit` bytes. Its memory counts until `close`. Raises PayloadTooLarge
-        if the client announces a larger body.
+        """Return a reader of one body of at most `limit` bytes. Its memory is counted until `close`. Raises
+        PayloadTooLarge if the client announces a larger body.
         """
         check_length(headers, limit)
         return BodyReader(self, receive, limit)
 
     def paced(self, receive: Receive) -> Receive:
-        """Return `receive` for a body without a reader. A large body is received at the common pace of large bodies."""
+        """Return `receive` for a route that reads its body without BodyReader. While small requests are in progress,
+        all large bodies together are read with at most PACE_BYTES_S bytes per second.
+        """
         size = 0
 
         async def receive_paced() -> MutableMapping[str, Any]:
@@ -276,7 +281,7 @@ class BodyIntake:
 
 
 class BodyReader:
-    """Reader of one request body."""
+    """Reader of one request body, which counts the memory of the body in the BodyIntake."""
 
     def __init__(self, intake: BodyIntake, receive: Receive, limit: int) -> None:
         self._intake = intake
@@ -310,7 +315,7 @@ class BodyReader:
                 await self._intake.turn(len(piece))
 
     def count_values(self, values: int) -> None:
-        """Count the values of the body before it is decoded. Raises QueueFull."""
+        """Count the memory that the values of the body will take, before it is decoded. Raises QueueFull."""
         self._values = values
         self._count()
 
@@ -386,7 +391,7 @@ LARGE_BYTES = 256 << 10
 
 
 async def beside(body: bytes, work: Callable[[], T]) -> T:
-    """Run `work` on a body. It runs in a thread if the body is large."""
+    """Return the result of `work`, which reads a body. If the body is large, `work` runs in a thread."""
     return work() if len(body) <= LARGE_BYTES else await asyncio.to_thread(work)
 
 

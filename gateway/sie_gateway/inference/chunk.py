@@ -1,5 +1,5 @@
-"""Split of a request into queue messages: consecutive inputs, bounded by cost, by the size of the message and by the
-size of its result.
+"""Split of a request into chunks, each for one queue message: consecutive inputs, within limits of cost, of the size of
+the message and of the size of its result.
 
     items, query, options ──plan──► sizes ──► bounds of the results ──split──► chunks
                               └ too large for any message or reply: PayloadTooLarge
@@ -26,7 +26,8 @@ from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
-# bytes of English UTF-8; an estimate that is used only to split requests: the sidecar counts the tokens
+# bytes of a token of English text in UTF-8: an estimate that is used only to split requests; the sidecar counts the
+# tokens
 BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
 ITEM_RESULT_OVERHEAD_BYTES = 64
@@ -34,16 +35,19 @@ EXTRACTED_TOKEN_BYTES = 64
 LABEL_RESULT_BYTES = 48
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32
-BARE_OPTIONS_BYTES = 64  # bytes of options without texts
-STORED_CHUNK_BYTES = 8 << 20  # bytes of the inputs of a chunk whose query is stored in the payload store
-MAX_RESULT_BYTES = 1 << 30  # bytes of all results of a request
-MAX_PIXELS = 400_000_000  # pixels of all images of a request that a worker would decode
+# options that are encoded in at most this number of bytes contain no texts, and are not counted in the size of a
+# message
+BARE_OPTIONS_BYTES = 64
+# largest number of bytes of the inputs of a chunk, if its query is stored in the payload store
+STORED_CHUNK_BYTES = 8 << 20
+MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
+MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs from `start` to `stop` of a request. `cost` is the estimated tokens of their rows, and `squares` the sum
-    of the squared tokens of each row.
+    """Inputs from `start` to `stop` of a request. `cost` is the estimated number of tokens in all rows that the model
+    runs for them, and `squares` the sum of the squared tokens of each row.
     """
 
     start: int
@@ -53,8 +57,8 @@ class Chunk:
 
 
 class ItemFiles(NamedTuple):
-    """Files of an input: the number of images and sounds that it is run with, the bytes of its own files within its
-    size, and the cost of its document.
+    """Files of an input. `images`: number of images and sounds with which it is run, also those of the query.
+    `own_bytes`: bytes of its own files, which are part of its size. `document`: cost of its document in tokens.
     """
 
     images: int = 0
@@ -63,7 +67,7 @@ class ItemFiles(NamedTuple):
 
 
 class TextParts(NamedTuple):
-    """Rows and results of the text of an input. `longest`: upper bound of the tokens of the text. `vectors`: number of
+    """Work that the text of an input causes. `longest`: upper bound of the tokens of the text. `vectors`: number of
     results for the text, more than one for a text with chunks.
     """
 
@@ -107,7 +111,7 @@ def plan(
     payload_bytes = inline_bytes - shared_bytes
     is_query = query_bytes > shared_bytes // 2
     if payload_bytes < inline_bytes // 2:
-        # options are never stored in the payload store
+        # options are always in the message, never in the payload store
         if not limits.any_size or shared_bytes - query_bytes > inline_bytes // 2:
             limit = inline_bytes // 2
             name = "query" if is_query else "labels" if run.labels else "instruction"
@@ -159,7 +163,9 @@ def plan(
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
-    """Return the parts of each text with chunks, which is read to its end, by index."""
+    """Return the TextParts of each text with chunks, by the index of its input. Such a text is read to its end, even
+    beyond the most tokens of the model.
+    """
     parts = {}
     for index, item in enumerate(items):
         if item.chunks is not None:
@@ -189,7 +195,7 @@ def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
 
 
 def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
-    """Estimate the result of one input in a message. Return its bytes per input, and its bytes per token."""
+    """Return the estimated size of a result: its bytes for each input, and its bytes for each token of an input."""
     if operation in ("tokenize", "decode"):
         return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
     if operation == "extract":

@@ -1,7 +1,7 @@
 """The fields `chunks` and `context` of an item: parts of its text that get vectors of their own.
 
-chunks: [[0, 120], [120, 260]]       spans in code points
-chunks: {max_tokens: 256, ...}       a rule
+chunks: [[0, 120], [120, 260]]       start and end of each chunk, in code points of the text
+chunks: {max_tokens: 256, ...}       a rule by which the worker splits the text
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sie_contracts.wire.messages import BOUNDARIES, MAX_RULE_TOKENS, ChunkRule, 
 FIELDS = frozenset({"chunks", "context"})
 # largest number of chunks of one item; the worker has the same limit for chunks that it computes by a rule
 MAX_CHUNKS = 4096
-MAX_REQUEST_CHUNKS = 16384  # largest number of spans of all items of a request
+MAX_REQUEST_CHUNKS = 16384  # largest number of chunks that a request may name by start and end, in all its items
 MAX_TEXT = 1 << 18  # largest number of code points of a text with chunks
 _RULE = frozenset(ChunkRule.__struct_fields__)
 

@@ -14,7 +14,7 @@ import msgspec
 from sie_contracts.wire import messages
 from sie_contracts.wire.messages import Fragment, WorkResult
 
-MAX_HELD_BYTES = 512 << 20  # bytes of all incomplete results
+MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20
 MAX_PARTS = 1 << 16
 # seconds without a part, after which a result counts as abandoned; several times the time that a worker waits for a
@@ -24,13 +24,13 @@ _SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data
 
 
 class InboxFull(Exception):
-    """Raised for a part that would exceed a limit of this gateway."""
+    """Raised for a part of a result for which this gateway has no room: a limit of bytes would be exceeded."""
 
 
 @dataclass
 class Assembly:
-    """Encoded result of which some parts have arrived. Two attempts at a chunk have different digests, so they are two
-    assemblies.
+    """Encoded result of which some parts have arrived. The results of two attempts at the same chunk have different
+    digests, so they are two assemblies.
     """
 
     request: str
@@ -52,9 +52,9 @@ class Fragments:
     """All incomplete results of a gateway. `held_bytes` is the memory that they occupy. The time is an argument, so the
     class has no clock.
 
-    The bytes of each request, and of all requests together, are limited. If room is needed, an assembly is dropped that
-    has had no part for `silence_s`. The reply to the last part tells the sender that parts
-    are missing, and the sender sends these parts again.
+    The bytes of each request, and of all requests together, are limited. If room is needed, an assembly that has had no
+    part for `silence_s` seconds is dropped. If its sender then sends the last part, the reply says that parts are
+    missing, and the sender sends them again.
     """
 
     max_bytes: int = MAX_HELD_BYTES
@@ -76,7 +76,7 @@ class Fragments:
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)
         assembly = self._all.pop(key, None)
-        # the worker split the result again, for a broker with another message limit
+        # the worker split the result again, for a broker with another message limit: drop the parts of the first split
         if assembly is not None and len(assembly.parts) != part.count:
             self._all[key] = assembly
             self.drop(assembly)

@@ -3,7 +3,7 @@
     answer: resolve name ─► read body ─► the handler of a client family, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-All checks run before `publish`, in the order of the contract, so that a bad request never causes a load.
+All checks run before `publish`, so a bad request never causes the load of a model.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
 
 WATCH_AFTER_S = 1.0
-MAX_ATTEMPTS = 4  # attempts of a request if the entry of its model changes during an attempt
-RENEWED_WITHIN_S = 1.0  # seconds within which the gateway's catalogue receives a new entry that a worker already has
+MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
+RENEWED_WITHIN_S = 1.0  # seconds to wait until the gateway's catalogue has the new entry that a worker has already
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -106,7 +106,7 @@ class Inference:
 
     @property
     def max_budget_s(self) -> float:
-        """The longest budget of a request, seconds."""
+        """Longest time in seconds from the arrival of a request to its answer."""
         return self._settings.gateway_request_timeout
 
     def workers_of(self, bundle: str) -> list[Heartbeat]:
@@ -173,7 +173,7 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the answer to a body without a connection, such as a line of a batch. Raises SIEError,
+        """Return the answer to a request body that has no HTTP connection, such as a line of a batch. Raises SIEError,
         FailedRequest.
         """
         call.body, call.shape = raw, route.shape
@@ -226,8 +226,8 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Run the handler of the route with one entry of the model throughout. If the entry of the model changes, start
-        again.
+        """Run the handler of the route so that the whole request uses the same entry of the model. If the entry changes
+        meanwhile, start again.
         """
         while True:
             try:
@@ -253,13 +253,15 @@ class Inference:
             lane.machine_profile if lane else "", lane.bundle if lane else "", "concurrency"
         ).inc()
         raise QueueFull(
-            f"{self.in_progress} requests are in progress, the limit of this gateway",
+            f"{self.in_progress} requests are in progress, the limit of this gateway (SIE_MAX_CONCURRENT_REQUESTS)",
             extras={"queue_depth": self.in_progress},
             retry_after_s=self._pace.retry_s(time.perf_counter()),
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Merge the parameters and choose the lane. Raises SIEError if no worker could ever run the request."""
+        """Return the request with all parameters merged and its lane chosen. Raises SIEError if no worker could ever
+        run it.
+        """
         headers, resolved, call.infer_request = call.headers, request.resolved, request
         lane = self.lane(headers, resolved)  # an unknown pool is reported before wrong parameters
         if bodies.has_links(request.items, request.query):
@@ -296,13 +298,15 @@ class Inference:
         return None if failure is None else failure.error
 
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
-        """Run a request with its model, within the budget of the call. The result has the outcome of each input. Raises
-        SIEError.
+        """Run a request with its model, until the deadline of the call at most. The result has the outcome of each
+        input. Raises SIEError.
         """
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Run a planned request. Images at URLs are fetched first."""
+        """Run a planned request and return the outcomes of its inputs. Images at URLs are fetched first. Raises
+        SIEError.
+        """
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
@@ -311,14 +315,15 @@ class Inference:
         async with self._urls.fetched(items, asyncio.get_running_loop().time() + left_s) as files:
             count = len(request.items)
             request = replace(request, items=tuple(files[:count]), query=files[count] if request.query else None)
-            if call.infer_request is not None:  # shadow copies use the same files
+            # copies of this request to a second model (shadows) use the fetched files too
+            if call.infer_request is not None:
                 call.infer_request = replace(call.infer_request, items=request.items, query=request.query)
             return await self._execute(call, request)
 
     async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
-        except QueueFull as error:  # an error of the broker has no queue depth
+        except QueueFull as error:  # QueueFull from the broker has no queue depth, so it is added here
             error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             raise
         call.finished = finished
@@ -427,8 +432,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Return the mode for errors of single inputs, for a body that has no mode: the mode of the header, else of the
-    client's dialect. Raises InvalidInput.
+    """Return the mode for errors of single inputs, for a body that has no mode: the mode of the header, else the
+    default of the SDK version that the client reports (its dialect). Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):

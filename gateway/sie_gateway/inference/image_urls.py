@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MAX_BYTES = 32 << 20  # largest number of bytes of an image
-MAX_REQUEST_BYTES = 256 << 20  # bytes of the images of a request: the same as the limit of its body
-MAX_HELD_BYTES = 1 << 30  # bytes of the images of all requests
+# largest number of bytes of the fetched images of a request, equal to the limit of its body
+MAX_REQUEST_BYTES = 256 << 20
+MAX_HELD_BYTES = 1 << 30  # largest number of bytes of the fetched images of all requests in this gateway
 MAX_URLS = 256  # largest number of URLs of a request
 MAX_URL = 8192  # largest number of characters of a URL
-MAX_HEAD_BYTES = 64 << 10  # bytes of the head of an answer: interim answers and headers
-# largest number of pieces of an answer, plus one for each PIECE_BYTES: each piece takes time of the event loop
+# largest number of bytes before the body of an answer: interim answers (status 1xx) and headers
+MAX_HEAD_BYTES = 64 << 10
+# an answer may come in MAX_PIECES pieces, and in one more for each PIECE_BYTES bytes: each piece takes time of the
+# event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
 MAX_S = 10.0  # seconds for an image, redirects included
 MAX_REDIRECTS = 3
@@ -56,8 +59,9 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# All of IANA's special-purpose registries, also the ranges that are globally reachable: none of them has images.
-# Python's own table differs from version to version.
+# Addresses that are never fetched from: all of IANA's special-purpose registries. Some of these ranges are globally
+# reachable, but have no images.
+# Python's own table is not used, because it differs from version to version.
 _INSIDE_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -185,10 +189,10 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:
-        """Yield the items. Files replace their URLs; an item with a failed URL has the fault instead. `until_s` is a
-        time of the loop's clock.
+        """Yield the items with files in place of their URLs. If a URL of an item failed, the item's `unfit` has the
+        reason. `until_s` is a time of the loop's clock.
 
-        The memory of the files counts until the context ends. Raises PayloadTooLarge, QueueFull.
+        The memory of the files is counted until the context ends. Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 
@@ -199,7 +203,10 @@ class ImageUrls:
             _check_total(own_bytes)
             if self.held_bytes > MAX_HELD_BYTES and self.held_bytes > own_bytes:
                 held, most = self.held_bytes >> 20, MAX_HELD_BYTES >> 20
-                raise QueueFull(f"this gateway holds {held} MiB of fetched images, at most {most}", retry_after_s=2)
+                raise QueueFull(
+                    f"images from URLs occupy {held} MiB in this gateway, try again: the limit in MiB is {most}",
+                    retry_after_s=2,
+                )
 
         turns = asyncio.Semaphore(AT_ONCE_OF_A_REQUEST)
         urls = dict.fromkeys(link.url for item in items if item.unfit is None for link in item.links)
@@ -207,7 +214,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # if two inputs have the same file, the file is sent twice
+            # a file of two inputs is sent twice, so it counts twice
             _check_total(
                 sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links)
             )
@@ -244,7 +251,7 @@ class ImageUrls:
             raise _Unfetched(f"the image was not complete within {max_s:g} s", "failed", limit=max_s) from None
 
     async def _fetch(self, url: str, take: Callable[[int], None]) -> bytes:
-        """Return the file at the URL. Raises _Unfetched and the exceptions of httpcore."""
+        """Return the bytes of the file at the URL. Raises _Unfetched and the exceptions of httpcore."""
         target = self._target(url)
         for _ in range(MAX_REDIRECTS + 1):
             async with self._answer(target) as answer:
@@ -267,7 +274,7 @@ class ImageUrls:
             yield answer
 
     def _target(self, url: str) -> httpx.URL:
-        """Parse and check the URL. Raises _Unfetched."""
+        """Return the parsed URL, if it may be fetched. Raises _Unfetched."""
         if len(url) > MAX_URL:
             raise _Unfetched(f"the URL has {len(url)} characters, at most {MAX_URL} are allowed", limit=MAX_URL)
         try:
@@ -319,7 +326,7 @@ def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestI
 
 
 def _joined(target: httpx.URL, answer: httpcore.Response) -> str:
-    """Resolve the target of a redirect. Raises _Unfetched."""
+    """Return the URL to which a redirect leads. Raises _Unfetched."""
     try:
         return str(target.join(_header(answer, b"location").decode("ascii")))
     except (httpx.InvalidURL, ValueError):
@@ -331,7 +338,7 @@ def _header(answer: httpcore.Response, name: bytes) -> bytes:
 
 
 async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes:
-    """Read the body of an answer, in limits. Raises _Unfetched."""
+    """Return the body of an answer, if it is within the limits. Raises _Unfetched."""
     if answer.status != 200:
         raise _Unfetched(f"the server of the URL answered {answer.status}, expected 200", "failed")
     if _header(answer, b"content-encoding").lower() not in (b"", b"identity"):
@@ -393,8 +400,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         raise httpcore.ConnectError("no address of the host can be reached")
 
     def _count(self, nbytes: int) -> None:
-        """Count the bytes of the head. Raises _Unfetched for a server that sends headers and interim answers without
-        end.
+        """Count bytes of the headers before the answer's body. Raises _Unfetched if they are too many: a server may
+        send headers and interim answers without end.
         """
         self._head_bytes += 0 if self.is_answered else nbytes
         if self._head_bytes > MAX_HEAD_BYTES:

@@ -1,5 +1,5 @@
-"""Headers of image files, read from their first bytes without decoding a pixel, for replies that describe their images.
-Also files in request bodies.
+"""Files in request bodies: images, sounds and documents. Also the headers of image files, which are read without
+decoding a pixel, for replies that describe their images.
 """
 
 from __future__ import annotations
@@ -148,22 +148,22 @@ class _Undecodable(Exception):
 
 
 def read(value: Any, path: str) -> Images:
-    """Read a list of images, or a single image. Raises InvalidInput with reason schema."""
+    """Return the files and the links in a list of images or a single image. Raises InvalidInput with reason schema."""
     entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)] if isinstance(value, list) else None
     return gather(entries if entries is not None else [(path, value)], path)
 
 
 def read_sound(value: Any, path: str) -> File:
-    """Read a sound. Raises InvalidInput with reason schema, or invalid_media for a URL."""
+    """Return the bytes of a sound. Raises InvalidInput with reason schema, or invalid_media for a URL."""
     if isinstance(value, dict):
-        rate = value.get("sample_rate")  # only the type is checked: the sound file has the rate as well
+        rate = value.get("sample_rate")  # only the type is checked, because the rate in the sound file is used
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):
             raise bad(f"{path}.sample_rate", rate, "a whole number or null")
     return _single(value, path, "sounds", EXPECTED_SOUND, "the sound as a WAV file")
 
 
 def read_document(value: Any, path: str) -> Parsable:
-    """Read a document, and the format that the client names. Raises the exceptions of `read_sound`."""
+    """Return the bytes of a document, with the format that the client names. Raises the exceptions of `read_sound`."""
     data, fault = _single(value, path, "documents", EXPECTED_DOCUMENT, "the document as a file")
     if fault is not None:
         return Parsable(None, fault)
@@ -183,7 +183,9 @@ def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> Fi
 
 
 def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
-    """Collect the images of an input from these values, each with its path. Raises the exceptions of `read`."""
+    """Return the images of an input from values of the body, each of which is given with its path. Raises the
+    exceptions of `read`.
+    """
     if len(entries) > MAX_IMAGES:
         message = f"{path}: got {len(entries)} images, at most {MAX_IMAGES} are allowed in one input"
         return _fault(message, path, limit=MAX_IMAGES)
@@ -230,7 +232,7 @@ def _file(
 
 
 def _decoded(text: str) -> bytes:
-    """Decode base64 or a data URI. Raises _Undecodable."""
+    """Return the bytes that are encoded in base64 or in a data URI. Raises _Undecodable."""
     if text[:5].lower() == "data:":
         head, _, text = text.partition(",")
         if not head.lower().endswith(";base64"):

@@ -1,5 +1,5 @@
-"""Clients that disconnect and try again. After its client has disconnected, a run continues for a while. If the same
-request arrives again, it gets the result of this run.
+"""Clients that disconnect and try again. After its client has disconnected, a run continues for a while (the window).
+If the same request arrives again, it gets the result of this run.
 
     client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
     released
@@ -22,7 +22,7 @@ from sie_runtime.failpoints import failpoint
 from sie_runtime.http.server import Receive
 from sie_runtime.process import Tasks
 
-REATTACH_WINDOW_S = 10.0  # seconds (contract 2.7)
+REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
 MAX_AWAY = 256
 MAX_AWAY_BYTES = 256 << 20  # bytes: limit on the bodies of all runs whose client has disconnected
 # headers that distinguish requests, in addition to path and body
@@ -194,7 +194,7 @@ class Run(Generic[A]):
         self._leave()
 
     def _leave(self) -> None:
-        """Reduce the number of clients by one. If no client is left, the window begins."""
+        """Record that one client has left. If no client is left, the run is cancelled after `window_s` seconds."""
         self._present -= 1
         if self._present:
             return
@@ -223,8 +223,8 @@ class Run(Generic[A]):
         self._task.cancel()
 
     async def join(self, caller: Caller, timeout_s: float) -> A:
-        """Wait for the run instead of the client that disconnected. Raises the exceptions of the run, GatewayTimeout,
-        and ClientGone if this client disconnects too.
+        """Wait for the result of the run, in place of the client that disconnected. Raises the exceptions of the run,
+        GatewayTimeout, and ClientGone if this client disconnects too.
         """
         outcome = self._outcome
         assert outcome is not None
@@ -251,7 +251,7 @@ class Run(Generic[A]):
             if leaving is not None and leaving.done():
                 raise ClientGone
             raise GatewayTimeout("no result within what is left of the budget")
-        finally:  # the traceback of the exception refers to this frame
+        finally:  # the traceback of an exception keeps this frame in memory, so delete its large values
             del outcome, waited, leaving
 
 

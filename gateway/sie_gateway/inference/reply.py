@@ -1,5 +1,5 @@
-"""Body of a reply from results: choice of the format, one slot per input, JSON and msgpack. Large bodies are written in
-pieces. Both formats have the same values.
+"""Encoding of results as the body of a reply, in JSON or msgpack: one entry (slot) per input. Large bodies are written
+in pieces. Both formats have the same values.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
 
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-# fields that a client needs in addition to the numbers of a dtype
+# by dtype, the fields from which a client computes the original values of a vector
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
-PIECE_VALUES = 50_000  # numbers of a piece; their JSON takes about 5 ms
+PIECE_VALUES = 50_000  # numbers in one piece of a body; to write them as JSON takes about 5 ms
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
@@ -43,8 +43,8 @@ Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a success. It never fails: if no offered format is in Accept, the reply is JSON. `raw`: the
-    route offers the formats of vectors. `msgpack`: the route offers msgpack.
+    """Return the format of a reply without an error. If Accept names no offered format, the reply is JSON. `raw`: the
+    route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -77,7 +77,7 @@ def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = 
 def _json_default(value: Any) -> Any:
     if isinstance(value, bytes | memoryview):
         return base64.b64encode(value).decode("ascii")
-    raise TypeError(f"{type(value).__name__} cannot be encoded")
+    raise TypeError(f"{type(value).__name__} cannot be encoded as JSON")
 
 
 _msgpack = msgspec.msgpack.Encoder(
@@ -86,7 +86,7 @@ _msgpack = msgspec.msgpack.Encoder(
 
 
 def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
-    """Return the bytes of a success and their content type. `body` may contain numpy arrays anywhere."""
+    """Return the encoded body of a reply and its content type. `body` may contain numpy arrays anywhere."""
     if msgpack:
         return _msgpack.encode(body), "application/msgpack"
     return _json(body), "application/json"
@@ -94,7 +94,7 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
     """Yield the pieces, then the last piece, which depends on the seconds in which the other pieces were built. The
-    time in which the client reads does not count.
+    time in which the client reads is not included.
     """
     spent_s = 0.0
     while True:
@@ -139,15 +139,15 @@ def _rendered(values: Sequence[Any], row: Row | None) -> Sequence[Any]:
 
 
 def _step(values: Sequence[Any], numbers: int) -> int:
-    """Return the number of values that one piece has."""
+    """Return how many of the values are written in one piece."""
     return max(1, PIECE_VALUES * len(values) // max(1, numbers))
 
 
 def body_of(
     body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
 ) -> tuple[Body, str]:
-    """Encode a body like `encode`, in pieces if it has many `values`: a large body takes 600 ms, which would block the
-    event loop.
+    """Encode a body like `encode`. If it has more than PIECE_VALUES numbers (`values`), write it in pieces: to encode a
+    large body takes up to 600 ms, which would block the event loop.
 
     `row` renders each of the `items` just before it is written. `late` builds the entry that is written last.
     """
@@ -261,8 +261,8 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Concatenate bodies, in pieces if one of them is in pieces. `last` may depend on the seconds in which the others
-    were written.
+    """Concatenate bodies, in pieces if one of them is in pieces. `last` may depend on the seconds in which the other
+    bodies were written.
     """
     body = _Chain(parts, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
@@ -284,7 +284,7 @@ def slot_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output as a view on the block of the result."""
+    """Return one output of an input as an array, without a copy of the bytes in the worker's result."""
     piece = outcome.outputs[name]
     return np.frombuffer(result.block, dtype=piece.dtype, count=math.prod(piece.shape), offset=piece.offset).reshape(
         piece.shape
@@ -312,8 +312,8 @@ def _exact(values: arrays.Array) -> arrays.Array:
 
 
 class Joined:
-    """One output of all inputs, concatenated, as views on the results: neighbours are sent together, and no bytes are
-    copied.
+    """One output of all inputs, concatenated, as views on the bytes of the results, without a copy. Outputs that are
+    next to each other in a result become one view.
     """
 
     def __init__(self, values: Sequence[tuple[WorkResult, Ok]], name: str) -> None:
@@ -411,8 +411,8 @@ def _outputs(
 def _chunk_slots(
     entry: ModelEntry, run: RunOptions, result: WorkResult, outcome: Ok, *, exact: bool
 ) -> list[dict[str, Any]]:
-    """Return a slot for each chunk of an input: its span, its tokens, its outputs. `exact` is that of `_exact`. Raises
-    InternalFailure if the worker knows no chunks.
+    """Return a slot for each chunk of an input: its span, its tokens, its outputs. With `exact`, float16 values become
+    float64 like in `_exact`. Raises InternalFailure if the worker is too old to return vectors of chunks.
     """
     if chunk_tables.TABLE not in outcome.outputs:
         raise chunks_missing()
@@ -436,8 +436,8 @@ def chunks_missing() -> InternalFailure:
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, ordered by score, then by position; failed inputs are last. Ranks are dense and begin
-    at 0.
+    """Return one entry per input, ordered by score, then by position; failed inputs are last. The first rank is 0, and
+    no rank occurs twice.
     """
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
@@ -454,7 +454,7 @@ def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> l
 
 
 def extract_slot(index: int, item: RequestItem, outcome: Outcome) -> dict[str, Any]:
-    """Return the slot of one input. The slot has all keys, also if no entity was found."""
+    """Return the slot (entry in the reply) of one input. The slot has all keys, also if no entity was found."""
     data = outcome.data or {} if isinstance(outcome, Ok) else {}
     slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}
     slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]

@@ -62,12 +62,12 @@ _TIMING_HEADERS = (
     ("X-Batch-Wait-Time", "batch_wait_time"),
     ("X-Device-Wait-Time", "device_wait_time"),
 )
-FOUND_VALUES = 20  # numbers that take as long to write as one entity or label
+FOUND_VALUES = 20  # one entity or label takes as long to write in a reply as this many numbers
 
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """Request with all parameters merged and the lane chosen."""
+    """Request with all parameters merged and its lane (pool, machine profile and bundle) chosen."""
 
     operation: Operation
     resolved: Resolved
@@ -91,10 +91,10 @@ class RequestResult:
 
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
-        self.publish_ms = 0.0  # milliseconds until the first messages were stored
+        self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
-        self.written_ms = 0.0  # milliseconds of the last stage that were spent to build the reply
+        self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # milliseconds from publishing a chunk to the arrival of its result, by chunk
         self._waits_ms: dict[int, float] = {}
         self._results: list[WorkResult] = [WorkResult("", -1, "", (failure,)) for failure in refused.values()]
@@ -120,7 +120,9 @@ class RequestResult:
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
-        """Results that workers sent."""
+        """Return the results of the request's chunks that came from workers. Failures that the gateway itself found are
+        left out.
+        """
         return [result for result in self._results if result.chunk >= 0]
 
     @cached_property
@@ -157,7 +159,7 @@ class RequestResult:
 
     @property
     def values(self) -> int:
-        """Approximate number of numbers in the reply."""
+        """Approximate count of the numbers in the reply. The time to write the reply depends on it."""
         count = sum(
             len(listed)
             for result in self.worker_results
@@ -171,8 +173,8 @@ class RequestResult:
     def check(self, name: str = "") -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
-        `name` is the field of inputs of a client family that has no slots for errors. For such a family, any failed
-        input fails the request, and the error names the input.
+        `name` is the field of inputs of a client family whose replies have no entry for the error of a single input.
+        For such a family, any failed input fails the request, and the error names the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
@@ -224,8 +226,8 @@ class RequestResult:
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
         """Return a function that builds the last entry of a reply, `timing`, from the seconds in which the other
-        entries were written. The time since `began_s` counts as well. Headers are sent before the body is written, so
-        their times include only the part before that.
+        entries were written. The time from `began_s` to the call of `late` is included. Headers are sent before the
+        body is written, so their times include only the part before that.
         """
         prepared_s = time.perf_counter() - began_s
         self.timing(received_s, prepared_s)
@@ -274,7 +276,7 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
-        """Return the headers of every success of inference."""
+        """Return the headers of a successful reply."""
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
         fetch_ms = self.last.stages.fetch_ms if self.last else 0.0
@@ -348,7 +350,7 @@ def stage_times(
     request for the load of the model: a chunk that waits at the broker meanwhile waits for the load, too.
     """
     worker = last.stages if last else Stages()
-    # a large input is fetched from the store of payloads: that is a part of its queue
+    # a large input is fetched from the payload store; this time counts as time in the queue
     queue = max(0.0, wait_ms - worker.worker_ms) + worker.fetch_ms
     load = min(queue + worker.load_ms, max(load_ms, worker.load_ms))
     queue -= load - worker.load_ms
@@ -388,7 +390,8 @@ class FailedRequest(Exception):
         self.errors = errors
 
 
-# messages that wait between the connection and the event loop: more than ten seconds of results at 5,000 per second
+# largest number of messages that wait between the connection and the event loop: the results of more than ten seconds
+# at 5,000 per second
 HELD_MESSAGES = 1 << 16
 HELD_BYTES = 256 << 20
 CHECKING_THREADS = 2
@@ -403,7 +406,9 @@ _logger = logging.getLogger("sie.gateway.inbox")
 
 
 class OutcomeCollector:
-    """Outcomes of one request, by chunk. The collector is complete when each chunk has its first terminal result."""
+    """Outcomes of one request, by chunk. The collector is complete when each chunk has a result; further results of a
+    chunk are ignored.
+    """
 
     def __init__(self, request: str, chunks: int, pool: str = "") -> None:
         self.request = request
@@ -524,20 +529,22 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request of a message for which the client library had no room. A second attempt of its sender would
-        meet the same overload.
+        """Fail the request whose result the NATS client library dropped for lack of room. To wait until the worker
+        sends the result again would not help: it would meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
         if collector is not None:
-            collector.fail(ResourceExhausted("this gateway could not accept a result of this request in time"))
+            collector.fail(
+                ResourceExhausted("this gateway could not accept a result of this request in time: try again")
+            )
 
     async def _on_result(self, message: CoreMessage) -> None:
         try:
             decoded = messages.decode_result_or_fragment(message.data)
         except msgspec.DecodeError as error:
             self._metrics.outcomes.labels("undecodable").inc()
-            _logger.error("a result could not be read: %s", error)
+            _logger.error("a result from a worker could not be decoded and is ignored: %s", error)
             return
         verdict = self._keep(decoded, message.reply) if isinstance(decoded, Fragment) else self._offer(decoded)
         if verdict is not None and message.reply:
@@ -557,7 +564,9 @@ class ResultInbox:
     # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part and return the verdict on it. Return None while the digest of the complete result is checked."""
+        """Store a part and return the verdict that its sender gets; None while the digest of the complete result is
+        checked.
+        """
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"
@@ -587,8 +596,8 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Deliver a complete result to its request, or make its sender send it again. To do so, the last part is
-        confirmed as a part of an incomplete result.
+        """Deliver a complete result to its request, or make its sender send it again. For the latter, the reply to the
+        last part says that parts are still missing.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
@@ -604,7 +613,7 @@ class ResultInbox:
             )
             verdict = "part"
         except Exception:  # outermost handler of a task: the waiting request must get an answer
-            _logger.exception("a result could not be put together")
+            _logger.exception("a result could not be joined from its parts")
             collector = self._open.get(assembly.request)
             if collector is not None:
                 collector.fail(InternalFailure("the gateway failed while taking in a result"))
@@ -615,4 +624,4 @@ class ResultInbox:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
             except BrokerError as error:  # the sender then sends the last part again, and the verdict is duplicate
-                _logger.warning("a result could not be confirmed: %s", error)
+                _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)

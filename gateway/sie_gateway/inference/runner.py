@@ -1,5 +1,5 @@
-"""Run of a planned request: its inputs are checked and split into chunks, the chunks are admitted and published, and
-their results are collected.
+"""Run of a planned request: its inputs are checked and split into chunks, each chunk is published when it gets a permit
+for the queue, and the results are collected.
 
     check items ─► chunks ─► admission ─► publish, as permits are granted ─► results ─► RequestResult
                                              └ on any failure: messages without a result are withdrawn from the queue
@@ -160,8 +160,8 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
-        """Wait for all results until the end of the budget. After the hold, and until a worker has the model, check
-        every CHECK_AGAIN_S seconds that a worker loads it.
+        """Wait for all results until the end of the budget. If no worker has the model after the hold (`load_hold_s`),
+        check every CHECK_AGAIN_S seconds that a worker loads it.
 
         Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that failed the collector.
         """
@@ -172,7 +172,7 @@ class Runner:
                 return
             except TimeoutError as error:
                 # A load that begins after the hold, or a worker that leaves, is reported in the same way as during the
-                # hold.
+                # hold of the request (see `load_hold_s`).
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -257,8 +257,8 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function from a chunk's number to its work item. The budget of an item is the remaining budget of the
-    call when the item is built.
+    """Return a function from a chunk's number to its work item. The budget of an item is the time until the deadline of
+    the call, measured when the item is built.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
@@ -295,8 +295,8 @@ def _builder(
 
 
 def _result_listener(permits: Permits, collector: OutcomeCollector, entry: ModelEntry) -> Callable[[WorkResult], None]:
-    """Return the function that is called with each result. It releases the permit, and ends the request if the worker
-    has another entry of the model.
+    """Return the function that is called with each result. It releases the permit of the chunk. If the worker has
+    another revision of the model's entry, it ends the attempt with EntryChanged.
     """
 
     def on_result(result: WorkResult) -> None:
@@ -318,7 +318,7 @@ class _Takers:
         self._told: dict[str, str] = {}
 
     def models_of(self, modality: str) -> str:
-        """Return the end of an error: the first few models that accept the modality."""
+        """Return text for the end of an error message: the first few models that accept the modality."""
         if modality not in self._told:
             able = (
                 entry.id
@@ -334,8 +334,8 @@ class _Takers:
         return self._told[modality]
 
     def models_with_chunks(self) -> str:
-        """Return the end of an error: the first few models whose dense vectors are a mean or a maximum, which chunks
-        with context need.
+        """Return text for the end of an error message: the first few models whose dense vectors are a mean or a maximum
+        over tokens, as vectors of chunks with context must be.
         """
         able = (
             entry.id
@@ -398,7 +398,7 @@ def _reads_mentions(request: PlannedRequest) -> bool:
 
 
 def _input(item: RequestItem) -> Input:
-    """Return the part of an item that a worker needs."""
+    """Return the input of a queue message: the fields of an item that a worker needs."""
     if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
         return Input(item.text, mentions=item.mentions, chunks=item.chunks)
     return Input(

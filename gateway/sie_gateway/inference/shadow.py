@@ -39,15 +39,19 @@ from sie_gateway.metrics import Metrics
 from sie_runtime.http.server import uuid7
 from sie_runtime.ranks import spearman
 
-MAX_IN_FLIGHT = 4  # copies in flight of a gateway
-MAX_ITEMS = 64  # inputs of a request that are copied; later inputs are left out
-MAX_VALUES = 1 << 20  # largest number of values in an answer that is kept until its copy has run
-MAX_BYTES = 4 << 20  # bytes of the inputs of a request that may be copied: copies do not count as memory of bodies
+MAX_IN_FLIGHT = 4  # largest number of copies that a gateway runs at the same time
+MAX_ITEMS = 64  # largest number of inputs in a copy; the further inputs of the request are left out
+# largest number of numbers in a reply; a request with a larger reply is not copied, because the reply is kept until
+# then
+MAX_VALUES = 1 << 20
+# largest number of bytes of the inputs of a request that is copied: the memory of copies is not counted as memory of
+# bodies
+MAX_BYTES = 4 << 20
 BUDGET_S = 30.0
 LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
 KEY = "_shadow"  # key of all copies: when keys take turns, all copies are requests of one key
-_ROUNDING = 1e-6  # tolerance for rounding of a share times a count
+_ROUNDING = 1e-6  # tolerance for the rounding error of share x number of requests
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
 
@@ -71,8 +75,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since the start of this gateway. They are exact for every alias, while metrics combine
-    aliases above a number into one series.
+    """Measurements of a shadow since the start of this gateway. They are separate for each alias, while the metrics put
+    further aliases into one series if there are too many.
     """
 
     model: str
@@ -112,10 +116,10 @@ class Shadows:
         self._metrics = metrics
         self._run = run
         self._clock = clock
-        self._met: dict[str, int] = {}  # number of requests that the share is computed from, by alias
+        self._met: dict[str, int] = {}  # number of answered requests by alias; the configured share of them is copied
         self._figures: dict[str, ShadowStatistics] = {}  # statistics of each alias
         self._paused_s: dict[str, float] = {}  # by model, the time until which the model gets no copies
-        self._opening: set[str] = set()  # residencies that a copy is loading
+        self._opening: set[str] = set()  # models whose load a copy has caused and which are not loaded yet
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
@@ -191,7 +195,9 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if work waits in the lane, or if the wait is unknown, as in a lane without workers."""
+        """Return True if work waits in the lane for more than LOADED_S seconds, or if the wait is unknown, as in a lane
+        without workers.
+        """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 
@@ -223,7 +229,7 @@ class Shadows:
     def _pause(self, alias: Alias, canonical: str, why: str, pause_s: float) -> None:
         self._paused_s = {name: until_s for name, until_s in self._paused_s.items() if until_s > self._clock()}
         self._paused_s[canonical] = self._clock() + pause_s
-        _logger.warning("%s gets no requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
+        _logger.warning("%s gets no copies of requests of the alias %s for %g s: %s", canonical, alias.id, pause_s, why)
 
     def _count(self, alias: Alias, model: str, result: Result) -> None:
         self._metrics.shadows.labels(alias.id, model, result).inc()

@@ -36,7 +36,7 @@ def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
 def trace_chunks(
     span: Span, published_s: float, publish_ms: float, results: Sequence[WorkResult], waits_ms: Sequence[float]
 ) -> None:
-    """Add the spans of chunks. They were published at `published_s` (perf_counter); the first ones were stored
+    """Add the spans of chunks. They were published at `published_s` (perf_counter); the first chunks were stored
     `publish_ms` later, and each result arrived `waits_ms` after `published_s`.
     """
     if not span.is_recording:

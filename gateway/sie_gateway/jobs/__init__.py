@@ -4,16 +4,17 @@
     JobScheduler: acquires the lease of a job ──► JobRun: plan ─► shards ─► manifest
     a shard: rows ─► equal rows once ─► cache ─► groups by length ─► JobClient ─► one object, created once ─► its record
 
-The name of a shard's object follows from the number of the shard. The object is created once and never replaced. So
-each row is in the output exactly once, also if gateways died while they led the job. The record of a shard is written
-after its object: a leader that finds the object without a record reads it and writes the record.
+A shard is a number of consecutive rows of the input whose answers are written as one object. The name of the object
+follows from the number of the shard. The object is created once and never replaced. So each row is in the output
+exactly once, also if gateways died while they led the job. The record of a shard is written after its object: a leader
+that finds the object without a record reads it and writes the record.
 
 records.py, ledger.py        the buckets of jobs, files and shards
 files.py, file_routes.py     files: bytes in the payload store, uploaded as forms
 job_routes.py, service.py    the routes of jobs, and the operations behind them
 results.py                   the output of a job as its routes read it
 scheduler.py, run.py         the leader of a job; the life of a job: shards, retries, manifest
-engine.py, assembly.py       construction of one job; construction of the parts of a gateway
+engine.py, assembly.py       construction of one job; construction of a gateway's objects for jobs
 native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form
 envelope.py                  the lines of a batch: requests and replies
 values.py, client.py         each distinct input once, groups by length; requests that wait for capacity

@@ -1,4 +1,4 @@
-"""Construction of the parts of a gateway that serve jobs and files."""
+"""Construction of the gateway's objects that serve jobs and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sie_store.files import open_files
 
 
 class JobParts(NamedTuple):
-    """Parts that the handlers of routes use, and parts that run as background tasks."""
+    """Objects that serve jobs and files: the handlers of routes use some of them, others run as background tasks."""
 
     files: FileStore
     jobs: JobService
@@ -63,7 +63,7 @@ def assembled(
     quotas: Quotas,
     now_s: Callable[[], float],
 ) -> JobParts:
-    """Build the parts from the settings. `now_s` returns seconds since 1970 by the broker's clock. Files and jobs
+    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock. Files and jobs
     expire by this clock: a gateway whose own clock is ahead would remove files and jobs of all keys too early. Raises
     SettingError.
     """

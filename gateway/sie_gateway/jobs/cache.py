@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-MAX_ITEMS = 4_000_000  # digests that a job keeps in memory, 24 bytes each
+MAX_ITEMS = 4_000_000  # largest number of digests that a job keeps in memory, 24 bytes each
 SEGMENTS_KEPT = 4
 SHORT_S, LONG_S = 10.0, 120.0
 DIGEST_BYTES, COUNT_BYTES = 16, 8
@@ -60,7 +60,7 @@ class CacheSegment:
         self._offsets = np.frombuffer(data, "<u8", count + 1, COUNT_BYTES + DIGEST_BYTES * count)
 
     def value(self, row: int) -> RowAnswer:
-        """Return the value of a row. Raises ValueError if it cannot be decoded."""
+        """Return value number `row` of the segment. Raises ValueError if it cannot be decoded."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
         return unpack(bytes(self._data[start:end]))
 
@@ -124,12 +124,14 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
         try:
             answers[place] = segment.value(row)
         except ValueError as error:
-            _logger.warning("a value of %s cannot be read, so it is computed: %s", name, error)
+            _logger.warning("a cached answer in %s cannot be read, so it is computed again: %s", name, error)
     return answers
 
 
 class AnswerCache:
-    """Cache of one job. `open` reads the digests of the segments that exist."""
+    """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of the segments that
+    exist.
+    """
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
@@ -176,8 +178,8 @@ class AnswerCache:
         return len(self._known.high)
 
     async def find(self, digests: Sequence[bytes]) -> dict[int, RowAnswer]:
-        """Return the known values by the index of their digest. A value that cannot be read is left out. Raises
-        StoreError.
+        """Return the cached values, by the index of their digest in `digests`. A value that cannot be read is left out.
+        Raises StoreError.
         """
         if not len(self) or not digests:
             return {}

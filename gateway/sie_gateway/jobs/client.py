@@ -37,10 +37,10 @@ from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.server import uuid7
 
-ATTEMPTS = 3  # attempts for an input with an error that may disappear, such as a lack of memory
+ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, such as a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
-ROOM_S = 4.0  # seconds of work in flight
+ROOM_S = 4.0  # a job has as many items in flight as the workers answer in this number of seconds
 _T = TypeVar("_T")
 
 
@@ -55,7 +55,7 @@ class ItemsRefused(Exception):
 
 
 class Halted(Exception):
-    """Raised if a job cannot continue until a person changes a cause. The record of the job gets `info` as its
+    """Raised if a job cannot continue until a person has removed the cause. The record of the job gets `info` as its
     error.
     """
 
@@ -95,14 +95,16 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, count: int) -> None:
-        """Wait until there is room for `count` items. If no item is in flight, a group of any size may enter."""
+        """Wait until the job may have `count` more items in flight, and count them. If no item is in flight, `count`
+        may be above the limit.
+        """
         entered = asyncio.get_running_loop().create_future()
         self._waiting.append((count, entered))
         self._admit()
         try:
             await entered
         except asyncio.CancelledError:
-            if not entered.cancelled():  # the group had entered before the task was cancelled
+            if not entered.cancelled():  # the items were counted as in flight before the task was cancelled
                 self._used -= count
             self._admit()
             raise
@@ -191,7 +193,7 @@ class JobClient:
         self._on_trouble = on_trouble
 
     def call(self) -> Call:
-        """Create a call without a connection. Raises Halted."""
+        """Return a new Call for a request of the job, which has no HTTP connection. Raises Halted."""
         grant = self._identity.granted()
         call = Call(uuid7(), time.perf_counter(), self._headers, grant=grant, charge=self._identity.charge(grant))
         call.budget_s = self.inference.max_budget_s
@@ -207,7 +209,8 @@ class JobClient:
                 await self._until_open()
                 try:
                     return await attempt()
-                except EntryChanged:  # gateway and worker read the catalogue at different moments
+                # gateway and worker read the catalogue at different moments: try again with the new entry
+                except EntryChanged:
                     pause_s = 1.0
                 except FailedRequest as error:
                     exhausted += _is_exhausted(error)
@@ -222,7 +225,7 @@ class JobClient:
                     self._on_trouble(error)
                 tries += 1
                 pause_s = min(MAX_PAUSE_S, max(0.2, pause_s, 0.2 * 2 ** min(tries, 8)))
-                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads the retries of groups
+                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311  spreads retries over time
         finally:
             if is_told:
                 self._on_trouble(None)
@@ -235,7 +238,7 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Plan a request of the job like a request of a client. Raises SIEError."""
+        """Return the call and the plan of a request of the job, made like those of a client. Raises SIEError."""
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -276,7 +279,9 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        raise SIEError.from_info(outcome.error)  # the inputs did not cause this error
+                        # the model could not be loaded: the inputs did not cause this, so it is an error of the whole
+                        # request
+                        raise SIEError.from_info(outcome.error)
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error

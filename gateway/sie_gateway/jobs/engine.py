@@ -1,4 +1,4 @@
-"""Construction of a job from its record: its input and output places, its model, and its credential.
+"""Construction of a job from its record: where it reads and writes, its model, and its credential.
 
 JobRecord ──check──► refused before it is stored, or stored with its model pinned
 JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import InferenceRoute
 
 STORE = "SIE_PAYLOAD_STORE_URL"
-SINK_DTYPES = ("float32", "float16")  # other dtypes are packed bits, or need a scale to be read
+# dtypes that a database (sink) can store; other dtypes are packed bits, or need a scale to be read
+SINK_DTYPES = ("float32", "float16")
 
 
 class Credentials(NamedTuple):
-    """Functions for the credential of a job: `grant` looks up its current grant, `charge` begins the accounting of a
-    call against its quota.
+    """Functions for the credential of a job: `grant` looks up its current grant, `charge` opens the account by which a
+    call spends the tokens of its quota.
     """
 
     grant: Callable[[str], Grant | None]
@@ -180,7 +181,7 @@ class JobEngine:
     # work of a job that runs
 
     def work(self, job: JobRecord, progress: JobProgress) -> JobWork:
-        """Build the work of a job for its leader. Raises NotReady."""
+        """Build the JobWork of a job for the gateway that leads the job. Raises NotReady."""
         workplace = self.workplace(job)
         identity = JobIdentity(job.owner, *self._credentials)
         request = job.request
@@ -213,7 +214,7 @@ class JobEngine:
         if request.input.url:
             source = Place.opened(request.input.url, self._urls)
         else:
-            # if the file was removed, its id replaces its name, and reading it fails
+            # if the file was removed, its id replaces its name, and the job fails when it reads the file
             name, digest = self._files.content(request.input.file) or (request.input.file, "")
             source = Place(store, "files/", request.input.file, name, digest)
         sink = None
@@ -237,14 +238,14 @@ class JobEngine:
         return JobStorage(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
-        """Return the output place of a job. Raises InvalidInput if the place is no longer allowed."""
+        """Return the place where the job's output is written. Raises InvalidInput if the place is no longer allowed."""
         if job.output_url:
             return Place.opened(job.output_url, self._urls, is_output=True)
         return Place(self.require_store(), f"jobs/{job.id}/output/")
 
 
 def headers_of(request: JobRequest) -> dict[str, str]:
-    """Return the options of a job that its requests have as headers."""
+    """Return the headers of a job's requests, which name its pool and its machine profile."""
     return {
         **({"x-sie-pool": request.pool} if request.pool else {}),
         **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),

@@ -1,4 +1,5 @@
-"""Lines of batches in OpenAI's format: split a file into parts, read a line, write an answer. This module does no I/O.
+"""Lines of batches in OpenAI's format: split a file into shards (groups of lines), read a line, write an answer. This
+module does no I/O.
 
 Source: the OpenAI API reference, section Batch: the objects "request input" and "request output".
 """
@@ -16,9 +17,10 @@ from sie_runtime.http.server import uuid7
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
-# bytes and inputs after which a part gets no further line: three parts and their answers are in memory at once
+# a shard that has this number of bytes or inputs gets no further line, because three shards and their answers are in
+# memory at the same time
 SHARD_BYTES, SHARD_INPUTS = 4 << 20, 4096
-MAX_LINES = 50_000  # lines of a batch; OpenAI has the same limit
+MAX_LINES = 50_000  # largest number of lines of a batch; OpenAI has the same limit
 MAX_LINE_BYTES = 64 << 20
 _NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # endpoints with the model in the path
 
@@ -67,8 +69,8 @@ class BadLine(Exception):
 
 
 class BatchCut:
-    """Splitter of a file into spans of lines, while its bytes arrive. It also finds lines that repeat the custom_id of
-    an earlier line.
+    """Splitter of a file into spans of lines, one for each shard, while its bytes arrive. It also finds lines that
+    repeat the custom_id of an earlier line.
 
     A line with only white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
     """
@@ -85,7 +87,7 @@ class BatchCut:
         self._repeated: list[int] = []
 
     def feed(self, piece: bytes) -> None:
-        """Cut further bytes of the file. Raises InvalidInput."""
+        """Read further bytes of the file, and cut off each complete span. Raises InvalidInput."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -111,7 +113,7 @@ class BatchCut:
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
         request = _lenient(line)
-        # the number of commas bounds the number of inputs, whatever field of the body has them
+        # the body has at most as many inputs as commas, plus one, whatever field has the inputs
         self._inputs += 1 + count_outside(bytes(request.body), b",", SHARD_INPUTS)
         custom_id = _text(request.custom_id)
         if custom_id is not None and custom_id in self._seen:
@@ -141,7 +143,7 @@ def requests_of(text: bytes, span: RowSpan) -> list[tuple[int, bytes]]:
 
 
 def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineRequest:
-    """Read the request of a line. Raises BadLine."""
+    """Return the request in a line of the input file, after a check against the batch. Raises BadLine."""
     where = f"line {number + 1}"
     try:
         request = _decode(line)
@@ -226,7 +228,7 @@ def _row(line: bytes) -> BatchRow:
 
 
 def _code_of(status: int, body: Any) -> str:
-    """Return the code of an error in the format of any client family."""
+    """Return the code in the body of an error reply, whose format depends on the client family of the route."""
     error = body.get("error", body) if isinstance(body, dict) else {}
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, str) and code else f"HTTP_{status}"

@@ -32,11 +32,13 @@ from sie_store.files import FileObjects
 from sie_store.object_stores import ObjectMissing, StoreError, StoreFull
 
 MAX_FILE_BYTES = 512 << 20
-# uploads at the same time: of all keys, of one key; each has a few parts in memory
+# largest number of uploads at the same time, of all keys and of one key: each upload has a few pieces in memory
 UPLOADS_AT_ONCE, UPLOADS_OF_A_KEY = 16, 4
-OUTPUTS_AT_ONCE = 4  # outputs of batches that are written at the same time; they never wait for uploads
+# largest number of outputs of batches that are written at the same time; they never wait for uploads
+OUTPUTS_AT_ONCE = 4
 WRITE_S = 3600.0
-ABANDONED_S = WRITE_S + 600.0  # seconds after which no gateway still writes a file; clocks may differ by 600 s
+# age in seconds of a record `writing` at which no gateway can still be writing its file; clocks may differ by 600 s
+ABANDONED_S = WRITE_S + 600.0
 CLEAN_S = 20.0
 _logger = logging.getLogger("sie.gateway.files")
 
@@ -50,7 +52,7 @@ class FileDescription(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A part of the list of files."""
+    """Page of the list of files. `has_more`: there are further files after it."""
 
     files: list[FileRecord]
     has_more: bool
@@ -64,8 +66,8 @@ def new_id() -> str:
 class FileStore:
     """The files of all owners. `wall_clock` returns seconds since 1970.
 
-    All methods but `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records have
-    not been read. Those that call the broker or the store raise QueueUnavailable if it fails.
+    All methods except `content`, `clean` and `run` raise NotReady if there is no payload store, or while the records
+    have not been read. Methods that call the broker or the store raise QueueUnavailable if the call fails.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the name and the digest of a file; None if the file was removed."""
+        """Return the client's name of a file, and the SHA-256 of its bytes; None if the file was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
@@ -144,7 +146,7 @@ class FileStore:
             return await self._required().open(record.id)
 
     async def range(self, record: FileRecord, start: int, end: int) -> bytes:
-        """Return the bytes of a file from `start` to `end`. Raises NotFound."""
+        """Return the bytes of a file from `start` to before `end`. Raises NotFound."""
         with _unavailable():
             return await self._required().range(record.id, start, end)
 
@@ -184,8 +186,9 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file with its record. `bounded`: refuse the file above the limits of its owner or of all owners. An
-        output is not bounded: it counts, but is never refused.
+        """Write a file with its record. If `bounded`, the file is refused above the limits of its owner or of all
+        owners. Outputs of batches are not bounded: their bytes are counted for these limits, but they are never
+        refused.
         """
         objects = self._required()
         if bounded:
@@ -210,7 +213,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, self._max_bytes, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # else: another gateway writes this file
+                if now is None or now == draft:  # do not remove a file that another gateway is writing
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -219,7 +222,7 @@ class FileStore:
     def _charge(self, file: str, record: FileRecord | None) -> None:
         if record is None:
             self._usage.release(file)
-        # else: the gateway that writes the file counts its bytes
+        # a record `writing` that is counted already is left as it is: the gateway that writes the file counts the bytes
         elif record.state != "writing" or file not in self._usage:
             self._usage.charge(file, record.owner, record.bytes)
 
@@ -240,7 +243,7 @@ class FileStore:
             state="ready",
         )
         if await self._records.change(draft.id, lambda now: done if now is not None and now == draft else now) != done:
-            raise QueueUnavailable("writing the file took too long, so its record was removed")
+            raise QueueUnavailable("writing the file took too long, so its record was removed: send the file again")
         return done
 
     async def _forsake(self, file: str) -> None:
@@ -290,7 +293,7 @@ class FileStore:
         return record.state == "removing" or self._is_expired(record)
 
     async def run(self, stop: Stop) -> None:
-        """Clean up until `stop`."""
+        """Call `clean` at least every CLEAN_S seconds until `stop`."""
         trouble = Trouble(_logger, "files could not be cleaned up")
         while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             try:
@@ -299,7 +302,7 @@ class FileStore:
                 trouble.passed()
             except (BrokerError, StoreError) as error:
                 trouble.met(error)
-        with contextlib.suppress(BrokerError):  # without a release, the lease expires
+        with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
             await self._lease.release()
 
     async def _refreshed(self, file: str) -> FileRecord | None:

@@ -1,4 +1,5 @@
-"""Routes of jobs and batches, and the conversion between the job format of the public SDKs of SIE and ours.
+"""Routes of jobs and batches, and the conversion between the job format of the published SDKs of SIE and the format of
+this API.
 
 {src, operation, model, field_map, options} ──► requested ──► JobRequest
                            JobInfo ──► as_public ──► {state, total_items, completed_items, ...}
@@ -105,7 +106,9 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the input of the job. For a score, the query is removed from `options`."""
+    """Return the field `input` of a JobRequest. For a score, the query is an option of the published SDKs; it is moved
+    from `options` into the input.
+    """
     fields = job.field_map
     if fields.input_type != "text":
         raise _refused("field_map.input_type", "expected text: a job reads the column of a text")
@@ -161,7 +164,9 @@ def _refused(field: str, message: str) -> InvalidInput:
 
 
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
-    """Return the refusal of a body, with the field that the decoder names: a value at `$.a.b`, or a key of that map."""
+    """Return the error for a body that does not fit the schema, with the wrong field: the decoder names a value at
+    `$.a.b`, or a key of that map.
+    """
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")
@@ -185,7 +190,8 @@ async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | N
         if form is None:
             return msgspec.json.decode(await request.body(), type=kind)
         return msgspec.convert(form(msgspec.json.decode(await request.body())), kind)
-    except msgspec.DecodeError as error:  # the message has the expected type, but no value of the body
+    # the decoder's message may be shown to the client: it has the expected type, but no value of the body
+    except msgspec.DecodeError as error:
         raise _schema_fault(error) from error
 
 
@@ -204,7 +210,7 @@ def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Respo
 
 
 async def submit(gateway: Gateway, request: Request) -> Response:
-    """Create a job. Raises SIEError."""
+    """Create a job and return it. Raises SIEError."""
     job_request = await _body(request, api.JobRequest, _form)
     return _info_reply(request, await gateway.jobs.submit(_call(request), job_request), 201)
 
@@ -219,33 +225,35 @@ async def page(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return one job. Raises NotFound."""
+    """Return the state and the counts of the job in the path. Raises NotFound."""
     jobs = gateway.jobs
     return _info_reply(request, jobs.as_info(jobs.find(_call(request), request.path_params["job"])))
 
 
 async def pause(gateway: Gateway, request: Request) -> Response:
-    """Pause a job. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Stop a job until it is resumed; its answers stay stored. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "pause"))
 
 
 async def resume(gateway: Gateway, request: Request) -> Response:
-    """Resume a job. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Continue a paused job with the rows that have no answer. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "run"))
 
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
-    """Cancel a job. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """End a job; its output has the rows that were answered. Raises NotFound, ContentConflict, QueueUnavailable."""
     return _info_reply(request, await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:
-    """Create a job over the failed rows of another job. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Create a job for the failed rows of an earlier job. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.retry(_call(request), request.path_params["job"]), 201)
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    """Delete a job that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Delete the records of a job that has ended, and its objects in the payload store. Raises NotFound,
+    ContentConflict, QueueUnavailable.
+    """
     return json_response(await gateway.jobs.delete(_call(request), request.path_params["job"]))
 
 
@@ -257,7 +265,7 @@ async def manifest(gateway: Gateway, request: Request) -> Response:
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
-    """Return the bytes of a part of the output. Raises NotFound, QueueUnavailable."""
+    """Return the bytes of a part of the output, by its name in the manifest. Raises NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     data = await gateway.results.part(job, request.query_params.get("name", ""))
     headers = {"Content-Disposition": "attachment"}
@@ -265,7 +273,7 @@ async def part(gateway: Gateway, request: Request) -> Response:
 
 
 async def rows(gateway: Gateway, request: Request) -> Response:
-    """Return a sample of answered rows. Raises InvalidInput, NotFound, QueueUnavailable."""
+    """Return a sample of the answered rows, or of the failed rows. Raises InvalidInput, NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     only_failed = request.query_params.get("failed", "false") == "true"
     return json_response(await gateway.results.rows(job, _limit(request, 20, 1000), only_failed=only_failed))
@@ -275,7 +283,7 @@ async def rows(gateway: Gateway, request: Request) -> Response:
 
 
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
-    """Create a batch. Raises SIEError."""
+    """Create a batch from an uploaded file and return it. Raises SIEError."""
     return json_response(await gateway.jobs.batch(_call(request), await _body(request, batches_api.BatchRequest)))
 
 
@@ -286,18 +294,18 @@ async def batch_page(gateway: Gateway, request: Request) -> Response:
 
 
 async def show_batch(gateway: Gateway, request: Request) -> Response:
-    """Return one batch. Raises NotFound."""
+    """Return the state and the counts of the batch in the path. Raises NotFound."""
     jobs = gateway.jobs
     return json_response(jobs.batch_told(jobs.find_batch(_call(request), request.path_params["batch"])))
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
-    """Cancel a batch. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """End a batch; its files have the answered requests. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.cancel_batch(_call(request), request.path_params["batch"]))
 
 
 async def delete_batch(gateway: Gateway, request: Request) -> Response:
-    """Delete a batch that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
+    """Delete the records of a batch that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.delete_batch(_call(request), request.path_params["batch"]))
 
 

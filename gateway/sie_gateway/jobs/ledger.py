@@ -1,4 +1,4 @@
-"""The records of jobs and of their shards in the broker."""
+"""Records of jobs in the broker, and of their shards (groups of input rows)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class JobLedger:
         """Store a new job. If a job with its id exists, it is returned unchanged. Raises RateLimited above a limit of
         the owner or of all owners, BrokerError.
         """
-        if job.id not in self._usage:  # else: the same job exists, or is being stored
+        if job.id not in self._usage:  # a job with this id that exists or is being stored is counted already
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)
@@ -92,7 +92,7 @@ class JobLedger:
         return stands
 
     async def shards(self, job_id: str) -> dict[int, ShardRecord]:
-        """Read the records of a job's shards, by number. Raises BrokerError."""
+        """Return the records of a job's shards, by the number of the shard. Raises BrokerError."""
         entries = await self._shards.use(lambda bucket: bucket.entries(job_id))
         return await asyncio.to_thread(
             lambda: {

@@ -50,11 +50,14 @@ class BatchJob:
         self._client = client
         self._progress = progress
         self._route_of = route_of
-        self._repeated: frozenset[int] = frozenset()  # lines with the custom_id of an earlier line
+        # numbers of the lines that repeat the custom_id of an earlier line
+        self._repeated: frozenset[int] = frozenset()
         self._rows: dict[int, dict[int, BatchRow]] = {}  # rows of shards that are not stored yet: shard -> line -> row
 
     async def plan(self) -> Plan:
-        """See JobWork. Raises InvalidInput for a file without lines, or with too many lines."""
+        """Return the plan of the batch (see `run.JobWork`). Raises InvalidInput for a file without lines, or with too
+        many lines.
+        """
         plan = await self._place.plan() or await self._planned()
         self._repeated = frozenset(plan.repeated)
         return plan
@@ -66,7 +69,7 @@ class BatchJob:
         return await self._place.keep_plan(cut.plan())
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """See JobWork."""
+        """Answer the lines of one shard, store the answers, and return the record of the shard."""
         data = await self._place.existing(_part(number))
         if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
@@ -75,7 +78,8 @@ class BatchJob:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for place, line in requests:
-                    if place not in rows:  # else: an earlier attempt answered the line, and the store then failed
+                    # a line in `rows` was answered by an earlier attempt, after which the store failed
+                    if place not in rows:
                         tasks.create_task(self._line(number, place, line))
         except* (SIEError, Halted) as errors:
             raise errors.exceptions[0] from errors
@@ -89,7 +93,7 @@ class BatchJob:
         return await asyncio.to_thread(_record, number, span, stands, rows if stands is data else None)
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Join the parts to two files: answers, and failures. A file without lines is not created. See JobWork.
+        """Join the parts to two files: answers, and failures. A file without lines is not created (see `run.JobWork`).
 
         Answers of shards that are not stored yet are stored first. If the batch has expired, each request without an
         answer gets an error.
@@ -107,9 +111,10 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """Return the record of a shard whose batch ends early; None if the shard has no answers."""
+        """Store the answers of a shard whose batch ends early, and return its record; None without answers."""
         data = await self._place.existing(_part(number))
-        if data is not None:  # an earlier leader stored the part, and died before it wrote the record
+        # an earlier leader stored the part, and died before it wrote the record: write the record now
+        if data is not None:
             return await asyncio.to_thread(_record, number, span, data)
         answered = self._rows.get(number, {})
         if state != "expired":
@@ -122,7 +127,7 @@ class BatchJob:
         return await self._stored(number, span, [answered.get(place) or _expired(line) for place, line in requests])
 
     async def close(self) -> None:
-        """Do nothing: a batch has no open connections. See JobWork."""
+        """Do nothing: a batch has no open connections (see `run.JobWork`)."""
 
     async def _lines(self, shards: dict[int, ShardRecord], *, failures: bool) -> AsyncIterator[bytes]:
         """Yield the answers, or the failures, in the order of their requests."""
@@ -144,7 +149,7 @@ class BatchJob:
         return await self._place.files.find(self._batch.input_file_id, self._job.owner, sees_all=True)
 
     async def _text(self, span: RowSpan) -> bytes:
-        """Read the bytes of a span. Raises ShardBroken, StoreError."""
+        """Read the lines of a shard from the input file. Raises ShardBroken, StoreError."""
         try:
             return await self._place.files.range(await self._input(), span.start, span.end)
         except NotFound as error:
@@ -223,7 +228,7 @@ def _source(span: RowSpan) -> str:
 
 
 def _some(data: bytes, *, failures: bool) -> bytes:
-    """Return the answers in the text of a part, or the failures."""
+    """Return the output lines of a part with errors (`failures`), or those without errors."""
     return b"".join(row.text + b"\n" for row in envelope.written(data) if (row.code is not None) == failures)
 
 

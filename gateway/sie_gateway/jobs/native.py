@@ -1,6 +1,7 @@
-"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy.
+"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy; a sink is a
+database that also gets the vectors.
 
-span ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
+input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """A shard that is answered, but not written yet. `data`: its part of the output. `unsent`: rows that are not in the
-    database yet.
+    """A shard (rows that are answered and written together) that is answered, but not written yet. `data`: its part of
+    the output. `unsent`: rows that are not in the database yet.
     """
 
     data: bytes
@@ -57,7 +58,7 @@ class AnsweredShard(NamedTuple):
 
 
 class Before(NamedTuple):
-    """An earlier job. Another job retries its failed rows."""
+    """Earlier job whose failed rows another job retries."""
 
     job: JobRecord
     workplace: JobStorage
@@ -102,20 +103,21 @@ class NativeJob:
         self._cache: AnswerCache | None = None
         self._kept_bytes = 0  # bytes written to the cache since the last trim
         self._opening = asyncio.Lock()
-        self._count = 0  # number of parts of the output
+        self._count = 0  # number of parts that the complete output has
         self._planned_rows: tuple[int, ...] = ()  # rows of each part
         self._again: tuple[Again, ...] = ()
-        self._is_prepared = False  # whether the collection of the database is prepared
+        # true after the collection of the database was created, or was found to fit the vectors
+        self._is_prepared = False
         self._computed: dict[int, int] = {}  # number of inputs that the model answered, by shard
         self._preparing = asyncio.Lock()
-        # shards that are not in the database or in the store yet, by number
+        # by number, the answered shards that are not in the database or not in the store yet
         self._unwritten: dict[int, AnsweredShard] = {}
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
 
     # ---- the plan of a job
 
     async def plan(self) -> Plan:
-        """See JobWork."""
+        """Return the plan of the input, which is stored at the first call (see `run.JobWork`)."""
         plan = await self._workplace.plan()
         if plan is None:
             await shards.claim(self._places.output, _owner(self._job))
@@ -136,9 +138,10 @@ class NativeJob:
         return Plan(tuple(spans), tuple(unread))
 
     def _bounds(self) -> Bounds:
-        """Return the bounds of a shard. Raises SIEError, Halted."""
+        """Return the limits of a shard: most rows, and most bytes of text. Raises SIEError, Halted."""
         request = self._request
-        if request.operation != "encode":  # answers of other operations are no larger than their texts
+        # answers of other operations are at most as large as their texts, so only the number of rows is limited
+        if request.operation != "encode":
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
@@ -151,11 +154,11 @@ class NativeJob:
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
-        """Return a plan of the spans of the earlier job that have failed rows."""
+        """Return a plan with those shards of the earlier job that have failed rows."""
         before = await self._places.before(self._job.retry_of)
         plan = await before.workplace.plan()
         if plan is None:
-            raise NotFound("the job to retry has no plan any more", param="job")
+            raise NotFound("the job to retry has no stored plan any more: submit a new job", param="job")
         failed = [number for number, shard in sorted(before.shards.items()) if shard.failed or shard.error is not None]
         again = []
         for number in failed:
@@ -166,7 +169,9 @@ class NativeJob:
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
 
     async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """Read the rows of a span that this job answers. Raises InvalidInput, StoreError."""
+        """Read those rows of a shard that this job answers: a retry answers only the rows that failed before. Raises
+        InvalidInput, StoreError.
+        """
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
             if part:
@@ -180,10 +185,10 @@ class NativeJob:
     # ---- the answers of a shard
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """See JobWork."""
+        """Answer the rows of one shard, write its part of the output, and return the record of the shard."""
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
-        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record
+        if record is not None:  # an earlier leader wrote the part, and died before it wrote the record: use the part
             self._values.check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
@@ -338,14 +343,14 @@ class NativeJob:
         await sink.upsert(rows)
 
     async def close(self) -> None:
-        """See JobWork."""
+        """Close the connection to the database (see `run.JobWork`)."""
         if self._places.sink is not None:
             await self._places.sink.close()
 
     # ---- the end of a job
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Write the manifest of the shards that exist. See JobWork."""
+        """Write the manifest of the shards that exist (see `run.JobWork`)."""
         fields = dict[str, Any]()
         if not shards:
             return fields
@@ -419,8 +424,8 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the columns that searches may use as filters: all values of the column have one plain type. `unfiltered`:
-    columns that searches do not use.
+    """Return the columns that searches may use as filters: all values of the column have the same type, which is text,
+    bool, int or float. `unfiltered`: columns that searches do not use.
     """
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]
@@ -433,7 +438,7 @@ def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> di
 
 
 def _named(span: RowSpan) -> str:
-    """Return the name of a span: its object and its rows, counted from 0."""
+    """Return the name of a shard's input in the manifest: the object and its rows, counted from 0."""
     return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
 
 

@@ -1,4 +1,4 @@
-"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows of the day. Without I/O."""
+"""Rate of a job, forecast of its end, workers that its deadline needs, and its windows: times of day for its work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class JobPace:
 
     @property
     def rate(self) -> float:
-        """Return rows a second; 0 while the rate is not known."""
+        """Return the number of rows that are done per second; 0 while it is not known."""
         if len(self._steps) < 2:
             return 0.0
         (begin_s, first), (end_s, last) = self._steps[0], self._steps[-1]
@@ -106,7 +106,7 @@ def zone(name: str) -> zoneinfo.ZoneInfo:
 
 
 def check(windows: Sequence[str]) -> None:
-    """Check the format of windows. Raises InvalidInput."""
+    """Raise InvalidInput unless each window has the form 22:00-06:00."""
     for number, window in enumerate(windows):
         if not _WINDOW.fullmatch(window):
             message = f"windows[{number}]: expected two times of the day, such as 22:00-06:00"

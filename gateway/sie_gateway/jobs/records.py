@@ -29,7 +29,7 @@ class RecordUse(NamedTuple):
 
 
 class UseBound(NamedTuple):
-    """Limit of a use, with the names of the settings of its two values."""
+    """Largest number and bytes of records, with the names of the settings of these two limits."""
 
     most: RecordUse
     settings: tuple[str, str]
@@ -40,7 +40,8 @@ class OwnerUsage:
     the start of the write. A record of another gateway counts when the watch of the bucket has delivered it. So the
     total may exceed a limit by the records that other gateways accept until then.
 
-    `kinds`: the names of records and bytes in a refusal. `remedy`: advice in a refusal. `reason`: reason of the error.
+    The rest is for the error above a limit. `kinds`: words for the counted things, such as "files" and "bytes of
+    files". `remedy`: advice for the client. `reason`: the field `reason` of the error.
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
@@ -83,9 +84,10 @@ class OwnerUsage:
             del self._uses[owner]
 
 
-# seconds without the broker after which this gateway may still show records that were removed in that time
+# seconds for which the broker stores that a record was removed; a gateway that has had no broker for longer may still
+# show the record
 REMOVED_AGE_S = 7 * 86_400.0
-LOOK_S = 0.5  # seconds between two local checks whether the record is stale
+LOOK_S = 0.5  # seconds between two checks whether the bucket must be read again, which need no request to the broker
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
 _decoder = msgspec.msgpack.Decoder(_Kept)
@@ -112,7 +114,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return len(self._values)
 
     async def change(self, id_: str, make: Callable[[T | None], T | None]) -> T | None:
-        """Change a record like `Record.change`. The new value is `bounded`."""
+        """Change a record like `Record.change`. Long texts of the new value are shortened (`bounded`)."""
 
         def changed(before: T | None) -> T | None:
             after = make(before)
@@ -122,7 +124,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         return cast("T | None", stands)
 
     async def refresh(self, id_: str) -> T | None:
-        """Read a record from the bucket again. Raises BrokerError."""
+        """Read a record from the bucket again, replace the known one, and return it. Raises BrokerError."""
         await self._record.refresh(self._prefix + id_)
         return self.get(id_)
 
@@ -147,7 +149,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
             self._values[id_], self._revisions[id_] = value, revision
         else:
             self._values.pop(id_, None)
-            if is_ours:  # the watch may still deliver older revisions
+            if is_ours:  # the watch may still deliver older revisions, which must then be ignored
                 self._revisions[id_] = revision
             else:
                 self._revisions.pop(id_, None)

@@ -1,7 +1,7 @@
-"""Run of one job by its leader: plan the input once, answer the shards, complete the output.
+"""Run of one job by its leader: plan the input once, answer its shards (groups of rows), complete the output.
 
     queued ─► planning ─► running ─► finalizing ─► completed, cancelled, expired; failed if no shard could be answered
-                 │           └── paused (by its owner, or by an error that only a person can mend) ─► queued
+                 │           └── paused (by its owner, or by an error that only a person can fix) ─► queued
                  └── failed (input that can never be read)
 
 A leader may die at any moment: the next leader reads the plan and the records of the answered shards, and continues. If
@@ -98,7 +98,9 @@ class JobWork(Protocol):
         """
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer a part, store its answers, and return its record. Raises ShardBroken, SIEError, StoreError."""
+        """Answer the rows of one shard, store the answers, and return the record of the shard. Raises ShardBroken,
+        SIEError, StoreError.
+        """
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Complete the output, also of a job that ends early. Shards that this call completes are added to `shards`.
@@ -200,7 +202,7 @@ class JobRun:
             await (self._pause(info) if self._job.batch is None else self._end("failed", error=info))
 
     def _cause(self, error: Exception) -> ErrorInfo:
-        """Return the error for the record. An unexpected exception is logged, because only operators can mend it."""
+        """Return the error for the record. An unexpected exception is logged, because only operators can fix it."""
         if isinstance(error, Halted):
             return error.info
         if isinstance(error, SIEError):
@@ -210,22 +212,22 @@ class JobRun:
 
     def _left(self, error: Exception) -> None:
         """Log that this run ends. The next leader, which may be this gateway, continues the job."""
-        _logger.warning("this gateway leaves job %s for now: %s", self._id, error)
+        _logger.warning("this gateway stops its work on job %s, and the next leader continues it: %s", self._id, error)
 
     # progress of the work
 
     def rows(self, shard: int, done: int, failed: int) -> None:
-        """See JobProgress."""
+        """Add `done` answered rows of a shard; `failed` of them have an error."""
         before, failed_before = self._live.get(shard, (0, 0))
         self._live[shard] = before + done, failed_before + failed
 
     def trouble(self, error: ErrorInfo | None) -> None:
-        """See JobProgress."""
+        """Set the error for which the job waits; None if the job continues."""
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Wait until the job may run. Outside its windows, a job has the trouble OUTSIDE_WINDOW, and its rate is not
-        measured. See JobProgress.
+        """Wait until the job may run. Outside its windows, the record of the job shows the error OUTSIDE_WINDOW, and
+        its rate is not measured (see `JobProgress`).
         """
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
@@ -301,7 +303,9 @@ class JobRun:
 
     @property
     def _is_late(self) -> bool:
-        """Return whether the job has expired before all was answered. A finalizing job has answered all."""
+        """Return whether the job has expired before all its inputs were answered. In the state finalizing, all are
+        answered.
+        """
         return expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
 
     @property
@@ -365,7 +369,7 @@ class JobRun:
             done[number] = shard
 
     async def _attempted(self, work: JobWork, number: int, span: RowSpan) -> ShardRecord:
-        self._live.pop(number, None)  # progress of an earlier attempt
+        self._live.pop(number, None)  # forget the progress of an earlier attempt at this shard
         return await work.shard(number, span)
 
     async def _until_told(self, work: Awaitable[None]) -> str:
@@ -378,7 +382,7 @@ class JobRun:
                 if self._job.wanted in ("pause", "cancel"):
                     return self._job.wanted
                 left_s = expires_s(self._job) - self._now_s()
-                if left_s <= 0 and self._job.state != "finalizing":  # a finalizing job has answered all
+                if left_s <= 0 and self._job.state != "finalizing":  # all inputs of a finalizing job were answered
                     return "expired"
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
@@ -439,7 +443,8 @@ class JobRun:
                 except BrokerError as error:  # the next write has the newer progress
                     _logger.info("the progress of job %s could not be written: %s", self._id, error)
                     continue
-                except (Replaced, NotFound) as error:  # `_until_told` gets this information from the watch
+                # `_until_told` learns this from the watch of the record, and ends the work
+                except (Replaced, NotFound) as error:
                     _logger.info("the progress of job %s is not written any more: %s", self._id, error)
                     return
                 before = state
@@ -484,11 +489,13 @@ class JobRun:
             raise Replaced(f"another gateway leads the job: {job.leader}" if job.leader else "the job has no leader")
 
     async def _note(self, **fields: Any) -> None:
-        """Change fields of the record. Raises Replaced, BrokerError, NotFound."""
+        """Write these fields, and the progress, into the record of the job. Raises Replaced, BrokerError, NotFound."""
         await self._change(lambda job: fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
-        """Change fields of the record, including the progress. Raises the errors of `_note`."""
+        """Write into the record of the job the progress, and the fields that `fields` returns for the present record.
+        Raises the errors of `_note`.
+        """
         progress = self._progress_fields()
 
         def noted(job: JobRecord | None) -> JobRecord:
@@ -562,15 +569,15 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record of a job that `leader` gives up. This leader has not died, so it is also removed from `lost`,
-    to which another gateway may have added it.
+    """Return the record of a job after `leader` has stopped to lead it. This leader has not died. But another gateway
+    may have added it to the dead leaders in `lost`, so it is removed from there too.
     """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 
 
 def _has_shards(job: JobRecord) -> bool:
-    """Return whether shards are left to answer, by the counts of the record."""
+    """Return whether shards are left to answer, according to the numbers of shards in the record."""
     return job.is_planned and job.shards is not None and job.shards_done < job.shards
 
 

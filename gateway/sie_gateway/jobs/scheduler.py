@@ -23,7 +23,7 @@ EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
 FENCE_S = 0.75 * LEASE_S  # seconds after the last renewal at which a job is stopped: its lease may expire soon
-LOOKS = 8  # leases that are requested in one round
+LOOKS = 8  # largest number of leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
@@ -37,7 +37,7 @@ class _Running:
         self.renewed()
 
     def renewed(self) -> None:
-        """Set the times of the next renewal and of the fence, after the lease was acquired or renewed."""
+        """Set the time of the next renewal, and the time at which the job is stopped without a renewal (FENCE_S)."""
         loop = asyncio.get_running_loop()
         self.renew_s = loop.time() + RENEW_S
         self.fence = loop.call_later(FENCE_S, self._left)
@@ -74,12 +74,12 @@ class JobScheduler:
         self._now_s = now_s
         # Leases of jobs that other gateways run; the lease whose last check is the oldest is the first.
         # They are kept because only repeated checks show that a lease has expired.
-        # Other gateways run at least this number of jobs.
+        # Their number is limited: each belongs to a job that needs a leader now.
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 
     async def run(self, stop: Stop) -> None:
-        """Run jobs until `stop`."""
+        """Acquire and renew the leases of at most `at_once` jobs, and run these jobs, until `stop`."""
         trouble = Trouble(_logger, "jobs of this gateway make no progress")
         try:
             while not await stop.wait_woken(self._ledger.woken, EVERY_S):
@@ -130,9 +130,9 @@ class JobScheduler:
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return the jobs whose lease is requested in this round. One half had another leader in an earlier round,
-        which may have died. The other half, the oldest first, may have no leader. With two halves, neither group delays
-        the other.
+        """Return the jobs whose leases are requested in this round. Half of them had another leader in an earlier
+        round; that leader may have died. The other half, the oldest first, may have no leader yet. With two halves,
+        neither group delays the other.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]

@@ -94,12 +94,14 @@ class JobService:
         return request == previous
 
     def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
-        """Return a page of the caller's jobs, the newest first. Raises NotFound."""
+        """Return at most `limit` of the caller's jobs after the job `after`, the newest first. Raises NotFound if there
+        is no job `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
     def find(self, call: Call, job_id: str) -> JobRecord:
-        """Return a job of the caller. Raises NotFound."""
+        """Return a job of the caller. Raises NotFound, also for a job of another key."""
         job = self.ledger.find(job_id)
         if not call.grant.owns(job.owner) or job.request is None:
             raise NotFound("there is no such job", param="job")
@@ -117,7 +119,8 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                # an administrator becomes the owner of the job: its key may have been removed
+                # an administrator becomes the owner of the job, because the key of the earlier owner may have been
+                # removed
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
@@ -127,8 +130,8 @@ class JobService:
             return self.as_info(await self.ledger.change(job_id, changed))
 
     async def retry(self, call: Call, job_id: str) -> api.JobInfo:
-        """Create a job over the failed rows of a job. Raises NotFound, and ContentConflict if that job has not ended or
-        has no failed row.
+        """Create a job that answers the failed rows of an earlier job, and return it. Raises NotFound, and
+        ContentConflict if that job has not ended or has no failed row.
         """
         job = self.find(call, job_id)
         if job.request is None or not job.ended:
@@ -192,7 +195,7 @@ class JobService:
     # batches
 
     async def batch(self, call: Call, request: batches_api.BatchRequest) -> batches_api.BatchObject:
-        """Store a new batch. Raises SIEError."""
+        """Store a new batch and return it; for a repeated Idempotency-Key, the earlier batch. Raises SIEError."""
         if request.endpoint not in batches_api.ENDPOINTS:
             endpoints = ", ".join(batches_api.ENDPOINTS)
             raise InvalidInput(f"endpoint: expected one of {endpoints}", reason="schema", param="endpoint")
@@ -205,21 +208,23 @@ class JobService:
         return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
-        """Return a page of the caller's batches, the newest first. Raises NotFound."""
+        """Return at most `limit` of the caller's batches after the batch `after`, the newest first. Raises NotFound if
+        there is no batch `after`.
+        """
         jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
         data = [self.batch_told(job) for job in jobs]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return batches_api.BatchPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1])
 
     def find_batch(self, call: Call, batch_id: str) -> JobRecord:
-        """Return a batch of the caller. Raises NotFound."""
+        """Return a batch of the caller. Raises NotFound, also for a batch of another key."""
         job = self.ledger.find(batch_id)
         if not call.grant.owns(job.owner) or job.batch is None:
             raise NotFound("there is no such batch", param="batch")
         return job
 
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
-        """Cancel a batch. Raises NotFound, ContentConflict."""
+        """End a batch; its files have the answered requests. Raises NotFound, ContentConflict."""
         self.find_batch(call, batch_id)
         return self.batch_told(await self._cancelled(batch_id))
 
@@ -320,7 +325,7 @@ class JobService:
         if after:
             place = next((place for place, job in enumerate(jobs) if job.id == after), None)
             if place is None:
-                raise NotFound("after: there is no such job", param="after")
+                raise NotFound("after: expected the id of a job in this list", param="after")
             start = place + 1
         return jobs[start : start + limit], len(jobs) > start + limit
 
@@ -359,7 +364,7 @@ class Sweeper:
         self._has_store = has_store
 
     async def run(self, stop: Stop) -> None:
-        """Delete jobs until `stop`."""
+        """Call `sweep` at least every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "jobs that have ended are not deleted for now")
         while not await stop.wait_for(EVERY_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
             try:
@@ -369,8 +374,9 @@ class Sweeper:
                 trouble.met(error)
 
     async def sweep(self) -> int:
-        """Delete the jobs that are due, if this gateway has the lease for this work. Return the number of deleted jobs.
-        Raises BrokerError. If jobs could not be deleted, all are tried, then SIEError is raised.
+        """Delete the jobs that ended at least `keep_s` seconds ago, if this gateway has the lease for this work. Return
+        the number of deleted jobs. Raises BrokerError. If jobs could not be deleted, all are tried, then SIEError is
+        raised.
         """
         if not self._has_store:
             return 0

@@ -17,7 +17,7 @@ LONG_S = 120.0  # time limit in seconds for one long call to the store
 
 
 class JobStorage:
-    """Storage of one job. `store`: the payload store."""
+    """Storage of the plan and the parts of one job in the payload store (`store`)."""
 
     def __init__(self, store: ObjectStore, job_id: str, files: FileStore) -> None:
         self.files = files
@@ -44,7 +44,7 @@ class JobStorage:
         return await asyncio.to_thread(records.decode_plan, data)
 
     async def existing(self, name: str) -> bytes | None:
-        """Read an object of this job; None if it does not exist. Raises StoreError."""
+        """Return the bytes of an object of this job, such as a part; None if it does not exist. Raises StoreError."""
         import obstore
 
         async def read() -> bytes:
@@ -65,7 +65,7 @@ class JobStorage:
                 await within(LONG_S, obstore.put_async(self.store, f"{self._prefix}/{name}", data, mode="create"))
         except WrittenMeanwhile:
             existing = await self.existing(name)
-            if existing is None:  # the object was removed in the meantime
+            if existing is None:  # the object existed at the write, and has been removed since
                 raise
             return existing
         return data

@@ -1,4 +1,4 @@
-"""Answers to the rows of a shard. Equal inputs are computed once.
+"""Answers to the rows of a shard (rows that are answered and written together). Equal inputs are computed once.
 
 inputs ──digest──► unique inputs ──► cache ──► groups by query and length ──► JobClient ──► RowAnswer of each input
 """
@@ -24,17 +24,17 @@ from sie_gateway.jobs.client import Halted, JobClient
 from sie_store.datasets.answers import RowAnswer
 
 MODEL_CHANGED = "MODEL_CHANGED"
-GROUP_ITEMS = 256  # largest number of items of a request
-GROUP_BYTES = 256 << 10  # largest number of bytes in the texts of a request; a token has about four bytes
-GROUP_FILES = 16  # largest number of files of a request
-SHARD_BYTES = 256 << 20  # bytes that the answers of a shard are expected to have at most
+GROUP_ITEMS = 256  # largest number of inputs in a request of a job
+GROUP_BYTES = 256 << 10  # largest number of bytes of text in a request of a job; a token has about four bytes
+GROUP_FILES = 16  # largest number of files in a request of a job
+SHARD_BYTES = 256 << 20  # largest number of bytes that the answers of a shard are expected to have
 TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # expected tokens of a text; of an image
 TOKEN_BYTES = 4  # bytes of text for one token, roughly
 _SIZES = {"float32": 4, "float16": 2}
 
 
 class ModelInput(NamedTuple):
-    """Input of the model from one row. `query`: the query of a score."""
+    """Input of the model from one row. `query`: the query for which a document is scored; else None."""
 
     item: RequestItem
     query: str | None = None
@@ -89,7 +89,7 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
 
 
 class RowValues:
-    """The values of inputs of one job. `spec`: the model, pinned to its profile."""
+    """Computes the answers to the inputs of one job. `spec`: the name of the model with its profile."""
 
     def __init__(
         self,
@@ -99,9 +99,7 @@ class RowValues:
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """Create the values of one job. `fingerprint` is the fingerprint of all earlier answers of the job; it is empty
-        if there are none.
-        """
+        """`fingerprint` is the fingerprint of all earlier answers of the job; it is empty if there are none."""
         self._client = client
         self._spec = spec
         self._operation: Operation = operation

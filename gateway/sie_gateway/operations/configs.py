@@ -44,10 +44,11 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
     """
     url = gateway.settings.config_service_url
     if url is None:
-        raise NotFound("this gateway has no config service: SIE_CONFIG_SERVICE_URL names it")
+        raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
     headers = {name: request.headers[name] for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
-    if request.method == "GET" and reader is not None:  # this gateway has checked before that the caller may read
+    # this gateway has checked that the caller may read, so it sends its own token
+    if request.method == "GET" and reader is not None:
         headers["authorization"] = f"Bearer {reader.reveal()}"
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
     try:
@@ -76,17 +77,17 @@ def _named(model: str) -> str:
 
 
 async def forward(gateway: Gateway, request: Request) -> Response:
-    """Forward a write of a model."""
+    """Forward the creation, change or removal of a model to the config service, and return its answer."""
     return await _forward(gateway, request)
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
-    """Return the revisions of a model, the newest first."""
+    """Return the revisions of a model from the config service, the newest first."""
     return await _forward(gateway, request, "/history")
 
 
 async def rollback(gateway: Gateway, request: Request) -> Response:
-    """Write the content of an earlier revision as the newest revision."""
+    """Let the config service store the content of an earlier revision as the newest revision of a model."""
     return await _forward(gateway, request, "/rollback")
 
 
@@ -121,7 +122,7 @@ def _document(
 
 
 async def models(gateway: Gateway, _request: Request) -> Response:
-    """Return all models and aliases."""
+    """Return all models of the catalogue, with their profiles and outputs, and all aliases."""
     present = _catalogue(gateway)
     documents: dict[str, dict[str, Any]] = {
         model: {
@@ -139,7 +140,7 @@ async def models(gateway: Gateway, _request: Request) -> Response:
 
 
 async def status(gateway: Gateway, request: Request) -> Response:
-    """Return the revisions of a model that gateways and workers serve."""
+    """Return which revision of a model each gateway, and each bundle's workers, serve now."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     bundles = {}
@@ -154,7 +155,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
-    def revision_at(epoch: str) -> int | None:  # None if this gateway has an older or newer epoch
+    def revision_at(epoch: str) -> int | None:  # None if `epoch` is before this revision, or newer than `present`
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles
@@ -164,19 +165,19 @@ async def status(gateway: Gateway, request: Request) -> Response:
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
-    """Return the configuration of a model."""
+    """Return the entry of a model or alias in the catalogue, with its revision as ETag."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     return _document(request, msgspec.to_builtins(entry), headers={"ETag": f'"{present.revisions[entry.id]}"'})
 
 
 async def bundles(gateway: Gateway, _request: Request) -> Response:
-    """Return all bundles."""
+    """Return all bundles of the catalogue."""
     return json_response(configs.bundle_list(_catalogue(gateway).bundles))
 
 
 async def bundle(gateway: Gateway, request: Request) -> Response:
-    """Return one bundle."""
+    """Return the bundle in the path, as YAML unless the client accepts another format."""
     bundle_entry = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
     return _document(request, bundle_entry, configs.YAML)
 

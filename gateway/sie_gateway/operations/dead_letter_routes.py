@@ -1,4 +1,4 @@
-"""Routes of `/v1/dead-letters` and their handlers, for administrators."""
+"""Routes of `/v1/dead-letters` and their handlers, for administrators. A dead letter is work that was given up."""
 
 from __future__ import annotations
 
@@ -52,20 +52,24 @@ def _whole(request: Request, name: str, default: int, least: int, most: int) -> 
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """Return a page of the list. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
+    """Return a page of the list of dead letters. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
     _checked(request, *FILTERS, "before", "limit")
     before, limit = _whole(request, "before", 0, 0, 1 << 53), _whole(request, "limit", 50, 1, 200)
     return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return one letter. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    """Return the description of the dead letter in the path. Raises InvalidInput, NotFound, PoolNotFound,
+    QueueUnavailable.
+    """
     _checked(request)
     return json_response(await gateway.dead_letters.show(_pool(gateway, request), request.path_params["letter"]))
 
 
 async def replay(gateway: Gateway, request: Request) -> Response:
-    """Run one letter again. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    """Run the work of the dead letter in the path again, and return its outcome. Raises InvalidInput, NotFound,
+    PoolNotFound, QueueUnavailable.
+    """
     _checked(request, "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     name, pool = request.path_params["letter"], _pool(gateway, request)
@@ -75,7 +79,9 @@ async def replay(gateway: Gateway, request: Request) -> Response:
 
 
 async def replay_all(gateway: Gateway, request: Request) -> Response:
-    """Run the letters that fit the filters again. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
+    """Run the work of all dead letters that fit the filters again, and return the outcomes. Raises InvalidInput,
+    PoolNotFound, QueueUnavailable.
+    """
     _checked(request, *FILTERS, "after", "limit", "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     after, limit = _whole(request, "after", 0, 0, 1 << 53), _whole(request, "limit", 20, 1, 100)
@@ -88,17 +94,17 @@ async def replay_all(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge(gateway: Gateway, request: Request) -> Response:
-    """Remove one letter. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
+    """Remove the dead letter in the path for good. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
-    _logger.info("%s purged dead letter %s of pool %s", _caller(request), name, pool)
+    _logger.info("%s removed dead letter %s of pool %s for good", _caller(request), name, pool)
     return json_response(done)
 
 
 async def purge_all(gateway: Gateway, request: Request) -> Response:
-    """Remove the letters that fit the filters. Raises InvalidInput, also if the query has both a filter and `all`, or
-    has neither; PoolNotFound, QueueUnavailable.
+    """Remove the dead letters that fit the filters for good. Raises InvalidInput, also if the query has both a filter
+    and `all`, or has neither; PoolNotFound, QueueUnavailable.
     """
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
@@ -110,7 +116,7 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
             param="all",
         )
     done = await gateway.dead_letters.purge_all(letters)
-    _logger.info("%s purged %d dead letters of pool %s", _caller(request), done.removed, letters.pool)
+    _logger.info("%s removed %d dead letters of pool %s for good", _caller(request), done.removed, letters.pool)
     return json_response(done)
 
 

@@ -32,9 +32,10 @@ EXAMINED = 1000  # largest number of letters that one list reads
 EXAMINED_BYTES = 16 << 20
 PURGE_S = 30.0  # seconds after which a purge stops; it then returns the number of removed letters
 REPLAY_S = 110.0  # time limit of a replay of several letters, in seconds; below the time-outs of clients
-LETTER_S = 60.0  # seconds to wait for the answer of one letter, by default
+LETTER_S = 60.0  # default time in seconds to wait for the result when one dead letter is run again
 AROUND_S = 15.0  # time limit in seconds for the requests to the broker before the replay and after it
-AT_ONCE = 4  # letters that are replayed, and in memory, at the same time; a letter has at most the size of a message
+# largest number of letters that are replayed, and so in memory, at the same time; each is at most as large as a message
+AT_ONCE = 4
 MAX_PLACES = 4096
 FILTERS = ("lane", "model", "code", "reason")
 _ID = re.compile(r"[0-9a-f]{1,64}")
@@ -93,7 +94,8 @@ class DeadLetterOperations:
         self.pool = settings.pool
         self.pools = sorted(pools)
         self._on_publish = on_publish
-        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()  # last known sequence by pool and id
+        # last known sequence number in the stream, by pool and id of the letter
+        self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
         """Return at most `limit` letters with a sequence below `before`. If `before` is 0, begin at the newest
@@ -147,11 +149,11 @@ class DeadLetterOperations:
         raise NotFound(f"pool {pool} has no dead letter with this id; GET /v1/dead-letters lists them")
 
     async def show(self, pool: str, name: str) -> api.DeadLetterInfo:
-        """Return the description of a letter."""
+        """Return the description of a letter: its error and its attempts, without its inputs."""
         return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
-        """Run a letter again and wait for its answer."""
+        """Run the work of a letter again, and return its outcome after at most `timeout_s` seconds."""
         letter = await self.letter(pool, name)
         async with self._replays(pool) as replays:
             return await _replayed(replays, letter, timeout_s)
@@ -183,13 +185,13 @@ class DeadLetterOperations:
         return api.ReplayedAll(replayed=done, next=after if more else None)
 
     async def purge(self, pool: str, name: str) -> api.Purged:
-        """Remove a letter."""
+        """Remove a letter for good, with its inputs."""
         letter = await self.letter(pool, name)
         async with _bounded(LOOK_S):
             return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)
 
     async def purge_all(self, filters: Filter) -> api.Purged:
-        """Remove all letters that fit and exist now. Stop after PURGE_S seconds."""
+        """Remove all letters that exist now and fit the filters. Stop after PURGE_S seconds."""
         letters, removed = self._letters(filters.pool), 0
         end_s = time.monotonic() + PURGE_S
         async with _bounded(PURGE_S + LOOK_S):
@@ -206,7 +208,9 @@ class DeadLetterOperations:
 
     def _letters(self, pool: str) -> Letters:
         if pool not in self.pools:
-            raise PoolNotFound(f"dead letters are in the pools {', '.join(self.pools)}", param="pool")
+            raise PoolNotFound(
+                f"pool: this pool has no dead letters of its own, use one of {', '.join(self.pools)}", param="pool"
+            )
         return Letters(self._broker, pool)
 
     @contextlib.asynccontextmanager
@@ -257,7 +261,7 @@ class DeadLetterOperations:
 
 
 async def _first(letters: Letters, filters: Filter, after: int, last: int, most: int) -> list[DeadLetterEntry]:
-    """Return the `most` oldest letters that match, with sequences above `after` and up to `last`."""
+    """Return at most `most` letters that match, the oldest first, with sequences above `after` and up to `last`."""
     together = list[DeadLetterEntry]()
     async with contextlib.aclosing(letters.all(after)) as every:
         async for located in every:
@@ -310,7 +314,7 @@ def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
 
 
 def _lane(located: DeadLetterEntry) -> str:
-    """Return the lane of a letter; empty if the subject of its work has no lane."""
+    """Return the lane of a letter, from the NATS subject of its work; an empty text if the subject has no lane."""
     try:
         return str(lane_of(located.letter.subject))
     except ValueError:

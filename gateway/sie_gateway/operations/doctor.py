@@ -1,6 +1,5 @@
-"""Run of `sie doctor` by a gateway, for its page. It runs in a separate process, with the settings of the gateway.
-
-Its checks connect to the broker, test ports and start helpers. They would block the event loop that answers requests.
+"""Runs of `sie doctor` that the page at `/` requests. Each run is a separate process with the settings of the gateway:
+its checks connect to the broker, test ports and start helper processes, which would block the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ import msgspec
 
 from sie_contracts.errors import NotFound, NotReady
 
-LIMIT_S = 40.0  # seconds for all checks; more than the limit of the slowest check
-FRESH_S = 5.0  # seconds for which the last report is returned again
+LIMIT_S = 40.0  # seconds for one run of `sie doctor`; longer than its slowest check may take
+FRESH_S = 5.0  # seconds after a run during which its report is returned to further requests, without a new run
 MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
 
 
 class Doctor:
-    """Runner of `sie doctor`. At most one run is in progress: requests that arrive during a run wait for its report."""
+    """Runs `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
-        """Set the cluster to check. `data_dir`: the data folder of the `sie serve` that runs this gateway. If it is
-        None, the checks begin at the gateway at `host` and `port`.
+        """Choose the cluster to check. If a `sie serve` runs this gateway, `data_dir` is its data folder, and the
+        report is about that `sie serve`. If it is None, `sie doctor` checks the gateway at `host` and `port`, and the
+        cluster behind it.
         """
         self._options = ("--data-dir", str(data_dir)) if data_dir is not None else ()
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -40,11 +40,14 @@ class Doctor:
         self._at_s = -FRESH_S
 
     async def report(self) -> dict[str, Any]:
-        """Return the document of `sie doctor --json`. Raises NotFound if the command is not installed, NotReady if it
-        does not end in time or prints no JSON.
+        """Return the JSON document that `sie doctor --json` prints. Raises NotFound if the command is not installed,
+        NotReady if it does not end in time or prints no JSON.
         """
         if importlib.util.find_spec("sie_cli") is None:
-            raise NotFound("this gateway has no command line: install the extra `cli` beside it, or run sie doctor")
+            raise NotFound(
+                "the command `sie` is not installed beside this gateway: install the extra `cli`, or run `sie doctor`"
+                " elsewhere"
+            )
         async with self._running:
             if time.monotonic() - self._at_s >= FRESH_S:
                 self._last = await self._examined()
@@ -68,8 +71,8 @@ class Doctor:
                 await child.wait()
             report = msgspec.json.decode(output, type=dict[str, Any])
         except (TimeoutError, msgspec.DecodeError) as error:
-            _logger.warning("sie doctor gave no report: %s", type(error).__name__)
-            raise NotReady("sie doctor gave no report; run it in a terminal to see why") from error
+            _logger.warning("sie doctor ended without a readable report: %s", type(error).__name__)
+            raise NotReady("sie doctor ended without a readable report; run it in a terminal to see why") from error
         finally:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -79,7 +82,7 @@ class Doctor:
 
 
 async def _all(stream: asyncio.StreamReader) -> bytes:
-    """Read all bytes of a stream, up to MAX_BYTES. Every report is shorter."""
+    """Read a stream to its end, or to MAX_BYTES, which is more than any report has."""
     output = bytearray()
     while len(output) < MAX_BYTES and (part := await stream.read(1 << 16)):
         output += part

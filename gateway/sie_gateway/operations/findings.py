@@ -1,10 +1,10 @@
 """Faults of the cluster that a gateway finds, each with a remedy. The page at `/` and `sie doctor` show them.
 
-    workers ──► gateway, loads, clock
-    queues  ──► queue
-    history ──► refusals
+    state of the workers          ──► check gateway, loads or clock
+    lengths of the queues         ──► check queue
+    history of refused requests   ──► check refusals
 
-On the right are the names of the checks of `sie doctor` that list these findings.
+Left: the data in which a fault is found. Right: the check of `sie doctor` under which it is listed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-CLOCK_S = 2.0  # seconds; tolerated error of a wall clock, which decides when keys expire
-WINDOW_S = 300.0  # seconds of past requests in which refusals are counted
+# seconds that a worker's clock may differ from the broker's clock before this is reported; the times in the worker's
+# log are those of its own clock
+CLOCK_S = 2.0
+WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01
-STUCK_S = 60.0  # seconds; if the oldest work is older, a queue counts as stuck, as in the alert SIEQueueStuck
+STUCK_S = 60.0  # seconds; a queue whose oldest message is older is reported, as by the alert SIEQueueStuck
 GROWTH_S = 60.0
-GROWTH = 1.5  # factor by which a queue must grow in GROWTH_S to count as a fault
-GROWN_MESSAGES = 100  # a shorter queue may grow
+# factor by which the number of messages in a queue must grow within GROWTH_S seconds before this is reported
+GROWTH = 1.5
+GROWN_MESSAGES = 100  # messages; the growth of a shorter queue is not reported
 _GPUS = re.compile(r"(?i)(^|[-_])(t4|v100|p100|a10g?|a30|a40|a100|l4|l40s?|h100|h200|b200|gb200|rtx\w*)([-_]|$)")
 
 _CAPACITY = (
@@ -39,7 +42,8 @@ _START = (
     "start one: `sie sidecar` and `sie adapter` with one SIE_IPC_SOCKET_PATH, or raise the replicas of a worker pool"
 )
 _BROKER = "`sie doctor` tests the broker, its streams and its disk"
-# remedy of a refusal, by its code; other codes are faults of a request, or disappear after a cold start
+# by error code: what an operator can do. Other codes are not reported, because the request is wrong, or its model is
+# still being loaded
 _REFUSALS = {
     "QUEUE_FULL": _CAPACITY,
     "RATE_LIMITED": "`sie keys list` shows the limits of the keys; `sie keys create` makes a key with higher ones",
@@ -58,7 +62,7 @@ _ENTRY = (
     "change its entry (`sie models set {name}`), or make the revision before it the newest again "
     "(`sie models history {name}`, `sie models rollback {name} REVISION`)"
 )
-# remedy for a failed load, by error class; {name} is the model
+# by error class: what an operator can do about a failed load; {name} is replaced by the name of the model
 _LOADS: Mapping[LoadErrorClass, str] = {
     "OOM": "give it a larger worker, or fewer models beside it (`sie models unload {name}`)",
     "NETWORK": "let the worker reach the source of the weights that the reason names and write them to its disk, or "
@@ -75,12 +79,12 @@ _LOADS: Mapping[LoadErrorClass, str] = {
 
 
 def _of_load(error_class: str, model: str) -> str:
-    """Return the remedy for a failed load of a model."""
+    """Return what an operator can do about a failed load with this error class."""
     remedy = next((text for name, text in _LOADS.items() if name == error_class), _LOADS["UNKNOWN"])
     return remedy.format(name=shlex.quote(model.partition(":")[0]))
 
 
-# remedy for a worker that is not healthy, by the first words of its reason
+# by the first words of the reason why a worker is not healthy: what an operator can do
 _UNHEALTHY = {
     "preloading": "it serves as soon as these models of its SIE_PRELOAD_MODELS are loaded or given up",
     "draining": "it ends by request, and gets no more work: start it again, or another worker",
@@ -95,8 +99,8 @@ _ADAPTER = "its other devices do the work meanwhile; the log of its adapter says
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
-    """List the workers that are not healthy, the workers that compute on the CPU of a machine with a GPU, and devices
-    of healthy workers without an adapter.
+    """List three kinds of faults: workers that are not healthy, workers that compute on the CPU although their machine
+    profile names a GPU, and devices without an adapter in healthy workers.
     """
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
@@ -130,8 +134,10 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
-    """List the failed loads: one finding for each worker and cause. `errors`: by worker and model."""
-    # profiles with a common copy of the weights fail together
+    """List the failed loads: one finding for each worker and error message. `errors`: pairs of a worker's name and its
+    errors by model.
+    """
+    # one error can hit several profiles of a model that share one copy of the weights: they are listed together
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
         for model, error in by_model.items():
@@ -161,8 +167,9 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List the codes with which more than REFUSED_SHARE of the requests of WINDOW_S were refused. `has_loads`: failed
-    loads are listed by `of_loads`, and the refusals that they cause are not listed again.
+    """List each error code with which more than REFUSED_SHARE of the `requests` were refused. `errors`: number of
+    refused requests by code. With `has_loads`, leave out refusals because of failed loads, which `of_loads` lists
+    already.
     """
     return [
         ClusterFinding(
@@ -176,20 +183,22 @@ def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = F
 
 
 class QueueTrend:
-    """Lengths of the queues over the last GROWTH_S, in samples at equal times."""
+    """Lengths of the queues, measured every `every_s` seconds during the last GROWTH_S."""
 
     def __init__(self, every_s: float) -> None:
         self._samples: deque[Counter[tuple[str, str, str]]] = deque(maxlen=int(GROWTH_S / every_s) + 1)
 
     def sample(self, queues: Iterable[QueueInfo] | None) -> None:
-        """Add a sample. None: the lengths are unknown, and the trend is reset."""
+        """Add the present lengths. None: they are unknown, so all earlier lengths are discarded too."""
         if queues is None:
             self._samples.clear()
         else:
             self._samples.append(_lengths(queues))
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
-        """Return the first and the last length of the queue of a lane if it grew all the time; else None."""
+        """Return the first and the last length of a lane's queue in GROWTH_S, if it grew by more than the factor GROWTH
+        and shrank in neither half of this time; else None.
+        """
         if len(self._samples) < (self._samples.maxlen or 0):
             return None
         first, middle, last = (self._samples[place][lane] for place in (0, len(self._samples) // 2, -1))
@@ -200,8 +209,8 @@ class QueueTrend:
 def of_queues(
     queues: Sequence[QueueInfo], workers: Iterable[WorkerInfo], trend: QueueTrend, visible: Callable[[str], bool]
 ) -> list[ClusterFinding]:
-    """List the lanes whose oldest work has waited longer than STUCK_S, or whose queue grows. `visible` checks whether
-    the name of a pool may be shown.
+    """List the lanes (a queue for each pool, machine profile and bundle) whose oldest message has waited longer than
+    STUCK_S, or whose queue grows. `visible` returns True if the name of a pool may be shown.
     """
     healthy = Counter((info.pool, info.gpu, info.bundle) for info in workers if info.healthy)
     oldest_s: dict[tuple[str, str, str], float] = defaultdict(float)

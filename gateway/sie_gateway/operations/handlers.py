@@ -1,4 +1,4 @@
-"""Handlers of models, health, scaling and metrics, for operators and programs."""
+"""Handlers of the routes for models, health, scaling and metrics."""
 
 from __future__ import annotations
 
@@ -30,23 +30,27 @@ _logger = logging.getLogger("sie.gateway.residency")
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return a response with a struct or builtins as JSON."""
+    """Return a response whose body is `body` as JSON."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
-    """Return a number of the query, or `default`. Raises InvalidInput."""
+    """Return the number in a parameter of the query, or `default`. Raises InvalidInput if it is not from `least` to
+    `most`.
+    """
     try:
         value = float(query.get(name, default))
     except ValueError:
         value = math.nan
-    if not least <= value <= most:  # the condition is also true for nan
+    if not least <= value <= most:  # with `not`, the condition is also true for nan
         raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
     return value
 
 
 async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
-    """Return the models that a query selects: `models`, and `total` if the query has a limit. Raises InvalidInput."""
+    """Return `models`, the models that the query selects, and `total`, their number before `limit`, if the query has a
+    limit. Raises InvalidInput.
+    """
     listed = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
@@ -68,8 +72,8 @@ async def models(gateway: Gateway, request: Request) -> Response:
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
-    """Return the models of the catalogue for the client of Infinity. It accepts no owner but infinity. Raises
-    InvalidInput.
+    """Return the models of the catalogue, with the owner `infinity`: the client library of Infinity refuses other
+    owners. Raises InvalidInput.
     """
     listed = await _listed(gateway, request.query_params)
     listed["models"] = [{**info, "owned_by": "infinity"} for info in listed["models"]]
@@ -91,8 +95,10 @@ async def health(gateway: Gateway, request: Request) -> Response:
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
-    """Return the load of a lane. Raises NotFound, also for a lane of another key's reservation."""
-    call = request.scope.get("sie.call")  # None at the metrics port: an autoscaler sends no credentials there
+    """Return the load of a lane: a pool, machine profile and bundle. Raises NotFound, also if the lane belongs to a
+    reservation of another key.
+    """
+    call = request.scope.get("sie.call")  # None on the metrics port, where an autoscaler sends no credentials
     return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
 
 
@@ -100,21 +106,22 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
     """Return metrics for Prometheus. Raises NotFound if SIE_GATEWAY_API_METRICS is off."""
     if not gateway.settings.gateway_api_metrics:
         raise NotFound(
-            "/metrics is on the port SIE_GATEWAY_METRICS_PORT; SIE_GATEWAY_API_METRICS=true serves it here as well"
+            "/metrics is served on the port SIE_GATEWAY_METRICS_PORT; set SIE_GATEWAY_API_METRICS=true to serve it on "
+            "this port too"
         )
     text, content_type = scrape(gateway.metrics.registry, request.headers.get("accept", ""))
     return Response(text, headers={"content-type": content_type})
 
 
-# models loaded and unloaded by an operator
+# the next handlers let an operator load and unload models
 
 
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
-    """Return the models of a name: one model, or all models of an alias. Raises ModelNotFound, BundleConflict,
+    """Return the model with this name, or all models of an alias with this name. Raises ModelNotFound, BundleConflict,
     InvalidInput.
     """
     name = request.path_params["model"]
-    gateway.inference.resolve(name)  # raises the error for an unknown name, which has similar names
+    gateway.inference.resolve(name)  # called only for its error, which suggests similar names
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
 
 
@@ -141,7 +148,7 @@ def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Request the load of a model. Answer 200 if it is loaded, else 202. Raises InvalidInput, ModelNotFound,
+    """Request the load of a model. Answer 200 if it is loaded, 202 while it is not. Raises InvalidInput, ModelNotFound,
     BundleConflict, PoolNotFound, NotFound, NotProvisioned, QueueUnavailable.
     """
     models = _resolved_models(gateway, request)
@@ -153,11 +160,13 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Request the unload of a model. Answer 200 if no worker has it, else 202. Raises the errors of `load`."""
+    """Request the unload of a model. Answer 200 if no worker holds it, 202 while one does. Raises the errors of
+    `load`.
+    """
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:
-        lane = gateway.inference.lane(headers, resolved)  # refuses an unknown pool or machine profile
+        lane = gateway.inference.lane(headers, resolved)  # raises an error for an unknown pool or machine profile
         by_profile = bool(headers.get("x-sie-machine-profile", "").strip())
         by_pool = by_profile or bool(headers.get("x-sie-pool", "").strip())
         places.append(Where(lane.pool if by_pool else "", lane.machine_profile if by_profile else ""))

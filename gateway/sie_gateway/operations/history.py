@@ -1,20 +1,21 @@
-"""Log and history of the inference requests of a gateway. The history covers the last hour: counts, errors and latency
-by stage for each step of time, and full records of the slowest requests. People use it to find out why requests are
-slow.
+"""Log and history of the inference requests of a gateway, which show why requests are slow.
 
-The log has one line for each inference request. There is an exception for requests that were refused before they ran:
-only the first ones of each interval have a line, and one more line counts the rest. So overload does not flood the log.
-Model and request id are fields of the log record.
+The history covers the last hour. It has the counts, errors and stage latencies of each STEP_S, and full records of the
+slowest requests.
+
+The log has one line for each inference request. But of the requests that were refused before they ran, only the first
+in each interval have a line; one more line counts the others. So overload does not flood the log. Model and request id
+are fields of the log record.
 
     encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
     512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
 
-`LogTail` holds the newest log lines that have a request id, so that a user can find the lines of a request.
+`LogTail` stores the newest log lines with a request id, so that a user can read the lines of a request.
 
-    a request ends ──► its step of 10 s: requests, errors by code, a histogram of each stage
-                  └──► full records of the slowest and the last failed requests of its minute
+    a request ends ──► counts of its 10 seconds: requests, errors by code, a histogram of each stage
+                  └──► records of its minute, if it failed or was one of the slowest
 
-The numbers of steps and of recorded requests are limited. No part of a body or of a credential is stored.
+The numbers of counts and of records are limited. No part of a body or of a credential is stored.
 """
 
 from __future__ import annotations
@@ -43,16 +44,18 @@ if TYPE_CHECKING:
 
 REFUSED = frozenset({"QUEUE_FULL", "RATE_LIMITED"})  # codes of requests that were refused before they ran
 INTERVAL_S = 10.0
-MAX_REFUSED_LINES = 20  # largest number of log lines of refused requests in an interval
+MAX_REFUSED_LINES = 20  # log lines for refused requests in one interval of INTERVAL_S
 STEP_S = 10
 STEPS = 360
 MINUTE_S = 60
-SLOWEST, FAILED = 5, 5  # numbers of slow and of failed requests that are recorded in full, for each minute and key
-MAX_OWNERS = 8  # keys of a minute with separate lists of requests; the requests of further keys are in one common list
-MAX_TEXT = 300  # characters of a message, and of the name of an unknown model
-MAX_CHUNKS = 32  # largest number of chunks in the record of a request
+# requests of one key and minute that are recorded in full: the slowest, and the last failed ones
+SLOWEST, FAILED = 5, 5
+MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the requests of further keys share one list
+MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
+MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds in ms: each bound is a fifth larger than the one before, so a quantile is at most a fifth too large
+# upper bounds of a histogram of latencies, in ms. Each is a fifth larger than the one before, so a quantile is at most
+# a fifth too large
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -64,19 +67,19 @@ class Note(NamedTuple):
     """Record of a request that has ended."""
 
     total_ms: float
-    number: int  # gives notes of equal time an order, so that `fields` are never compared
+    number: int  # sorts notes with equal times; without it `fields` would be compared, which is impossible
     fields: dict[str, Any]
-    owner: str  # key of the request's credential
+    owner: str  # id of the API key that sent the request
 
 
 @dataclass
 class _HistoryBucket:
-    """Counts of one step: STEP_S seconds, beginning at `at`, in seconds since the epoch."""
+    """Counts of the requests in STEP_S seconds. `at`: the first second, since 1970."""
 
     at: int
     requests: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    ran: int = 0  # requests that a worker answered: only these requests have stages
+    ran: int = 0  # requests that a worker answered; only they have stage latencies
     stages: tuple[array[int], ...] = ()
 
     def count(self, code: str, times_ms: tuple[float, ...] | None) -> None:
@@ -94,7 +97,7 @@ class _HistoryBucket:
 
 @dataclass
 class _SlowestNotes:
-    slowest: list[Note] = field(default_factory=list)  # heap of the slowest requests
+    slowest: list[Note] = field(default_factory=list)  # min-heap by total time
     failed: deque[Note] = field(default_factory=lambda: deque(maxlen=FAILED))
 
 
@@ -105,8 +108,8 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the notes of a key. They are separate, so that the requests of one key do not displace the notes of
-        another key.
+        """Return the list of records for an API key. Keys have separate lists, so that many slow requests of one key do
+        not remove the records of another key.
         """
         if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
             return self.remaining
@@ -114,7 +117,7 @@ class _Minute:
 
 
 class RequestHistory:
-    """History of the last hour. Only the gateway's event loop uses it. `clock` returns seconds since the epoch."""
+    """History of the last hour, used only by the gateway's event loop. `clock` returns seconds since 1970."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -123,7 +126,7 @@ class RequestHistory:
         self._numbers = itertools.count()
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Record an inference request that was answered, `seconds` after its head arrived."""
+        """Record an answered inference request. `seconds`: from the arrival of its headers to its answer."""
         now_s = self._clock()
         times_ms = None
         if call.finished is not None:
@@ -131,7 +134,8 @@ class RequestHistory:
             times_ms = _of_stages(timing)
         code = call.code if status >= 400 else ""
         self._step(now_s).count(code, times_ms)
-        # refused requests are only counted: in overload, their notes would displace the notes of requests that ran
+        # refused requests are counted but not recorded: in overload they would push out the records of requests that
+        # ran
         if code in REFUSED:
             return
         places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
@@ -146,7 +150,8 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        if not self._steps or self._steps[-1].at < at:  # if the clock was set back, the last step continues
+        # after the clock was set back, count into the last step instead of an earlier one
+        if not self._steps or self._steps[-1].at < at:
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
 
@@ -157,8 +162,8 @@ class RequestHistory:
         return self._minutes[-1]
 
     def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
-        """Return the steps that end after `since_s`, at most an hour old, the oldest first. Steps without a request are
-        left out. If `step_s`, a multiple of STEP_S, is longer than a step, several steps are joined to one.
+        """Return the counts of each `step_s` seconds, the oldest first, from `since_s` (seconds since 1970) and at most
+        an hour back. `step_s` is a multiple of STEP_S. Steps without a request are left out.
         """
         now_s = self._clock()
         first = max(since_s, now_s - STEPS * STEP_S)
@@ -172,7 +177,7 @@ class RequestHistory:
         }
 
     def counted(self, seconds: float) -> tuple[int, Counter[str]]:
-        """Count the requests of the last `seconds`, and their errors by code."""
+        """Return how many requests ended in the last `seconds`, and how many failed, by error code."""
         first = self._clock() - seconds
         recent = [step for step in reversed(self._steps) if step.at + STEP_S > first]
         return sum(step.requests for step in recent), sum((step.errors for step in recent), Counter())
@@ -183,8 +188,8 @@ class RequestHistory:
         return [note.fields for note in sorted(notes.values(), reverse=True, key=lambda note: note[:2])[:most]]
 
     def find(self, request_id: str, grant: Grant) -> dict[str, Any] | None:
-        """Return the description of a request by its X-SIE-Request-ID; None if there is none, or if the credential may
-        not see it.
+        """Return the record of the request with this X-SIE-Request-ID. None if it was not recorded, or if the
+        credential may not see it.
         """
         return next((note.fields for note in self._notes(grant) if note.fields["id"] == request_id), None)
 
@@ -197,8 +202,8 @@ class RequestHistory:
 
 
 def quantile(counts: array[int], share: float) -> float:
-    """Return the upper bound in ms of `share` of the observations. A value above all bounds counts as the last
-    bound.
+    """Return the upper bound, in ms, of the bucket in which the quantile `share` lies (0.5: the median). For the bucket
+    above all bounds, return the last bound.
     """
     rank = share * sum(counts)
     for bound, below in zip(BOUNDS_MS, itertools.accumulate(counts), strict=False):
@@ -208,8 +213,8 @@ def quantile(counts: array[int], share: float) -> float:
 
 
 def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
-    """Join several steps to one, with the median and the 99th percentile of each stage in ms, in the order of
-    STAGES_TOLD.
+    """Return the summed counts of several steps, with the median and the 99th percentile of each stage in ms, in the
+    order of STAGES_TOLD.
     """
     errors: Counter[str] = Counter()
     for step in steps:
@@ -224,7 +229,7 @@ def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
 
 
 def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: float) -> dict[str, Any]:
-    """Describe a request without its inputs."""
+    """Return the record of a request. It contains none of the request's inputs."""
     finished, request = call.finished, call.infer_request
     fields: dict[str, Any] = {
         "id": call.id,
@@ -257,20 +262,24 @@ def _fields(call: Call, endpoint: str, status: int, total_ms: float, now_s: floa
 
 
 def _model_of(call: Call) -> str:
-    """Return the requested model name, also if no such model exists."""
+    """Return the model's name in the catalogue, or the requested name if no such model exists."""
     return call.resolved.canonical if call.resolved is not None else (call.model or "")[:MAX_TEXT]
 
 
 class RequestLogger:
-    """Logger of answered requests. Only the gateway's event loop uses it."""
+    """Log lines of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
-        self._told = 0  # log lines of refused requests in this interval
-        self._left_out: Counter[str] = Counter()  # by endpoint, status and code; all three are from fixed sets
-        self._timer: asyncio.TimerHandle | None = None  # set while an interval runs
+        self._told = 0  # number of requests that were refused in this interval
+        # number of refused requests that have no log line, by endpoint, status and code; these have few values, so the
+        # counter stays small
+        self._left_out: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log a request whose answer was sent. After MAX_REFUSED_LINES lines, a refused request is only counted."""
+        """Log an answered request. If it was refused and MAX_REFUSED_LINES were logged in this interval, only
+        count it.
+        """
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -288,8 +297,8 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log a request whose answer was sent, `seconds` after its head arrived. If the request ran, the line has its
-    stages, its tokens, and the worker of the chunk that finished last.
+    """Log an answered request. `seconds`: from the arrival of its headers to its answer. If it ran, the line has its
+    stage latencies and tokens, and the worker that finished its last chunk.
     """
     if not _logger.isEnabledFor(logging.INFO):
         return
@@ -314,12 +323,14 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 
 
 MAX_LINES = 5_000
-MAX_REQUESTS = 20_000  # newest requests with a known owner; only an administrator may see the lines of older requests
+# requests for which the API key is stored. Older requests' log lines are shown to administrators only, because their
+# key is unknown
+MAX_REQUESTS = 20_000
 MAX_CHARS = 500  # characters of a line
 
 
 class TailLine(NamedTuple):
-    """Line of the log. `at`: seconds since the epoch."""
+    """Line of the log. `at`: seconds since 1970."""
 
     request: str
     at: float
@@ -329,30 +340,32 @@ class TailLine(NamedTuple):
 
 
 class LogTail(logging.Handler):
-    """Log handler that stores the newest lines of loggers below `sie` that have a request id. Any thread may call
-    `emit`. Only the gateway's event loop calls the other methods.
+    """Log handler that stores the newest lines with a request id, of all loggers below `sie`. Any thread may call
+    `emit`; only the gateway's event loop calls the other methods.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: deque[TailLine] = deque(maxlen=MAX_LINES)
-        self._owners: dict[str, str] = {}  # owner of each request, by request id, the oldest first
+        self._owners: dict[str, str] = {}  # key that sent each request, by request id; the oldest request is first
 
     def admitted(self, request: str, owner: str) -> None:
-        """Record the key of a request that was admitted."""
+        """Store which API key sent a request."""
         if len(self._owners) >= MAX_REQUESTS:
             del self._owners[next(iter(self._owners))]
         self._owners[request] = owner
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Store a line that has a request id. `logging` holds the lock of the handler during the call."""
+        """Store a line if it has a request id. `logging` calls this method under the handler's lock."""
         request = getattr(record, "request_id", None)
         if request:
             message = record.getMessage()[:MAX_CHARS]
             self._lines.append(TailLine(str(request), record.created, record.levelname, record.name, message))
 
     def lines_of(self, request: str, grant: Grant) -> list[dict[str, Any]]:
-        """Return the lines of a request, the oldest first; no lines if the credential may not see the request."""
+        """Return the log lines of a request, the oldest first. The list is empty if the credential may not see the
+        request.
+        """
         if "admin" not in grant.scopes and grant.key and self._owners.get(request) != grant.key:
             return []
         with self.lock or contextlib.nullcontext():
@@ -364,7 +377,7 @@ class LogTail(logging.Handler):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Store log lines while the context is open."""
+        """Receive the lines of all loggers below `sie` while the context is open."""
         logger = logging.getLogger("sie")
         logger.addHandler(self)
         try:

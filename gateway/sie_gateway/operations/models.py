@@ -1,5 +1,5 @@
-"""Models API: descriptions of the models and aliases of the catalogue, with the reports of workers. It never causes the
-load of a model.
+"""Descriptions of the models and aliases of the catalogue for the API, with the reports of workers. They never cause
+the load of a model.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from sie_gateway.inference.shadow import ShadowStatistics
 
 Measured = Callable[[str, str], ShadowStatistics]
 """Function that returns this gateway's measurements of a shadow, by the names of the alias and of the shadow model."""
-_SLICE = 50  # models that are described before other tasks may run: describing them takes one or two milliseconds
+_SLICE = 50  # models that are described in one go, which takes one or two milliseconds; then other tasks may run
 
 
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
-    """Return the ModelInfo of a model with a profile. A profile other than the default has `variant_of`."""
+    """Return a model with a profile as the fields of ModelInfo. For a profile other than `default`, `variant_of` names
+    the model.
+    """
     resolved = catalogue.resolve_profile(entry, profile, entry.id)
     state, reports = fleet.model(resolved.residency)
     hosts = [_host(beat, status) for beat, status in reports]
@@ -88,8 +90,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return three facts: the requested precision (of the entry or profile, else the default of the workers), the
-    precisions in use at workers, and the reasons for a difference. Workers may differ.
+    """Return the requested precision, the precisions in use at workers, and the workers' reasons if these differ.
+    `own`: precision in the entry or profile; None: the default that the workers report.
     """
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
@@ -102,8 +104,8 @@ def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]
 
 
 def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the engine that the entry or profile requests, if it requests one. Also return the engines that workers
-    use, and the reasons.
+    """Return the engine that the entry or profile requests (or None), the engines in use at workers, and the workers'
+    reasons for a difference.
     """
     reported = [status.engine for _, status in reports if status.engine is not None]
     return {
@@ -114,13 +116,13 @@ def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -
 
 
 def _capabilities(entry: ModelEntry) -> list[str]:
-    """Return the capabilities of the model by their names in Infinity."""
+    """Return what the model can do, in Infinity's words: embed, rerank, classify."""
     can = {"embed": "dense" in entry.outputs, "rerank": "score" in entry.tasks, "classify": classifies(entry)}
     return [name for name, on in can.items() if on]
 
 
 def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
-    """Return the state of the model on one worker."""
+    """Return a worker's report about one model, in the form of the field `hosts` of ModelInfo."""
     error = status.error
     return {
         "worker": beat.worker,
@@ -140,7 +142,7 @@ def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
 
 
 def _profiles(entry: ModelEntry) -> dict[str, Any]:
-    """Return each profile, with its differences from the default profile."""
+    """Return for each profile the settings in which it differs from the default profile."""
     default = Catalogue.resolve_profile(entry, "default", entry.id)
     return {name: _profile(default, entry, name) for name in ("default", *entry.profiles)}
 
@@ -169,8 +171,8 @@ def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
 
 
 def score_scale(entry: ModelEntry) -> str | None:
-    """Return the scale of the model's scores. None if it has no scores, or if only the files of the model define the
-    scale.
+    """Return the scale of the model's scores. None if it returns no scores, or if only the model's own files say how
+    they are scaled.
     """
     if "score" not in entry.tasks:
         return None
@@ -183,7 +185,7 @@ def score_scale(entry: ModelEntry) -> str | None:
 
 
 class ModelList(NamedTuple):
-    """The first models of a selection. `total`: number of models in the whole selection."""
+    """Models that a query selects. `infos`: at most `limit` of them. `total`: how many it selects without the limit."""
 
     infos: list[dict[str, Any]]
     total: int
@@ -201,9 +203,11 @@ async def model_list(
     limit: int | None = None,
     figures: Measured,
 ) -> ModelList:
-    """Return the models in the order of their names, each with its variants after it, then the aliases. `text`: select
-    those with each of its words in their name or in what their entry says, in upper or lower case. `limit`: return only
-    the first ones; without other filters, the rest are not described at all.
+    """Return the models in the order of their names, each followed by its variants; then the aliases.
+
+    `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
+    inputs or outputs, in upper or lower case. With `limit`, return only the first models. `total` is exact in any case;
+    without the filters `task`, `output` and `loaded`, this needs no description of the other models.
     """
     names = listed_names(catalogue, text.lower().split(), variants=variants)
     if loaded:
@@ -234,8 +238,9 @@ async def model_list(
 
 
 def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> list[tuple[str, str | None]]:
-    """Return the names of entries with their profiles, in order, then of the aliases that can serve. An alias has the
-    profile None. Each word is in the name of a model, or in what its entry says for people.
+    """Return pairs (id of the entry, profile) in the order of their names; then a pair (name, None) for each usable
+    alias. All of `words` must occur in the name or, for an entry, in its description, license, tasks, inputs or
+    outputs.
     """
     names: list[tuple[str, str | None]] = []
     for _, entry in sorted(catalogue.entries.items()):
@@ -248,15 +253,15 @@ def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) 
                 names.append((entry.id, profile))
     for _, alias in sorted(catalogue.aliases.items()):
         if all(word in alias.id.lower() for word in words):
-            with contextlib.suppress(ModelNotFound, BundleConflict):  # the model of the alias was removed
+            with contextlib.suppress(ModelNotFound, BundleConflict):  # an alias whose model was removed is not listed
                 catalogue.resolve(alias.heaviest.model, follow=False)
                 names.append((alias.id, None))
     return names
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return the ModelInfo of an alias. It is built from `info`, the ModelInfo of the target with the largest weight,
-    and has all targets and the shadow of the alias.
+    """Return an alias as the fields of ModelInfo. `info` is the ModelInfo of its target with the largest weight; the
+    targets and the shadow are added.
     """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:

@@ -1,5 +1,5 @@
-"""Ollama's routes about models: `/api/tags`, `/api/show`, `/api/ps`, `/api/version`. Every name in a list has a tag,
-as in Ollama: a profile, or `latest`.
+"""Ollama's routes about models: `/api/tags`, `/api/show`, `/api/ps`, `/api/version`. As in Ollama, every listed name
+ends with a tag: the profile, or `latest`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sie_gateway.operations.models import listed_names
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
-NEVER_MODIFIED = "1970-01-01T00:00:00Z"  # a catalogue has no times
+NEVER_MODIFIED = "1970-01-01T00:00:00Z"  # constant, because the catalogue stores no time of change
 NEVER_EXPIRES = "9999-12-31T23:59:59Z"
 _LEVELS = {"": "", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
-_SLICE = 200  # models that are described before other tasks may run: a millisecond or two
+_SLICE = 200  # models that are described in one go, which takes a millisecond or two; then other tasks may run
 
 
 async def _listed(gateway: Gateway) -> AsyncIterator[tuple[str, Resolved]]:
-    """Yield the models with vectors, with the names for a list."""
+    """Yield a pair for each model that returns dense vectors: its name with a tag, and the model."""
     catalogue = gateway.inference.catalogue
     for number, (name, profile) in enumerate(listed_names(catalogue, (), variants=True), 1):
         if profile is None:
@@ -65,16 +65,17 @@ def _described(fleet: Fleet, name: str, resolved: Resolved) -> dict[str, Any]:
 
 
 async def tags(gateway: Gateway, request: Request) -> Response:
-    """Return the models with vectors."""
+    """Return all models of the catalogue that return dense vectors, as Ollama lists its local models."""
     models = [api.OllamaModel(**_described(gateway.fleet, *named)) async for named in _listed(gateway)]
     return json_response(api.OllamaModels(models=models))
 
 
 async def running(gateway: Gateway, request: Request) -> Response:
-    """Return the loaded models that have vectors."""
+    """Return the loaded models that return dense vectors."""
     models = []
     async for name, resolved in _listed(gateway):
-        is_shared = resolved.residency != resolved.canonical  # the loaded weights belong to another model name
+        # True for a variant that shares the loaded weights of another name; only that name is listed
+        is_shared = resolved.residency != resolved.canonical
         state, _ = gateway.fleet.model(resolved.residency)
         if state == "loaded" and not is_shared:
             description = _described(gateway.fleet, name, resolved)
@@ -86,7 +87,7 @@ async def running(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return one model. Raises InvalidInput, and the errors of `Inference.resolve`."""
+    """Return the description of one model. Raises InvalidInput, and the errors of `Inference.resolve`."""
     raw = await request.body()
     bodies.count(raw, msgpack=False)
     body = bodies.decode(raw, msgpack=False)

@@ -1,4 +1,4 @@
-"""Routes of the page at `/`: its files, and the views that it shows."""
+"""Routes of the page at `/`: the page's files, and the JSON that it shows."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ CONSOLE_POLICY = (
 
 @functools.cache
 def console(name: str, root: str = "") -> bytes:
-    """Return the content of one of CONSOLE_FILES. The page loads no other files.
+    """Return the content of a file of the console page.
 
-    `root`: the path prefix of a reverse proxy. The paths of the files in the page then begin with this prefix. Relative
-    paths would fail if the browser opened the prefix without the final slash.
+    `root`: the path prefix of a reverse proxy, which is put before the paths of the page's other files. Relative paths
+    would not work if the browser opened the prefix without a slash at its end.
     """
     content = (CONSOLE / name).read_bytes()
     return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content
@@ -47,7 +47,7 @@ def _grant(request: Request) -> Grant:
 
 
 async def page(_gateway: Gateway, request: Request) -> Response:
-    """Return the console page, or one of its files. Raises NotFound."""
+    """Return the console page or one of its files, by the name in the path. Raises NotFound."""
     name = request.path_params.get("file", "index.html")
     if name not in CONSOLE_FILES:
         raise NotFound("no such path")
@@ -60,12 +60,12 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
-    """Return a summary of the cluster."""
+    """Return the summary of the cluster that the page shows."""
     return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
-    """Return the placement: the workers that host each model."""
+    """Return which workers hold each model, by lane."""
     return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)))
 
 
@@ -91,18 +91,20 @@ async def requests(gateway: Gateway, request: Request) -> Response:
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
-    """Return the description of one request. Raises NotFound."""
+    """Return the record of one request of the caller. Raises NotFound."""
     note = gateway.status.history.find(request.path_params["request"], _grant(request))
     if note is None:
         raise NotFound(
-            "this gateway has no description of your request with this id: it holds the slowest and some failed "
-            "requests of each minute, for an hour; its log and the trace have all requests"
+            "this gateway has no record of a request of yours with this id: it keeps records for one hour, and only of "
+            "the slowest and the last failed requests of each minute; its log and the traces have every request"
         )
     return json_response(note)
 
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
-    """Return the lines of this gateway's log about a request. The list is empty if the log no longer has any."""
+    """Return the lines of this gateway's log about a request. The log in memory has only the newest lines, so the list
+    may be empty.
+    """
     return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
 
 
@@ -114,8 +116,8 @@ def _row(path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Gate
 
 
 def _file(path: str, summary: str, media: str) -> GatewayRoute:
-    """Return the route of a file. The route requires no credential: the file has no data, and the page itself asks for
-    a key.
+    """Return the route of a file of the page. It requires no credential: the file has no data, and the page asks the
+    user for a key.
     """
     return _row(path, page, summary, Content(dict[str, Any], (media,)), scope=OPEN)
 

@@ -1,4 +1,4 @@
-"""Handlers of `/v1/pools`, and the checks of their bodies. The handlers call `Pools`."""
+"""Handlers of `/v1/pools`. They check the bodies of requests, then call `Pools`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_PROFILES = 64
 MAX_BODY_BYTES = 64 << 10
-# bytes of one reservation: all reservations are one value, which must fit into a message of the broker
+# bytes of one reservation as JSON: all reservations together are one value, which must fit into one NATS message
 MAX_SPEC_BYTES = 8 << 10
 _NO_NAMES = frozenset({"assignments"})
 _FIELDS = frozenset(PoolRequest.__struct_fields__)
@@ -49,10 +49,10 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
-    """Read the spec of a reservation from a body. `profiles`: the machine profiles that exist.
+    """Read a reservation from the decoded body of a request. `profiles`: the machine profiles that exist.
 
-    Raises InvalidInput with the field, PoolOperationForbidden for a value above a limit, ModelNotFound for an unknown
-    pinned model, PayloadTooLarge.
+    Raises InvalidInput that names the field, PoolOperationForbidden for a value above a limit, ModelNotFound for an
+    unknown pinned model, PayloadTooLarge.
     """
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
@@ -120,7 +120,9 @@ def _name(value: object) -> str:
 
 
 def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Read counts by machine profile, with the names of `profiles`. Raises InvalidInput."""
+    """Read a field that maps machine profiles to numbers. Return the numbers by the name in `profiles`. Raises
+    InvalidInput.
+    """
     counts = body.get(field)
     if counts is None:
         return {}
@@ -181,12 +183,12 @@ async def _body(request: Request) -> object:
 
 
 async def _written(work: Awaitable[T]) -> T:
-    """Return the result of a change of the record. Raises QueueUnavailable if the broker fails."""
+    """Return the result of a change of the pools. Raises QueueUnavailable if the broker does not store the change."""
     try:
         return await work
     except BrokerError as error:
-        _logger.warning("a pool could not be changed: %s", error)
-        raise QueueUnavailable("the broker did not store the change of the pool") from error
+        _logger.warning("the broker did not store a change of a pool: %s", error)
+        raise QueueUnavailable("the broker did not store the change of the pool: try again") from error
 
 
 def _grant(request: Request) -> Grant:
@@ -203,8 +205,8 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """Return the configured machine profiles. If none are configured, return the machine profiles of the workers and of
-    this installation.
+    """Return the machine profiles that the settings list. If they list none, return the profiles of the present workers
+    and of this gateway's own settings.
     """
     settings = gateway.settings
     if settings.gateway_configured_gpus:
@@ -213,7 +215,7 @@ def _profiles(gateway: Gateway) -> set[str]:
 
 
 async def create(gateway: Gateway, request: Request) -> Response:
-    """Create a reservation, or change or renew a reservation of the caller."""
+    """Create a reservation, or change and renew it if the caller already has it."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
     grant = _grant(request)
@@ -222,7 +224,7 @@ async def create(gateway: Gateway, request: Request) -> Response:
 
 
 async def pools(gateway: Gateway, request: Request) -> Response:
-    """Return the pools of the installation, and the reservations of the caller."""
+    """Return the installation's own pools, and the reservations of the caller."""
     return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
 
 
@@ -231,13 +233,15 @@ async def assignment(gateway: Gateway, request: Request) -> Response:
     worker, grant = request.query_params.get("worker", ""), _grant(request)
     served = gateway.pools.assigned(worker)
     if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
-        raise PoolNotFound("this worker serves a reservation of another key", param="worker")
+        raise PoolNotFound(
+            "this worker serves a reservation of another API key, so its pools are not shown", param="worker"
+        )
     pinned = gateway.pools.pinned(served)
     return json_response(Assignment(worker=worker, pools=list(served), pinned_models=pinned or UNSET))
 
 
 async def pool(gateway: Gateway, request: Request) -> Response:
-    """Return one pool."""
+    """Return the description of one pool."""
     return json_response(gateway.pools.pool(_named(request), _grant(request)))
 
 

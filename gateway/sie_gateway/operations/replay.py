@@ -1,8 +1,9 @@
-"""Replay of dead letters: publish their work again and wait for the answer. Gateways and `sie dlq` use it.
+"""Replay of dead letters: publish the message of a letter again and wait for the answer. Gateways and `sie dlq` use it.
 
-    letter ──► marks of poison removed ──► published, acknowledged ──► answered in full ──► the letter is removed
+    letter ──► its poison marks removed ──► message published again ──► all inputs answered ──► letter removed
 
-The letter is removed last. If an earlier step fails, the letter remains for another attempt.
+A poison mark makes workers refuse an input that has crashed an adapter. The letter is removed last: if an earlier step
+fails, it remains for another attempt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Unreadable(Exception):
 
 
 class Replays:
-    """Runner of the letters of one pool. `open_replays` creates it."""
+    """Replay of the dead letters of one pool. `open_replays` creates it."""
 
     def __init__(
         self,
@@ -49,10 +50,11 @@ class Replays:
         self._on_published = on_published
 
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
-        """Run the work of a letter again and return its result. If every input has a value, the letter is removed.
+        """Publish the work of a letter again, wait for its result and return it. The letter is removed if no input
+        failed.
 
-        Poison marks for its inputs are removed first. `timeout_s` is also the budget of the work. Raises Unreadable
-        before anything is published, TimeoutError if no answer arrives in time, BrokerError.
+        `timeout_s`: seconds to wait, which the work also gets as its budget. Raises Unreadable before anything is
+        published, TimeoutError if no result arrives in time, BrokerError.
         """
         if located.item is None:
             raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")
@@ -87,7 +89,9 @@ class Replays:
             self._inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
-        """Remove the poison marks for the inputs of the work."""
+        """Remove the poison marks (records of crashed adapters) of the work's inputs, so that workers accept these
+        inputs again.
+        """
         marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:
@@ -102,8 +106,8 @@ async def open_replays(
     ack_wait_s: float,
     on_published: Callable[[str, WorkItem], None] | None = None,
 ) -> AsyncIterator[Replays]:
-    """Create a Replays with a separate inbox for answers. `on_published` is called with the subject and the work item
-    after each publish. Raises BrokerError.
+    """Open a Replays with an inbox for its results, and close the inbox at the end. `on_published` is called with the
+    subject and the work item after each publish. Raises BrokerError.
     """
     inbox = ResultInbox(broker, metrics)
     await inbox.start()

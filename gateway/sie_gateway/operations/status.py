@@ -1,8 +1,8 @@
-"""Status of the cluster for people: health, the views of the page at `/`, and websockets.
+"""Status of the cluster for people: `/health`, the JSON of the page at `/`, and websockets.
 
-While a page is open, `WorkerProbe` checks each second that the shown workers are connected. Missing heartbeats of a
-worker are detected only after SIE_HEARTBEAT_TIMEOUT_MS. The broker reports at once that the worker's subject has no
-subscriber. The result is only shown: the placement of work does not depend on it.
+While a page is open, `WorkerProbe` checks every second whether the shown workers are connected: it sends a request to
+each worker's subject, and the broker reports at once if nobody subscribes to it. A heartbeat is missed only after
+SIE_HEARTBEAT_TIMEOUT_MS. The result is only shown; requests are placed without it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,17 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-MAX_ASKED = 16  # workers checked in one round; later rounds check the next workers, because each check takes 0.1 ms
-LOOKED_S = 5.0  # seconds after the last view of the page at which the checks end
-HEARD_S = 0.5  # seconds to wait for the broker's reply that a subject has no subscriber; a worker does not reply
+MAX_ASKED = 16  # workers checked in one round, as a check takes 0.1 ms; the next round continues with the next workers
+LOOKED_S = 5.0  # seconds after the last request of an open page until the checks of its workers stop
+# seconds to wait for the broker's report that nobody subscribes to a subject. A connected worker sends no reply, so
+# this time passes
+HEARD_S = 0.5
 
 
 class WorkerProbe:
-    """Probe for lost workers. `gone`: workers that were checked and are not connected. One task calls `run`."""
+    """Finds workers that have lost their connection to the broker. `gone`: the workers that had none at the last check.
+    One task calls `run`.
+    """
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
         self._bus = bus
@@ -66,12 +70,14 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers that a page shows. Each of them has a subscription while it is connected."""
+        """Set the workers to check: those that a page shows."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
     async def run(self, stop: Stop) -> None:
-        """Check the watched workers each EVERY_S until `stop`, while a page shows them."""
+        """Check the watched workers every EVERY_S seconds until `stop`. Check none if `watch` was not called in the
+        last LOOKED_S seconds.
+        """
         while not await stop.wait_for(EVERY_S):
             workers = self._wanted if self._clock() < self._until_s else ()
             first = self._next % max(1, len(workers))
@@ -86,13 +92,15 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        except BrokerError:  # a subscriber exists, or the broker is unreachable, which other modules report
+        # no reply in time: there is a subscriber, so the worker is connected. Or the broker is unreachable, which other
+        # modules report
+        except BrokerError:
             return False
         return False
 
 
 CLUSTER_EVERY_S = 1.0
-WORKER_EVERY_S = 0.1  # seconds between two checks for a new frame: a worker sends five frames per second
+WORKER_EVERY_S = 0.1  # seconds between two looks for a new frame. A worker sends five frames per second
 FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
@@ -102,8 +110,8 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """Description of a worker. `models`: state and queue depth of each model in its report. `failures`: by model, the
-    reason why the load failed. `clock_ahead_s`: its wall clock minus the broker's clock, None if unknown.
+    """A worker as people see it. `models`: state and queue depth of each model that it reports. `failures`: errors of
+    failed loads by model. `clock_ahead_s`: its clock minus the broker's clock, None if unknown.
     """
 
     info: WorkerInfo
@@ -176,8 +184,8 @@ def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
 
 
 def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[ModelSummary]:
-    """Return a summary of each model, from the reports of `workers`. A profile with other weights is reported as
-    `model:profile`, and counts for its model.
+    """Return a summary of each of `models`, from the reports of `workers`. A report about one of its profiles
+    (`model:profile`) counts for the model.
     """
     reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
     for worker in workers:
@@ -187,7 +195,7 @@ def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[Mo
 
 
 def failures(workers: Iterable[ViewedWorker]) -> dict[str, str]:
-    """Return for each model the first reason why a worker could not load it."""
+    """Return the error message of the first failed load of each model."""
     errors: dict[str, str] = {}
     for worker in workers:
         for name, error in worker.failures.items():
@@ -207,8 +215,8 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
 
 
 class ClusterStatus:
-    """Status of the cluster, as far as this gateway knows. `dead_letters`: number of dead letters that were ever
-    written in these pools, from the last answer of the broker.
+    """Status of the cluster, as far as this gateway knows it. `dead_letters`: number of letters ever written in its
+    pools, read every few seconds.
     """
 
     def __init__(
@@ -223,8 +231,9 @@ class ClusterStatus:
         nats_monitor_url: str | None,
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
     ) -> None:
-        """Create the status. `visible(grant)` returns a function that checks whether the credential may read the name
-        of a pool. Raises SettingError if workers are to be read from Kubernetes, but the gateway does not run in a pod.
+        """Create the status. `visible(grant)` returns a function that returns True for the name of a pool that this
+        credential may read. Raises SettingError if the workers are to be read from Kubernetes but the gateway does not
+        run in a pod.
         """
         self._settings = settings
         self._queue = queue
@@ -245,13 +254,13 @@ class ClusterStatus:
         self.seats = Seats(MAX_SOCKETS, "gateway")
         self._frames: dict[
             tuple[str, WorkerSocket | None], ViewerFrames
-        ] = {}  # by key and worker; a worker of None means the cluster
+        ] = {}  # frames by key of the viewer and worker; the worker is None for frames about the cluster
         self._glance = CachedSummary(self._summarise)
         self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Collect log lines, record the lengths of the queues, and read the number of dead letters from the broker,
-        until `stop`.
+        """Store log lines; every DEAD_EVERY_S seconds, record the lengths of the queues and read the number of dead
+        letters. Ends at `stop`.
         """
         with self.log.listening():
             while not await stop.wait_for(DEAD_EVERY_S):
@@ -277,7 +286,7 @@ class ClusterStatus:
         ]
 
     def view(self) -> tuple[list[ViewedWorker], ClusterInfo, list[ModelSummary]]:
-        """Return the current workers, sums over them, and models."""
+        """Return all workers, totals over the healthy ones, and a summary of each model."""
         workers = self.workers()
         healthy = [worker for worker in workers if worker.info.healthy]
         cluster = ClusterInfo(
@@ -289,7 +298,7 @@ class ClusterStatus:
         return workers, cluster, summaries(sorted(self._feed.catalogue.entries), workers)
 
     def health(self, grant: Grant) -> Health:
-        """Return the body of `/health` for a credential."""
+        """Return the body of `/health`, with the pool names that the credential may read."""
         settings = self._settings
         workers, cluster, models = self.view()
         visible = self._visible(grant)
@@ -311,7 +320,7 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of lanes, and the queues of the models with the most or the oldest work; None while
+        """Return the queues of the lanes, and the queues of single models, as two lists. None while the numbers are
         unknown.
         """
         if not self._lag.is_known:
@@ -357,8 +366,9 @@ class ClusterStatus:
         return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the view of the page at `/` for a credential: counts, and at most MAX_SHOWN workers and models.
-        Unhealthy workers are first, then the busiest. `text` selects models by their name; models in use are first.
+        """Return the data of the page at `/` for a credential: counts, and at most MAX_SHOWN workers and models.
+        Unhealthy workers come first, then the busiest. `text` selects models by a part of their name; models with
+        queued work come first.
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
@@ -378,8 +388,8 @@ class ClusterStatus:
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the placement table of each lane for a credential: at most MAX_SHOWN models with `text` in their name.
-        Models with work are first.
+        """Return for each lane which workers hold which models: at most MAX_SHOWN models with `text` in their name,
+        those with waiting work first.
         """
         visible = self._visible(grant)
         return {"lanes": [lane.shown(text.lower(), visible) for lane in self._placed()]}
@@ -393,7 +403,7 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed. `grant`: the grant of its credential.
+        """Serve a websocket until it is closed. `grant`: the rights of its credential.
 
         Raises NotFound, NotReady, ResourceExhausted before the websocket is accepted.
         """
@@ -416,12 +426,12 @@ class ClusterStatus:
                 return socket.frame if status is None or self._visible(grant)(status.pool_name) else None
 
             if frame() is None and socket.frame is not None:
-                raise NotFound("this worker serves a reservation of another key")
+                raise NotFound("this worker serves a reservation of another API key, so its status is not shown")
             frames = self._frames.setdefault((grant.key, socket), ViewerFrames(frame, WORKER_EVERY_S))
             await self._show(frames, scope, receive, send)
 
     async def _show(self, frames: ViewerFrames, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve frames to a websocket. All websockets of a key get the same frames."""
+        """Send frames to a websocket. All websockets of one key share the same frames."""
         try:
             await frames.show(scope, receive, send)
         finally:
@@ -429,12 +439,12 @@ class ClusterStatus:
                 self._frames = {key: entry for key, entry in self._frames.items() if entry is not frames}
 
     def _asked_for(self, query: str) -> str:
-        """Return the URL of the worker with the index in the query, by default the first worker. Raises NotFound."""
+        """Return the URL of the worker whose index is the query parameter `worker` (default 0). Raises NotFound."""
         urls = self.sockets.urls()
         place = parse_qs(query).get("worker", ["0"])[0]
         if not urls:
             raise NotFound(
-                f"this gateway has no URL of a worker (SIE_GATEWAY_WORKERS): {CLUSTER_PATH} shows all workers"
+                f"this gateway has no URL of a worker (set SIE_GATEWAY_WORKERS); {CLUSTER_PATH} shows all workers"
             )
         if not place.isdecimal() or len(place) > 4 or int(place) >= len(urls):
             raise NotFound(f"worker: expected a number from 0 to {len(urls) - 1}")

@@ -1,5 +1,5 @@
-"""Summary of the cluster for the page at `/`. One build serves all open pages. Larger clusters get fewer builds, so
-that the builds take a fixed part of a core.
+"""Summary of the cluster for the page at `/`. All open pages share one summary. It is built more rarely the longer a
+build takes, so that the builds take at most a fixed part of a CPU core.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from sie_gateway.fleet.lag import Labels
 from sie_gateway.fleet.planner import ModelBacklog
 from sie_gateway.fleet.pool_rules import HIDDEN
 
-COST_SHARE = 0.002  # part of a core for the builds of one kind of summary, for all open pages together
-MAX_SHOWN = 50  # workers and models on the page, so that the page does not grow with the cluster
+COST_SHARE = 0.002  # part of a CPU core that the builds of one summary may take
+MAX_SHOWN = 50  # workers, and models, that the page shows at most, so that it does not grow with the cluster
 T = TypeVar("T")
 Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
-    """Cache of the result of `build`. The next build waits until the builds take at most COST_SHARE of the time."""
+    """Cache of the result of `build`. The result is returned again until enough time has passed that building takes at
+    most COST_SHARE of it.
+    """
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -45,7 +47,9 @@ class CachedSummary(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """Workers and models of the whole cluster, in the order of the page. `findings`: faults of loads and of clocks."""
+    """Workers and models of the whole cluster, in the order in which the page shows them. `findings`: faults of loads
+    and clocks.
+    """
 
     cluster: ClusterInfo
     workers: Sequence[WorkerInfo]
@@ -55,8 +59,8 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first workers, and the first models with `text` in their name. `visible` checks whether the
-        credential may read the name of a pool.
+        """Return the first MAX_SHOWN workers, and the first MAX_SHOWN models with `text` in their name. `visible`
+        returns True if the credential may read the name of a pool.
         """
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
@@ -75,12 +79,12 @@ class ClusterSummary:
 
 
 def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
-    """Return a worker or a queue. If the name of its pool is not visible, HIDDEN replaces it."""
+    """Return a worker or a queue. If the credential may not read the name of its pool, HIDDEN replaces the name."""
     return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
 
 
 class Waitings:
-    """Waiting work by model and lane, over all priorities."""
+    """Waiting messages by model and lane, summed over the priorities."""
 
     def __init__(self, waiting_by_labels: Mapping[Labels, ModelBacklog]) -> None:
         self._found: dict[tuple[str, ...], list[ModelBacklog]] = {}
@@ -96,7 +100,7 @@ class Waitings:
 
 @dataclass(frozen=True)
 class LaneTable:
-    """The placement table of a lane. `rows`: a row for each model; models with work come first."""
+    """Models of a lane with the workers that hold them, one row for each model. Models with waiting work come first."""
 
     lane: Lane
     age_s: float
@@ -107,7 +111,9 @@ class LaneTable:
     def from_table(
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> LaneTable:
-        """Build the rows of a lane. `beats`: heartbeats of its healthy workers."""
+        """Build the rows from the placement of a lane. `beats`: heartbeats of its healthy workers. `waiting`: messages
+        that wait, by model and lane.
+        """
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
         rows = list[dict[str, Any]]()
         for model, hosts in table.hosts.items():
@@ -129,8 +135,8 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first models with `text` in their name. `visible` checks whether the credential may read the name
-        of a pool.
+        """Return the first MAX_SHOWN models with `text` in their name. `visible` returns True if the credential may
+        read the name of a pool.
         """
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {

@@ -1,4 +1,4 @@
-"""Route that returns the scopes of the caller's credential, which the gate has stored in the grant."""
+"""Route that returns the name and the scopes of the caller's credential."""
 
 from __future__ import annotations
 

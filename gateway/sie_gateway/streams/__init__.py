@@ -1,3 +1,3 @@
-"""JetStream: streams and consumers of lanes, publishing of work items with their payloads, and the backlog of
-consumers.
+"""Work in JetStream: creates streams and consumers, publishes the chunks of requests with their inputs, and counts
+waiting messages.
 """

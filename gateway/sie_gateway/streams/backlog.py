@@ -1,4 +1,5 @@
-"""Number of messages in the broker by lane and priority. Waiting and leased messages count, with or without workers.
+"""Numbers of messages in the streams, by lane and priority. A lane is the queue of a pool, machine profile and bundle.
+Waiting and leased messages count, also if there are no workers.
 
 The numbers are read from the stream once per second, and earlier if a caller needs newer ones. While the broker does
 not answer, they are unknown, never zero.
@@ -21,12 +22,14 @@ from sie_gateway.streams.shared import SharedTasks
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
-UNKNOWN_S = 5.0  # seconds; after this time without a new read, numbers are treated as unknown
+UNKNOWN_S = 5.0  # seconds after a read until its numbers count as unknown
 _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Sum the messages by lane and priority, which are the first six tokens of a subject."""
+    """Sum the messages by lane and priority. `counts`: messages by subject; the first six tokens of a subject name its
+    lane and priority.
+    """
     sums: dict[str, int] = {}
     for subject, count in counts.items():
         prefix = ".".join(subject.split(".", 6)[:6])
@@ -35,13 +38,13 @@ def _by_priority(counts: dict[str, int]) -> dict[str, int]:
 
 
 class Backlog:
-    """Message counts of the pools. One task calls `run`. A caller that needs newer figures awaits `fresh`; calls at the
-    same time share one read.
+    """Numbers of messages of all pools. One task calls `run`. A caller that needs newer numbers awaits `fresh`;
+    concurrent calls share one read.
     """
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
-        self._pools = pools  # a live view: the set changes when pools are added and removed
+        self._pools = pools  # not a copy: pools are added to it and removed from it while the gateway runs
         self._clock = clock
         self._read: dict[
             str, tuple[float, dict[str, int], dict[str, int]]
@@ -49,7 +52,7 @@ class Backlog:
         self._asking = SharedTasks()
 
     async def run(self, stop: Stop) -> None:
-        """Read the figures of every pool every EVERY_S seconds until `stop`."""
+        """Read the numbers of every pool every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "the backlog is unknown")
         while not await stop.wait_for(EVERY_S):
             try:
@@ -59,12 +62,12 @@ class Backlog:
                 trouble.met(error)
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the figures of a pool that was deleted."""
+        """Remove the numbers of a deleted pool."""
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Wait until the pool's numbers are at most `max_age_s` old. Raises BrokerError if the broker does not
-        answer.
+        """Ensure that the pool's numbers are at most `max_age_s` old: read them if they are older. Raises BrokerError
+        if the broker does not answer.
         """
         read = self._read.get(pool)
         if read is not None and self._clock() - read[0] < max_age_s:
@@ -79,12 +82,12 @@ class Backlog:
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
-        """Return the oldest message of each subject or filter of a pool; None for a subject without messages. Raises
-        BrokerError.
+        """Return the oldest message of each subject, or None for a subject without messages. Subjects may have
+        wildcards. Raises BrokerError.
         """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
-        # wait for all queries, so that no query is still running after this call
+        # waits for all queries, so that none is still running after this call if one of them fails
         answers = await asyncio.gather(*questions, return_exceptions=True)
         failed = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failed is not None:
@@ -92,14 +95,16 @@ class Backlog:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def messages(self, lane: Lane, priority: Priority) -> int | None:
-        """Return the number of messages of a lane and priority; None while unknown."""
+        """Return the number of messages of a lane with a priority. None while it is unknown."""
         read = self._read.get(lane.pool)
         if read is None or self._clock() - read[0] > UNKNOWN_S:
             return None
         return read[2].get(topology.lane_filter(lane, priority).removesuffix(".>"), 0)
 
     def by_subject(self, pool: str) -> dict[str, int] | None:
-        """Return the messages of a pool by subject, without empty subjects; None while unknown."""
+        """Return the numbers of messages of a pool by subject, without subjects that have no message. None while they
+        are unknown.
+        """
         read = self._read.get(pool)
         return None if read is None or self._clock() - read[0] > UNKNOWN_S else read[1]
 

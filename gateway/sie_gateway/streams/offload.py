@@ -1,8 +1,7 @@
-"""Chunks that are too large for a message: their inputs are stored in the payload store. Old payloads are removed from
-it.
+"""Payload store for large inputs. A chunk (part of a request) that is too large for a message has its inputs in the
+store, and its message names their key. Old payloads are removed.
 
-chunk over the inline limit ──► Payload of its inputs and query ──put──► key ──► the same chunk, with the key instead of
-both
+    chunk above the inline limit ──► inputs and query ──put──► key ──► message with the key, without inputs and query
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return the lifetime of an object in seconds. It is longer than the life of any message that names the object.
-    Raises SettingError.
+    """Return for how many seconds the store keeps a payload: longer than a message that names it can exist. Raises
+    SettingError if the setting is too low.
     """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
@@ -48,7 +47,9 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 
 
 class Offload:
-    """Writer and cleaner of the payload store. `wall_clock` returns seconds since 1970."""
+    """Writes the inputs of work items to the payload store, and removes old ones. `wall_clock` returns seconds since
+    1970.
+    """
 
     def __init__(
         self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
@@ -59,8 +60,8 @@ class Offload:
         self._wall_clock = wall_clock
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """Store the inputs and the query of a work item. Return the item with the key of the payload instead of them.
-        Raises QueueUnavailable.
+        """Store the inputs and the query of a work item. Return the item with the key of this payload instead. Raises
+        QueueUnavailable.
         """
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
@@ -70,24 +71,28 @@ class Offload:
             if isinstance(error, StoreFull):
                 message = "the payload store, which holds large inputs, has no room left: send fewer items in a request"
                 raise QueueUnavailable(message, reason="store_full") from error
-            raise QueueUnavailable("the payload store, which holds large inputs, could not be written") from error
+            raise QueueUnavailable("large inputs could not be written to the payload store: try again later") from error
         self._metrics.payload_offloads.inc()
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove the objects that are older than every message that could refer to them, and return their number.
-        Several gateways may do this at once. Raises StoreError.
+        """Remove the payloads to which no message can refer any more, because they are too old. Return their number.
+        Several gateways may call it at the same time. Raises StoreError.
         """
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:
-        """Run `sweep` at least ten times per lifetime, at times that differ between gateways."""
+        """Call `sweep` at least ten times in the life of a payload. The pauses are random, so that gateways do not
+        sweep at the same time.
+        """
         pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
         while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 not secret
             try:
                 removed = await self.sweep()
             except StoreError as error:
-                _logger.warning("the payload store could not be cleaned up: %s", error)
+                _logger.warning("old payloads could not be removed from the payload store: %s", error)
             else:
                 if removed:
-                    _logger.info("%d payloads were removed after %d s", removed, self._life_s)
+                    _logger.info(
+                        "%d payloads older than %d s were removed from the payload store", removed, self._life_s
+                    )

@@ -1,16 +1,19 @@
-"""Publishing of work: streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
+"""Publishing of work: the streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
 
-    WorkQueue.publish ──► WorkConsumers.route: the model's own consumer, or the consumer of its slot ──► held until the
-    request's deadline ──► message, acknowledged ──► StreamPosition ──► withdrawn: removed again
+A model's work has a consumer of its own. A stream has a limit of such consumers; when it is reached, further models
+share the consumers of 16 slots. Consumers are created when they are needed, and deleted when they are not used:
 
-    a deletion notice, a reconnect, every 10 s ──► consumers in use are ensured again, and consumers of subjects with
-                                                   messages are created
-    one gateway, every minute ──► consumers at rest for an hour are deleted ──► subjects are counted, consumers of
-                                                   subjects with messages are created again
+    publish ──► route: the model's own consumer, or the one of its slot; needed until the deadline of the request
+            ──► message, acknowledged ──► StreamPosition ──► withdraw: the message is removed if its request has ended
 
-A deletion can happen while a publish still relies on the consumer. No message is lost: it is in the stream, and three
-mechanisms create its consumer again, each independent of the others: the count after the deletion, the publisher that
-gets the notice, and the next round.
+    every 10 s, after a reconnect, after a notice of a deletion ──► needed consumers are created again, also those of
+                                                                    subjects with messages
+    one gateway, every minute ──► consumers unused for an hour are deleted ──► those of subjects with messages are
+                                                                               created again
+
+A consumer can be deleted while a publish still relies on it. No message is lost, as it is in the stream. Three events
+create its consumer again: the check after the deletion, the notice to the gateway that published, and the next check
+every 10 s.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ from sie_runtime.process import Stop, Tasks, Trouble
 ROUND_S = 10.0
 SWEEP_S = 60.0
 IDLE_S = 3600.0
-# seconds; longer than nearly every request's budget: the gateway of an open request would create the consumer again
+# seconds without a message after which a consumer is deleted if the stream has too many consumers. Nearly all requests
+# take less time; for a longer one, its gateway creates the consumer again
 CROWDED_IDLE_S = 300.0
 _AT_ONCE = 16
 _ATTEMPTS = 3
@@ -58,14 +62,14 @@ _consumers_logger = logging.getLogger("sie.gateway.consumers")
 
 
 class WorkRoute(NamedTuple):
-    """Subject to which a model's work is published, and the consumer that serves it."""
+    """Subject under which a model's work is published, and the consumer that delivers it."""
 
     subject: str
     consumer: ConsumerSpec
 
 
 class Rest(NamedTuple):
-    """State of a consumer at rest: it has delivered no message since `since_s`, and `delivered` messages before."""
+    """State of a consumer that is not used: it had delivered `delivered` messages at `since_s`, and none since then."""
 
     delivered: int
     since_s: float
@@ -73,7 +77,7 @@ class Rest(NamedTuple):
 
 @functools.lru_cache(4096)
 def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[WorkRoute, WorkRoute]:
-    """Return the route by the model's own consumer, and the route by its slot."""
+    """Return two routes: with the model's own consumer, and with the consumer that the models of its slot share."""
     own, shared = topology.work_subject(lane, priority, model), topology.slot_subject(lane, priority, model)
     return WorkRoute(own, topology.consumer_of(own, ack_wait_s)), WorkRoute(
         shared, topology.consumer_of(shared, ack_wait_s)
@@ -81,8 +85,8 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
-    """Return for each consumer the time since which it has been at rest, as far as this gateway has seen: no message is
-    delivered, waiting or leased. For a busy consumer, the rest begins now.
+    """Return for each consumer since when it has been unused: nothing delivered, waiting or leased. For a consumer in
+    use this is now. `before`: the result of the previous call, because the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -93,9 +97,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: the ones at rest for `idle_s`. If more than 15/16 of the `limit` of models still
-    have an own consumer after that, also delete the ones that rested longest, down to 15/16. So a model without an own
-    consumer can get one when it has work.
+    """Return the names of the consumers to delete: first all that were unused for `idle_s`. If after that more than
+    15/16 of `limit` models have their own consumer, delete also the longest unused of these until 15/16 are left. So
+    there is room for models that get work next.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -108,11 +112,10 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 
 class StreamConsumers:
-    """Consumers of one stream that this gateway knows, and the consumers that it needs.
+    """Consumers of one stream: those that exist, and those that this gateway needs.
 
-    `own` is bounded by `limit`. Each gateway counts for itself, so several gateways that create the last consumers at
-    the same time may exceed the limit. `verified` is bounded by the existing consumers, and `held` by the routes of
-    requests within their budgets.
+    At most `limit` models have their own consumer. Each gateway counts by itself, so the limit can be exceeded if
+    several gateways create consumers at the same time.
     """
 
     def __init__(
@@ -127,12 +130,13 @@ class StreamConsumers:
         self._verified: set[str] = set()
         self._held: dict[str, tuple[ConsumerSpec, float]] = {}
         self._ensuring = SharedTasks()
-        self._stale: set[str] = set()  # names of consumers that were deleted while `_make` ensured them
+        # consumers whose deletion was reported while `_make` created them; they are created once more
+        self._stale: set[str] = set()
         self._rests: dict[str, Rest] = {}
         self._watch: Subscription | None = None
 
     async def start(self) -> None:
-        """Watch for changes of consumers, and read the existing ones. Raises BrokerError."""
+        """Subscribe to notices about consumers, and read which exist. Raises BrokerError."""
         watch = await self._broker.watch_consumers(self._stream, self._on_consumer)
         try:
             self._own |= {name for name in await self._broker.consumers(self._stream) if not topology.is_slot(name)}
@@ -142,11 +146,14 @@ class StreamConsumers:
         self._watch = watch
 
     def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
-        """Return the route of a request. Its consumer is kept until `deadline_s` of this object's clock."""
+        """Return the route for a request's work. Its consumer counts as needed until `deadline_s`, a time of this
+        object's clock.
+        """
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # count the consumer at once; the next round removes consumers that were not created
+            # added before the consumer exists, so that the next requests count it; if the creation fails, the next
+            # refresh removes it
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -154,11 +161,13 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return True if the consumer existed with the right settings at its last check or notice."""
+        """Return True if the consumer existed with the right settings when it was last checked, and no notice of its
+        deletion has arrived.
+        """
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Create the consumer, or compare its settings. Raises TopologyMismatch, BrokerError."""
+        """Create the consumer, or check the settings of the existing one. Raises TopologyMismatch, BrokerError."""
         if not self.is_verified(spec):
             await self._ensuring.run(spec.name, functools.partial(self._make, spec))
 
@@ -181,22 +190,24 @@ class StreamConsumers:
         if name in self._ensuring:
             self._stale.add(name)
         if (spec := self._needed(name)) is not None:
-            # if the creation fails, the next round tries again
+            # not awaited: if the creation fails, the next refresh tries again
             self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
-        """Return the consumer of this name if an open request of this gateway needs it, else None."""
+        """Return the spec of this consumer if a request of this gateway still waits for messages that it delivers, else
+        None.
+        """
         held = self._held.get(name)
         return held[0] if held is not None and held[1] > self._clock() else None
 
     def discard_verified(self) -> None:
-        """Discard the verified consumers after a reconnect, or when the stream was created again."""
+        """Check every consumer again at its next use, because notices of deletions may have been missed."""
         self._verified.clear()
         self._stale.update(self._ensuring)
 
     async def refresh(self, ack_wait_s: float) -> None:
-        """Ensure the consumers in use, and the consumers of subjects that have messages. This also repairs the effects
-        of missed notices. Raises BrokerError.
+        """Create the missing consumers of open requests and of subjects with messages. This also repairs what missed
+        notices caused. Raises BrokerError.
         """
         now_s = self._clock()
         self._held = {name: held for name, held in self._held.items() if held[1] > now_s}
@@ -212,7 +223,7 @@ class StreamConsumers:
             try:
                 spec = topology.consumer_of(subject, ack_wait_s)
             except ValueError as error:
-                _consumers_logger.error("%s has messages that no worker will get: %s", self._stream, error)
+                _consumers_logger.error("stream %s has messages that no worker will get: %s", self._stream, error)
                 continue
             if spec.name not in names:
                 missing.setdefault(spec.name, spec)
@@ -226,14 +237,19 @@ class StreamConsumers:
         failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failed:
             _consumers_logger.warning(
-                "%d of %d consumers of %s could not be ensured: %s", len(failed), len(missing), self._stream, failed[0]
+                "%d of %d missing consumers of stream %s could not be created: %s",
+                len(failed),
+                len(missing),
+                self._stream,
+                failed[0],
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete the unused consumers, then create again the ones that are needed by now. Return the number of
+        """Delete unused consumers. Create those again for which messages have arrived meanwhile. Return the number of
         deletions.
 
-        Raises BrokerError. The next round of any gateway then checks the consumers that were already deleted.
+        Raises BrokerError. If this happens after some deletions, the next refresh of any gateway creates the needed
+        ones again.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -246,7 +262,7 @@ class StreamConsumers:
             self._rests.pop(name, None)
             self._verified.discard(name)
         if unused:
-            _consumers_logger.info("%s: %d consumers at rest were deleted", self._stream, len(unused))
+            _consumers_logger.info("stream %s: %d unused consumers were deleted", self._stream, len(unused))
             await self.refresh(ack_wait_s)
         return len(unused)
 
@@ -258,7 +274,7 @@ class StreamConsumers:
 
 
 class WorkConsumers:
-    """Consumers of all pools of this gateway."""
+    """Consumers of the streams of all pools that this gateway serves."""
 
     def __init__(
         self,
@@ -268,8 +284,8 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create the consumers of no pool; `follow` adds pools. `clock` is the clock of the deadlines. `idle_s` is the
-        rest in seconds after which a consumer is deleted.
+        """Create the object without pools; `follow` adds them. `clock` is the clock of the requests' deadlines.
+        `idle_s`: seconds without a message after which a consumer is deleted.
         """
         self._broker = broker
         self._settings = settings
@@ -277,13 +293,13 @@ class WorkConsumers:
         self._idle_s = idle_s
         self._clock = clock
         self._streams: dict[str, StreamConsumers] = {}  # by pool
-        self._following = asyncio.Lock()  # only one `follow` or `unfollow` runs at a time
+        self._following = asyncio.Lock()  # two concurrent calls of `follow` must not subscribe twice for one pool
         leases = leases_of(broker, storage=settings.stream_storage, replicas=settings.stream_replicas)
         self._lease = LeaderLease(leases, "consumers")
         self._swept_s = -SWEEP_S
 
     async def follow(self, pool: str) -> StreamConsumers:
-        """Start to manage the consumers of a pool's stream. The stream must exist. Raises BrokerError."""
+        """Manage the consumers of a pool's stream from now on. The stream must exist. Raises BrokerError."""
         async with self._following:
             if pool not in self._streams:
                 limit = topology.own_consumers(self._settings.stream_replicas)
@@ -293,7 +309,7 @@ class WorkConsumers:
         return self._streams[pool]
 
     def route(self, lane: Lane, priority: str, model: str, deadline_s: float) -> WorkRoute:
-        """Return the route of a request's work. Raises KeyError for a pool without a call of `follow`."""
+        """Return the route for a request's work. Raises KeyError if `follow` was not called for the pool."""
         own, shared = _routes(lane, priority, model, self._ack_wait_s)
         return self._streams[lane.pool].route(own, shared, deadline_s)
 
@@ -301,7 +317,7 @@ class WorkConsumers:
         return pool in self._streams
 
     async def unfollow(self, pool: str) -> None:
-        """Stop following a pool that was removed."""
+        """Stop managing the consumers of a removed pool."""
         async with self._following:
             stream = self._streams.pop(pool, None)
         if stream is not None:
@@ -311,21 +327,25 @@ class WorkConsumers:
         return pool in self._streams and self._streams[pool].is_verified(spec)
 
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
-        """Create the consumer, or compare its settings. Raises PoolNotFound for a removed pool, TopologyMismatch,
-        BrokerError.
+        """Create the consumer, or check the settings of the existing one. Raises PoolNotFound for a removed pool,
+        TopologyMismatch, BrokerError.
         """
         stream = self._streams.get(pool)
         if stream is None:
-            raise PoolNotFound("the pool of this request has ended")
+            raise PoolNotFound("the reservation whose pool this request uses has ended")
         await stream.ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
-        """Discard the verified consumers of a pool whose stream was created again."""
+        """Check every consumer of a pool again at its next use, because the pool's stream was created again without
+        consumers.
+        """
         if (stream := self._streams.get(pool)) is not None:
             stream.discard_verified()
 
     async def reverify(self) -> None:
-        """Verify all consumers again after a reconnect, when notices may have been missed. Raises BrokerError."""
+        """Check every consumer again after a reconnect, because notices of deletions may have been missed. Raises
+        BrokerError.
+        """
         for stream in self._streams.values():
             stream.discard_verified()
         await self._refresh()
@@ -336,8 +356,8 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Create the needed consumers again whenever they are missing. While this gateway is the leader, also delete
-        the unused ones.
+        """Every ROUND_S until `stop`, create missing consumers again. While this gateway is the leader, also delete
+        unused ones.
         """
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
@@ -353,8 +373,8 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Run `sweep` if it is due and this gateway is the leader. Return the number of deleted consumers. Raises
-        BrokerError.
+        """Delete the unused consumers if this gateway is the leader and SWEEP_S have passed. Return their number.
+        Raises BrokerError.
         """
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
             return 0
@@ -367,19 +387,22 @@ class WorkConsumers:
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
-LAST_ATTEMPT_S = 0.1  # seconds that the last attempt may exceed its time limit, so that it ends with its own error
+# seconds that the last attempt may take beyond the limit, so that it fails with its own error, not with a time-out
+LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
-HEADROOM_BYTES = 16 << 10  # bytes of a message for all parts that are not input
-HEADER_BYTES = 256  # bytes of the headers of a publish: the message id
-# bytes; enough for the result of one input of the widest model, and for the heartbeat of a worker with a few hundred
-# models
+HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all of its fields but the inputs
+HEADER_BYTES = 256  # bytes of the NATS headers of a publish, which hold the message id
+# least bytes of a message that the broker must accept. The result of one input of the widest model fits, and so does
+# the heartbeat of a worker with a few hundred models
 MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
 
 def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topology.StreamSpec:
-    """Return the spec of a pool's work stream by these settings. `reserved` is true for the pool of a reservation."""
+    """Return the spec of a pool's work stream according to the settings. `reserved`: the pool belongs to a reservation,
+    so its stream is smaller.
+    """
     max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
         pool,
@@ -392,17 +415,17 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A stream that was lost and created again counts from 1 again. So in the new
-    stream, the same sequence is another message.
+    """Position of a message in a stream. A stream that was lost and created again starts at sequence 1, so a sequence
+    alone could name another message.
     """
 
-    created: str  # creation time of the stream, as the broker reports it
+    created: str  # time at which the broker created the stream, in the broker's format
     sequence: int
 
 
 class WorkQueue:
-    """Work streams of the pools. The gateway defines the streams and consumers; all other processes only verify them.
-    Raises SettingError.
+    """Work streams of the pools. Only the gateway creates streams and consumers; the other processes check them. The
+    constructor raises SettingError.
     """
 
     def __init__(
@@ -417,9 +440,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """Create the queue. `on_lost` is called if a stream was lost with the work in it. `on_publish` is called with
+        """Create the queue. `on_lost` is called when a stream was lost with the work in it. `on_publish` is called with
         the work items of a request before they are published. `offload` stores inputs that are too large for a message.
-        `serves` returns True if a pool exists, `is_reservation` if it is a reservation.
+        `serves(pool)` is True for a pool that exists, `is_reservation(pool)` for the pool of a reservation.
         """
         self._broker = broker
         self._settings = settings
@@ -429,8 +452,10 @@ class WorkQueue:
         self._on_publish = on_publish
         self._serves = serves
         self._is_reservation = is_reservation
-        self._created: dict[str, str] = {}  # time at which the broker created the stream, by pool
-        self._undoing = Tasks(_logger, lambda: None)  # each task is bounded by the time-outs of its broker requests
+        # by pool: the creation time of its stream; a new time shows that the stream was lost
+        self._created: dict[str, str] = {}
+        # these tasks end by themselves, because their broker requests have time-outs
+        self._undoing = Tasks(_logger, lambda: None)
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
         inline_bytes, limit = settings.inline_payload_bytes, broker.max_payload - HEADROOM_BYTES
@@ -442,27 +467,29 @@ class WorkQueue:
 
     @property
     def payload_bytes(self) -> int:
-        """Most bytes of input in one message. The broker's own limit is read again with every connection."""
+        """Return how many bytes of inputs one message may have. The broker's own limit can change with each
+        connection.
+        """
         limit = max(1, self._broker.max_payload - HEADROOM_BYTES)
         return min(limit, self._settings.inline_payload_bytes or limit)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of results that fit into one message, without its other parts. An input with a larger result is
-        returned in parts.
+        """Return how many bytes of results fit into one message. If the result of a single input is larger, it is sent
+        in several messages.
         """
         return max(1, self._broker.max_payload - HEADROOM_BYTES)
 
     @property
     def holds_any_size(self) -> bool:
-        """True if inputs that are too large for a message are stored in the payload store."""
+        """Return True if inputs that are too large for a message go to the payload store."""
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create or verify the pool's stream. If a new stream replaces a lost one, call `on_lost`, because the work in
-        the lost one is gone.
+        """Create the pool's stream, or check the settings of the existing one. If the stream was lost and is new, call
+        `on_lost`, because the work in it is gone.
 
-        Every request calls this method between its attempts while the broker does not answer; all these requests use
+        While the broker does not answer, every waiting request calls this method again and again; all these calls share
         one call to the broker. Raises PoolNotFound for a reservation that has ended, BrokerError.
         """
         name = topology.stream_name(pool)
@@ -474,7 +501,7 @@ class WorkQueue:
         self._broker.troubles.pop(name, None)
 
     async def ensure_pools(self, pools: Iterable[str]) -> None:
-        """Ensure each pool; skip reservations that have ended. Raises BrokerError."""
+        """Call `ensure_pool` for each pool; ignore reservations that have ended. Raises BrokerError."""
 
         async def ensure(pool: str) -> None:
             with contextlib.suppress(PoolNotFound):
@@ -485,12 +512,13 @@ class WorkQueue:
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
-        # dead letters must outlive a reservation, so its workers write them to the stream of their own pool
+        # a reservation gets no stream of dead letters: letters must outlive it, so its workers write them to the stream
+        # of their original pool
         if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
         state = await self._broker.ensure_stream(spec, owner=True)
-        # if the reservation has ended, its stream may have been removed, and `ensure_stream` created it again
+        # the reservation ended during this call: `ensure_stream` may have created its stream again after the removal
         if not self._serves(pool):
             await self._broker.delete_stream(spec.name)
             self._require(pool)
@@ -503,35 +531,37 @@ class WorkQueue:
 
     def _require(self, pool: str) -> None:
         if not self._serves(pool):
-            raise PoolNotFound(f"there is no pool {pool!r} any more: its lease is over", param="X-SIE-Pool")
+            raise PoolNotFound(
+                f"the pool {pool!r} does not exist any more, because its lease has ended", param="X-SIE-Pool"
+            )
 
     async def forget_pool(self, pool: str) -> None:
-        """Remove the pool of a reservation that has ended from this gateway's memory."""
+        """Remove what this gateway remembers of an ended reservation's pool."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
 
     async def remove_pool(self, pool: str) -> None:
-        """Remove the stream of a reservation that has ended, with the messages in it. Raises BrokerError."""
+        """Delete the stream of an ended reservation, with the messages in it. Raises BrokerError."""
         await self.forget_pool(pool)
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """Ensure the stream of dead letters and the bucket of poison marks. Workers need both before they find the
-        pool's stream.
+        """Create the stream of dead letters, and the bucket of poison marks (records of inputs that crash adapters).
+        Workers need both as soon as the pool's stream exists.
         """
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
-        except TopologyMismatch as error:  # not fatal: the stream still keeps dead letters
+        except TopologyMismatch as error:  # not fatal: a stream with other settings still stores dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
         )
 
     async def reverify(self) -> bool:
-        """Verify every stream after a reconnect, and the consumers of open requests. Raises BrokerError."""
+        """After a reconnect, check every stream, and the consumers of open requests. Raises BrokerError."""
         if self._broker.max_payload < MIN_PAYLOAD_BYTES:
             _logger.error("%s", _too_small(self._broker.max_payload))
         pools = list(self._created)
@@ -539,11 +569,11 @@ class WorkQueue:
         return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Store all chunks of a request, or none: if one cannot be stored, the stored ones are removed. Return their
-        positions.
+        """Publish all chunks of a request and return their positions in the stream. If one cannot be stored, the stored
+        ones are removed again.
 
-        The stream keeps a message even before its consumer exists, so messages and consumer are created at the same
-        time. Raises QueueFull, QueueUnavailable.
+        The consumer is created at the same time as the messages: the stream stores a message even before its consumer
+        exists. Raises QueueFull, QueueUnavailable.
         """
         first = items[0]
         self._on_publish(lane, items)
@@ -551,7 +581,7 @@ class WorkQueue:
         if not self.consumers.follows(lane.pool):
             await self._with_patience(functools.partial(self.ensure_pool, lane.pool), lane.pool, deadline_s)
         subject, spec = self.consumers.route(lane, first.priority, first.model, deadline_s)
-        # the case of nearly every request: it needs no task and no semaphore
+        # the path of nearly every request, without the costs of a task and a semaphore
         if len(items) == 1 and self.consumers.is_verified(lane.pool, spec):
             stored = [await self._publish_one(lane, subject, first, deadline_s)]
         else:
@@ -585,11 +615,13 @@ class WorkQueue:
         return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background: the answer of a failed request does not wait for it."""
+        """Start `work`, which cleans up after a failed request, in the background, so that the answer does not wait for
+        it.
+        """
         self._undoing.start(work, "undo")
 
     async def close(self) -> None:
-        """Wait for the background work, at most UNDO_S seconds, then stop."""
+        """Wait at most UNDO_S seconds for the background work, then cancel it."""
         if not await self._undoing.settle(UNDO_S):
             _logger.warning(
                 "the messages of %d ended requests could not be removed from the queue in time", len(self._undoing)
@@ -605,13 +637,15 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Store one message. If cancelled, withdraw a message that may have been stored. After another failure, the
-        budget of the message ends it.
+        """Publish one message and return its position in the stream. If the call is cancelled, a message that may have
+        been stored is withdrawn. After another failure it is not withdrawn, because workers drop a message whose budget
+        has ended.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
         data = b""
-        # large inputs are not encoded as a message first: that would block the event loop
+        # large inputs go to the payload store without being encoded as a message here, because that would block the
+        # event loop
         is_large = self._offload is not None and _least_bytes(item) > self.payload_bytes
         if not is_large:
             data = messages.encode(item)
@@ -643,33 +677,32 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw a message that may or may not be stored. A second publish with the same message id returns its
-        sequence.
+        """Withdraw a message that may or may not be stored. Its sequence is found by publishing it again: the broker
+        recognises the message id and returns the sequence of the stored message.
         """
-        with contextlib.suppress(BrokerError):  # on an error the age limit of the stream removes it
+        with contextlib.suppress(BrokerError):  # after an error, the age limit of the stream removes the message
             created = self._created.get(pool, "")
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
             await self.withdraw(pool, [StreamPosition(created, sequence)], request)
 
     def _is_too_large(self, item: WorkItem, message_bytes: int) -> bool:
-        """Return True if the inputs exceed the inline limit, or the whole message exceeds the limit of the broker."""
+        """Return True if the inputs exceed the inline limit, or the whole message exceeds the broker's limit."""
         if message_bytes > self._broker.max_payload - HEADER_BYTES:
             return True
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Try again while the broker does not answer, for at most PUBLISH_PATIENCE_S seconds and at most the request's
-        budget.
+        """Call `attempt` until the broker answers, for at most PUBLISH_PATIENCE_S seconds and not beyond `deadline_s`.
 
-        A broker that is connected and does not answer may have lost the stream. So the stream is ensured between
-        attempts.
+        A connected broker that does not answer may have lost the stream. So the stream is checked, and created if it is
+        missing, between the attempts.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
             async with asyncio.timeout(max(0.0, end_s - time.perf_counter()) + LAST_ATTEMPT_S):
                 await self._patiently(attempt, pool, end_s)
         except TimeoutError as error:
-            raise QueueUnavailable("the broker did not answer in time") from error
+            raise QueueUnavailable("the broker did not store the work of this request in time") from error
 
     async def _patiently(self, attempt: Callable[[], Awaitable[None]], pool: str, end_s: float) -> None:
         while True:
@@ -680,7 +713,7 @@ class WorkQueue:
             except TopologyMismatch as error:
                 _logger.error("%s", error)
                 raise QueueUnavailable(
-                    f"the queue is set up differently from what this gateway needs: {error}"
+                    f"a stream or consumer of the queue has other settings than this gateway requires: {error}"
                 ) from error
             except PayloadTooBig as error:
                 raise PayloadTooLarge(
@@ -688,41 +721,42 @@ class WorkQueue:
                 ) from error
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
-                    raise QueueUnavailable("the broker could not be reached") from error
-                # pause between attempts; the broker's client library reconnects without a call
+                    raise QueueUnavailable("the gateway has no connection to the broker") from error
+                # only a pause: the client library reconnects by itself
                 await asyncio.sleep(0.1)
                 if self._broker.connected:
-                    with contextlib.suppress(BrokerError):  # the next attempt then reports its own error
+                    with contextlib.suppress(BrokerError):  # if this fails, the next attempt reports the error
                         await self.ensure_pool(pool)
             except BrokerError as error:
-                raise QueueUnavailable(f"the broker refused: {error}") from error
+                raise QueueUnavailable(f"the broker did not accept the work of this request: {error}") from error
             else:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove messages that no request waits for, both waiting and leased. If the broker cannot remove a message
-        now, its age limit removes it later.
+        """Remove messages whose request has ended, both waiting and leased ones. If the broker cannot do it now, the
+        age limit of the stream removes them later. Messages of an earlier stream that was lost are skipped.
 
-        The messages of a lost stream do not exist any more, so their sequences are not deleted. With `request`, workers
-        get a message to cancel the request, after the removal: a worker with free credit would pull more of the
-        messages before the removal.
+        With `request`, the workers are told afterwards to cancel this request. If they were told first, a worker that
+        drops its messages of the request would pull further ones.
         """
         if stored and self._serves(pool):
             try:
                 await self._remove(topology.stream_name(pool), stored)
             except BrokerError as error:
-                _logger.warning("not all of %d withdrawn messages could be removed: %s", len(stored), error)
+                _logger.warning(
+                    "some of the %d messages of an ended request could not be removed: %s", len(stored), error
+                )
         if request:
             failpoint("publish.before_cancel")
             try:
                 await self._broker.send(topology.cancel_subject(pool), messages.encode(CancelRequests((request,))))
             except BrokerError as error:
-                _logger.info("request %s: its cancellation was not sent to the workers: %s", request, error)
+                _logger.info("request %s: the workers could not be told that it was cancelled: %s", request, error)
 
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
-        """Delete these messages from the stream. Raises BrokerError."""
+        """Delete messages from the stream, except messages of an earlier stream of this name. Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
-            # read the time again on each call: the loss of a stream may not be noticed yet
+            # read for each group: the stream may have been lost and created again meanwhile
             created = (await self._broker.stream_state(stream)).created
             piece = stored[start : start + PUBLISHES_AT_ONCE]
             removals = [
@@ -742,7 +776,7 @@ def _least_bytes(item: WorkItem) -> int:
 
 
 def _bounded(timeout_s: float, deadline_s: float) -> float:
-    """Return a time-out that does not exceed the request's deadline."""
+    """Return `timeout_s`, or less if the deadline is earlier, but at least 0.05 seconds."""
     return max(0.05, min(timeout_s, deadline_s - time.perf_counter()))
 
 

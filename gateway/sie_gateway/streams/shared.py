@@ -1,4 +1,4 @@
-"""Tasks whose result several callers wait for: at most one attempt runs at a time for each key."""
+"""Tasks with a key. Callers that need the same key at the same time share one task."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sie_broker import BrokerUnavailable
 
 
 class SharedTasks:
-    """Tasks by key. A caller that stops waiting does not end the task for the other callers. The exception of a task is
-    retrieved even if no caller waits for it.
+    """Running tasks by key. If a caller stops waiting, the task goes on for the other callers. If a task fails and no
+    caller waits, its exception is dropped without asyncio's warning.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class SharedTasks:
         return iter(self._tasks)
 
     def begin(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Return the running task of this key, or start a new one."""
+        """Return the running task of this key. If there is none, start one with `work`."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.get_running_loop().create_task(work(), name=key)
@@ -33,13 +33,13 @@ class SharedTasks:
         return task
 
     async def run(self, key: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Wait for the task of this key. Raises the exception of the task, or BrokerUnavailable if the task was
-        stopped: the callers themselves were not cancelled.
+        """Wait for the task of this key; start it if there is none. Raises the task's exception. If `stop` cancelled
+        the task, raise BrokerUnavailable: CancelledError would wrongly mean that the caller itself was cancelled.
         """
         task = self.begin(key, work)
         await asyncio.wait([task])
         if task.cancelled():
-            raise BrokerUnavailable(f"{key}: this gateway has ended")
+            raise BrokerUnavailable(f"{key}: this gateway is shutting down")
         task.result()
 
     def _ended(self, key: str, task: asyncio.Task[None]) -> None:

@@ -1,5 +1,5 @@
-"""Second name of `sie_client` and of each of its modules: the objects are the same, so errors and types are equal in
-both.
+"""Second import name of `sie_client`. Both names give the same module objects, so an error that is raised under one
+name can be caught under the other.
 """
 
 import importlib
@@ -7,7 +7,7 @@ import pkgutil
 import sys
 
 import sie_client
-from sie_client import *  # noqa: F403  for type checkers
+from sie_client import *  # noqa: F403 lets type checkers see the names
 
 for _module in pkgutil.iter_modules(sie_client.__path__):
     sys.modules[f"{__name__}.{_module.name}"] = importlib.import_module(f"sie_client.{_module.name}")

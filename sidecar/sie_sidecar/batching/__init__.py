@@ -1,3 +1,3 @@
-"""Formation of batches from work items. `batch` decides, without I/O, when a batch is sealed and which work items it
-has; `sizing` computes the size of batches, the gathering quantum and the rates.
+"""Batches of work items. `batch` decides, without I/O, when a batch is closed and which work items are in it. `sizing`
+computes how large a batch may be, how long deliveries are gathered, and how fast the device is.
 """

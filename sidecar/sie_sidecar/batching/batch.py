@@ -1,17 +1,21 @@
-"""Choice of the next batch: a pure function of the waiting work, the time and the limits, without a clock, I/O or
-randomness.
+"""Choice of the next batch: a function of the waiting work, the time and the limits alone, without clock, I/O or random
+numbers.
 
-    entries ──add──► Waiting ──next_batch(now, device)──► Batch | Wait(until) | nothing
+    entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
-Entries may be in one batch if their keys are equal. A batch is sealed when it is full (cost or requests), when its
-oldest entry has waited for the limit, or at once when the device is idle and no more work is expected. While the device
-is busy, batches grow. If the deadlines of its entries allow no full batch, only the first entries run (`sizing`).
+A batch has work items with equal keys only. It is closed and sent when it is full (tokens or work items), when its
+oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. While the
+device is busy, the batch can grow. If the deadlines of the work items do not allow a full batch, only the first work
+items run, see `sizing`.
 
-Order: interactive work is first, but between two bulk batches there are at most `bulk_max_overtakes` interactive ones.
-Within a priority, the model whose oldest entry has waited longest is first. Within a model, its keys (LoRAs,
-operations) alternate, so that the backlog of one key does not block the others. Once an entry is due and the oldest of
-its priority, it is in one of the next K batches of that priority, where K is the number of keys of its model that have
-work. With k overtakes, these are K + ceil(K / k) batches in total for interactive work, and K (k + 1) for bulk work.
+Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
+if bulk work waits. Within a priority, the model with the oldest work item comes first. Within a model, its keys (LoRA,
+operation and so on) take turns, so that much work of one key does not block the others.
+
+This limits every wait. Take a work item that has waited for the time limit and is the oldest of its priority, and let K
+be the number of keys of its model that have work. Then it is in one of the next K batches of its priority. With k =
+`bulk_max_overtakes`, these are at most K + ceil(K / k) batches of both priorities for interactive work, and K (k + 1)
+for bulk work.
 """
 
 from __future__ import annotations
@@ -29,18 +33,20 @@ from sie_sidecar.batching.sizing import LEAD_S, Ask, binds, fitting
 
 T = TypeVar("T")
 
-READY_PER_LANE = 2  # full batches that may wait per lane
-TIMES_OVER = 20  # number of batches from which the time of a batch of one model is learned
-MAX_TIMES = 1024  # largest number of models whose batch times are stored
-LOOK_AHEAD = 4  # a model that pads chooses among the entries of this number of batches
+# maximum number of full batches that wait for each lane; a lane is a place for one running batch on the device
+READY_PER_LANE = 2
+TIMES_OVER = 20  # number of last batches of a model from which the time of its next batch is predicted
+MAX_TIMES = 1024  # maximum number of models whose batch times are stored
+# number of batches whose work items are compared, to find work items of similar length for a model with padding
+LOOK_AHEAD = 4
 
 
 class BatchKey(NamedTuple):
-    """Properties that entries must have in common to run in one forward pass. Output options are not included: they are
-    applied per item.
+    """Properties that must be equal for all work items of one forward pass. Output options are not in it, as they are
+    applied to each item afterwards.
 
-    `padded`: the model pads the rows of a batch to the longest row, so the entries of a batch should have similar
-    costs.
+    `padded`: the model pads each row of a batch to the length of the longest one, so work items of similar length
+    should run together.
     """
 
     residency: str
@@ -53,11 +59,12 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch: tokens, work items, seconds that the oldest entry may wait, overtakes of bulk work, and bytes
-    of pixels and features.
+    """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest work item may wait,
+    `media_bytes` bytes of pixels and audio features. `bulk_max_overtakes`: how many interactive batches in a row may be
+    sent while bulk work waits.
 
-    `reorder_s`: in a model that pads, an entry may overtake an entry of the same key only if it arrived at most this
-    number of seconds later.
+    `reorder_s`: for a model with padding, a work item may run before an older one of the same key only if it arrived at
+    most this many seconds later.
     """
 
     cost: int
@@ -65,17 +72,17 @@ class BatchLimits:
     wait_s: float
     bulk_max_overtakes: int = 4
     reorder_s: float = 0.25
-    # largest number of bytes of media in a batch; a frame to the adapter has at most 128 MiB
+    # less than 128 MiB, which is the limit for one frame to the adapter
     media_bytes: int = 96 << 20
 
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """Load of the device: `sent` batches are at the adapter, of at most `depth`; `lanes` batches can run at the same
-    time.
+    """Load of a device. `sent`: batches at its adapter. `depth`: how many may be there. `lanes`: how many of them run
+    at the same time.
 
-    `more_expected`: deliveries are in transit or not tokenised yet, so an idle device may wait for them within the
-    limit. `busy_s`: predicted seconds until a batch that is sent now would begin.
+    `more_expected`: more deliveries are on their way or being tokenised, so an idle device may wait for them, within
+    the time limit. `busy_s`: predicted seconds until a batch that is sent now begins to run.
     """
 
     sent: int
@@ -87,11 +94,11 @@ class DeviceLoad:
 
 @dataclass
 class BatchEntry(Generic[T]):
-    """Tokenised work item. `cost` is its part of the budget of a batch. `time_cost` is the number of tokens of short
-    texts that take as long; 0 means equal to `cost`. `alone`: its message was delivered before, perhaps to a worker
-    whose adapter died with it, so it runs in a separate batch. It is due at `deadline_s`, and had `budget_s` seconds
-    when it was published. `media_bytes` is the size of its images and sounds. `writes`: its answer is written token by
-    token, outside of the lanes of the device (`ipc.Rows.writes`).
+    """Tokenised work item. `cost`: its tokens, which count towards `BatchLimits.cost`. `time_cost`: its computing time,
+    as a number of tokens of short texts; 0 means equal to `cost`. `alone`: the message was delivered before, and may
+    have crashed an adapter, so the work item runs in a batch of its own. `deadline_s`: end of the request's budget.
+    `budget_s`: the whole budget when it was published. `media_bytes`: size of its pixels and audio features. `writes`:
+    its answer is generated token by token, and does not use a lane (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -109,8 +116,8 @@ class BatchEntry(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Entries of one key, the cheapest first. Their cost is within `BatchLimits.cost`, unless the batch is a single
-    entry.
+    """Work items with one key, the cheapest first. Only a batch with a single work item may cost more than
+    `BatchLimits.cost`.
     """
 
     key: BatchKey
@@ -119,27 +126,28 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """True if the answers are written token by token, outside of the lanes."""
-        # the value is equal for all entries of a batch: entries whose answer is written token by token have a separate
-        # queue
+        """Return True if the answer is generated token by token. It then does not use a lane."""
+        # all work items of a batch agree: work items with generated answers wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """Result of `next_batch` if no batch is due before `until_s`, unless work arrives or a batch ends."""
+    """Result of `next_batch`: send no batch before `until_s`. If a work item arrives or a batch ends before that, call
+    `next_batch` again.
+    """
 
     until_s: float
 
 
 @dataclass(eq=False)
 class _KeyQueue(Generic[T]):
-    """Entries of one key, in order of arrival."""
+    """Waiting work items of one key, in the order of arrival. `cost`: their tokens."""
 
     key: BatchKey
     entries: deque[BatchEntry[T]] = field(default_factory=deque)
     cost: int = 0
-    alone: int = 0  # number of entries that need a separate batch
+    alone: int = 0  # work items that must run in a batch of their own
 
     @property
     def head_s(self) -> float:
@@ -149,7 +157,9 @@ class _KeyQueue(Generic[T]):
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Return True if a batch of its entries could not grow any more."""
+        """Return True if the next batch would not become larger by waiting: it is full, or a work item must run
+        alone.
+        """
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
     def insert(self, entry: BatchEntry[T], index: int) -> None:
@@ -158,8 +168,8 @@ class _KeyQueue(Generic[T]):
         self.alone += entry.alone
 
     def pop_batch(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> list[BatchEntry[T]]:
-        """Remove and return the oldest entry and the entries that run with it from `begins_s` on, in order of arrival.
-        An oversize entry runs alone.
+        """Remove the work items of the next batch, which begins to run at `begins_s`, and return them in the order of
+        arrival. The oldest work item is always one of them. A work item that is larger than a batch runs alone.
         """
         indexes = self._together(limits)
         indexes = sorted(indexes[: fitting(self._asks(indexes, begins_s), times)])
@@ -175,7 +185,9 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if a deadline limits the time at which the next batch may be sealed."""
+        """Return True if an urgent deadline forbids closing the next batch while the device is still busy, see
+        `sizing.binds`.
+        """
         return binds(self._asks(self._together(limits), begins_s), times)
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
@@ -183,8 +195,8 @@ class _KeyQueue(Generic[T]):
         return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the indices of the oldest entry and of the entries that may run with it. A smaller batch would have
-        the first of them.
+        """Return the indexes of the work items that may run in the next batch, the oldest work item first. If the batch
+        must be smaller, it takes the first of them.
         """
         if self.entries[0].alone:
             return [0]
@@ -206,8 +218,8 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the index of the first entry, and of entries that arrived soon after it. Entries whose cost is nearest
-        to the cost of the first are first.
+        """Return the index of the oldest work item, and of the work items that arrived soon after it. Those with the
+        most similar number of tokens come first.
         """
         head = self.entries[0]
         near = []
@@ -226,13 +238,13 @@ class _KeyQueue(Generic[T]):
 
 
 class _ModelLine(Generic[T]):
-    """Queues of one residency, in the order in which they are served. `push_number` is the number of its last push to
-    the heap of its priority.
+    """Queues of one residency (a model in one copy of its weights), one queue for each key, in the order in which they
+    take turns. `push_number`: number of the newest heap entry of this model in `_PriorityLine`.
     """
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
-        self.head_s = head_s  # arrival time of the oldest entry
+        self.head_s = head_s  # arrival time of the oldest work item
         self.push_number = 0
         self.queues: dict[BatchKey, _KeyQueue[T]] = {}
 
@@ -241,8 +253,8 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Entries of one priority. `_heads` is a heap of (head, push number, model). If a push is not the newest of its
-    model, it is dropped when it reaches the top of the heap.
+    """Work items of one priority. `_heads` is a heap of (arrival of the oldest work item, push number, model). A model
+    may be in it several times; only the newest push is valid, and the others are dropped when they reach the top.
     """
 
     def __init__(self) -> None:
@@ -254,8 +266,8 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add an entry after all others. Without `in_order`, the entry was removed before: insert it by its time of
-        arrival.
+        """Add a work item to its queue: at the end, or without `in_order` by its time of arrival, because it was
+        removed before.
         """
         model = self.models.get(entry.key.residency)
         if model is None:
@@ -275,7 +287,7 @@ class _PriorityLine(Generic[T]):
             self._enter(model)
 
     def oldest(self) -> _ModelLine[T] | None:
-        """Return the model whose oldest entry has waited longest."""
+        """Return the model with the oldest work item. None if no work item waits."""
         while self._heads:
             _, push_number, model = self._heads[0]
             if push_number == model.push_number:
@@ -284,19 +296,20 @@ class _PriorityLine(Generic[T]):
         return None
 
     def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
-        """Return the queue from which to send now, or None if no queue is ready."""
+        """Return the queue from which the next batch is taken. None if no queue is ready."""
         model = self.oldest()
         if model is None:
             return None
         queue = model.pick(now_s, limits, idle=idle)
         if queue is not None:
             return queue
-        # no entry has waited for the limit, so all entries arrived within it: only a few keys must be searched
+        # the oldest work item has not waited for the time limit yet, so all others have not either: only full queues
+        # can be ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
     def pick_oldest(self) -> _KeyQueue[T]:
-        """Return the queue of the oldest entry, even if it is not ready."""
+        """Return the queue with the oldest work item, even if it is not ready."""
         model = self.oldest()
         assert model is not None
         return min(model.queues.values(), key=lambda queue: queue.head_s)
@@ -308,7 +321,7 @@ class _PriorityLine(Generic[T]):
         entries = queue.pop_batch(limits, begins_s, times)
         del model.queues[queue.key]
         if queue.entries:
-            model.queues[queue.key] = queue  # put the queue at the end of the rotation
+            model.queues[queue.key] = queue  # moves the queue to the end, so that the model's other keys come first
         self._reorder(model)
         return entries
 
@@ -322,7 +335,7 @@ class _PriorityLine(Generic[T]):
             self._reorder(model)
 
     def _reorder(self, model: _ModelLine[T]) -> None:
-        """Restore the order of the models after the oldest entry of this model may have been removed."""
+        """Update the position of a model in the heap after work items were removed."""
         if not model.queues:
             del self.models[model.name]
             model.push_number = 0
@@ -331,28 +344,31 @@ class _PriorityLine(Generic[T]):
         self._enter(model)
 
     def _enter(self, model: _ModelLine[T]) -> None:
-        """Insert a model into the heap by its head. Models with equal heads keep the order of the pushes."""
+        """Push a model on the heap, by the arrival of its oldest work item. At equal times, the earlier push comes
+        first.
+        """
         model.push_number = next(self._push_numbers)
         heapq.heappush(self._heads, (model.head_s, model.push_number, model))
 
 
 class Waiting(Generic[T]):
-    """Tokenised entries that are not sent yet, by priority, model and key, in order of arrival."""
+    """Tokenised work items that wait for the device, by priority, model and key."""
 
     def __init__(self) -> None:
-        # entries of interactive work, entries of bulk work
+        # [0]: interactive work items, [1]: bulk work items
         self.lines: tuple[_PriorityLine[T], _PriorityLine[T]] = (_PriorityLine(), _PriorityLine())
-        self.overtakes = 0  # interactive batches sent since the last bulk batch while bulk work waited
+        self.overtakes = 0  # interactive batches in a row that were sent while bulk work waited
         self.cost = 0
         self._length = 0
-        self._times: dict[str, BatchTimes] = {}  # batch times by residency
+        # measured times of batches, by residency (a model in one copy of its weights)
+        self._times: dict[str, BatchTimes] = {}
 
     def ran(self, batch: Batch[T], seconds: float) -> None:
-        """Record the time that a batch took on the device."""
+        """Record how many seconds a batch took on the device."""
         self._times_of(batch.key.residency).note(_time_cost(batch), seconds)
 
     def seconds(self, batch: Batch[T]) -> float:
-        """Return the predicted time of a batch in seconds; 0 before its model was measured."""
+        """Return the predicted seconds of a batch; 0 before a batch of its model was measured."""
         return self._times_of(batch.key.residency).seconds(_time_cost(batch))
 
     def _times_of(self, residency: str) -> BatchTimes:
@@ -363,11 +379,11 @@ class Waiting(Generic[T]):
         return times
 
     def add(self, entry: BatchEntry[T]) -> None:
-        """Add an entry that arrived now, after all other entries."""
+        """Add a work item behind all work items of its key."""
         self._add(entry, in_order=True)
 
     def put_back(self, entry: BatchEntry[T]) -> None:
-        """Insert an entry that was sent but did not run, by its time of arrival."""
+        """Add a work item that was sent but did not run, at its place by time of arrival."""
         self._add(entry, in_order=False)
 
     def _add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
@@ -376,7 +392,7 @@ class Waiting(Generic[T]):
         self._length += 1
 
     def remove(self, entry: BatchEntry[T]) -> None:
-        """Remove a waiting entry."""
+        """Remove a work item that must not be sent."""
         self.lines[entry.bulk].remove(entry)
         self.cost -= entry.cost
         self._length -= 1
@@ -390,8 +406,9 @@ class Waiting(Generic[T]):
     def batch_from(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Return the next batch of `queue`. If a budget limits the batch, wait until the device is nearly free, because
-        the batch may grow until then.
+        """Return the next batch of `queue`. If a deadline requires it (`binds`), do not close the batch before the
+        device is nearly free, so that urgent work items can still join it. Return WaitUntil, or None while the time is
+        unknown.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if (
@@ -417,8 +434,8 @@ class Waiting(Generic[T]):
 def next_batch(
     waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
 ) -> Batch[T] | WaitUntil | None:
-    """Return the batch to send now, or the time until which to wait. Return None if no batch can be sent before a batch
-    ends or an entry arrives.
+    """Return the batch to send now, or WaitUntil if none is due yet. Return None if none can be sent before a batch
+    ends or a work item arrives.
     """
     if device.sent >= device.depth or not len(waiting):
         return None
@@ -435,7 +452,8 @@ def next_batch(
         )
     if not bulk.models:
         return waiting.batch_from(first, now_s, limits, device)
-    if limits.bulk_max_overtakes == 0:  # no overtaking: the order is first in, first out
+    # bulk work may not be overtaken: the priority with the older work item comes first
+    if limits.bulk_max_overtakes == 0:
         second = bulk.pick(now_s, limits, idle=idle)
         return waiting.batch_from(first if second is None or heads[0] <= heads[1] else second, now_s, limits, device)
     if waiting.overtakes < limits.bulk_max_overtakes:
@@ -448,8 +466,8 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """Work that this worker has and that is not at the device yet, in tokens and in work items, and the lanes of the
-    device.
+    """Work of this worker that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches
+    that its devices run at the same time.
     """
 
     cost: int
@@ -458,8 +476,8 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return the number of deliveries that may be requested from the broker at a time, if each has `mean_cost` tokens.
-    READY_PER_LANE full batches per lane must have room for them, in addition to the present work.
+    """Return how many deliveries the broker may send now, if each has `mean_cost` tokens. Together with the present
+    work, these must fill at most READY_PER_LANE batches for each lane.
     """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items

@@ -1,20 +1,20 @@
-"""Size of a batch: the largest number of entries with which no entry becomes late. The functions are pure: times and
-costs are arguments, the result is a number.
+"""Size of a batch: the largest number of work items (tokenised) with which no work item misses its deadline. The
+functions have no clock: times are arguments.
 
     entries of a full batch, each with its remaining time ──┐
-    times of batches of this model (`BatchTimes`) ──────────────┴──► number of entries that run now, at least the first
+    measured times of batches of this model (`BatchTimes`) ─┴──► number of entries that run now, at least one
 
-A batch may take the part SHARE of an entry's remaining time; the other part is for errors of the prediction. Entries
-with enough time for the full batch do not change its size. A smaller batch costs all other entries time, because each
-batch has a fixed time. So two rules limit the effect of one entry:
+A batch may take SHARE of the remaining time of each work item; the rest is reserved for wrong predictions. A work item
+that has enough time for the full batch does not make it smaller. A small batch is slower per token, because each batch
+has a fixed part of time. So two rules limit how much an urgent work item may cost the others:
 
-* Entries with a share x of the cost of the full batch reduce its tokens per second by at most x / 2. So all entries
-  together reduce them by at most half.
-* An entry that would be late in the smaller batch as well is not considered.
+* Urgent entries with a share x of the tokens of the full batch lower its tokens per second by at most x / 2. So all
+  entries together lower them by at most half.
+* An entry that would be late even in the smaller batch is ignored.
 
-A batch that is sent while another one runs waits at the device. An entry that arrives in this time waits for both
-batches before its own batch runs: three batches. If a budget is shorter than three batches with a margin for errors, it
-`binds`: a batch is then sealed at most LEAD_S before the device is free.
+A batch that is sent while another one runs waits at the device. A work item that arrives then waits for both batches,
+and then its own batch must run: three batches. If the budget of a work item is shorter than three batches with a
+margin, the work item `binds`: the next batch is closed at most LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from typing import NamedTuple
 from sie_contracts.models.costs import AHEAD_SHARE, BatchTimes
 from sie_contracts.settings import Settings
 
-SHARE = 0.4  # part of an entry's remaining time that a batch may take: about two batches fit into the remaining time
-MAX_LOSS = 0.5  # greatest loss of tokens per second, if all entries of the full batch need a smaller one
-LEAD_S = 0.01  # seconds; enough time to have the next batch at the device when the running batch ends
-# seconds: while the time of a full batch is unknown, an entry with a shorter budget gets a small batch
+SHARE = 0.4  # part of a work item's remaining time that its batch may take, so that there is time for about two batches
+MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller one
+# seconds before the end of the running batch at which the next batch is sent at the latest, so that the device does not
+# idle
+LEAD_S = 0.01
+# seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
 
 
 class Ask(NamedTuple):
-    """Needs of an entry: its cost, in units of one token of a short text (`costs`); the seconds from the start of the
-    batch to its deadline; the seconds from its publication to its deadline.
+    """Time that a work item needs and has. `cost`: its computing time, in tokens of a short text (`costs`). `left_s`:
+    seconds from the start of the batch to its deadline. `budget_s`: seconds from its publication to its deadline.
     """
 
     cost: float
@@ -48,8 +50,8 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return the number of entries that run in the next batch: the first ones of these, at least one. Together, the
-    given entries fill a batch. They are sorted so that a smaller batch has the first ones.
+    """Return how many of these work items run in the next batch: the first ones, at least one. All of them would fill
+    the batch.
     """
     if len(asks) < 2:
         return len(asks)
@@ -64,9 +66,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
-    """Return True if a batch takes more than AHEAD_SHARE of an entry's budget, so that entries that arrive after it was
-    sealed would be late. The batch is formed from these entries, or it is the mean of the last batches. While no times
-    are known, return True if any entry has a short budget.
+    """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
+    after the batch was closed could be late. The time is that of a batch with these work items, or the mean time of the
+    last batches if that is longer. Before any batch was measured, return True if a work item has a short budget.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -75,15 +77,15 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the cost of the smallest batch that entries need, that they are allowed to need, and in which they would
-    be in time.
+    """Return the cost of the batch that the urgent work items require: the smallest that one of them needs, as far as
+    the two rules of this module allow.
     """
     smallest_cost = full
     asking_cost = 0.0
     for cost, left_s, _ in sorted(asking, key=lambda ask: ask.left_s):
         fitting_cost = times.tokens(SHARE * left_s)
         if fitting_cost >= smallest_cost:
-            break  # later entries have more time
+            break  # the work items are sorted: all further ones have more time
         asking_cost += cost
         smallest = max(fitting_cost, times.efficient(full, MAX_LOSS * asking_cost / full))
         if smallest < smallest_cost and times.seconds(smallest) <= left_s:
@@ -92,38 +94,38 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """Forecast of the time when a device of `lanes` lanes has finished the batches that were sent to it. The class has
-    no clock: times are arguments. Each batch at the device has a unique number.
+    """Forecast of the time at which a device will have finished the batches at its adapter. It has no clock: times are
+    arguments. `batch`: a number that identifies a batch while it is at the device.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[int, float] = {}  # predicted seconds by batch
+        self._sent: dict[int, float] = {}  # predicted seconds of each batch at the device, by its number
         self._free_s = 0.0
 
     def sent(self, batch: int, seconds: float, now_s: float, lanes: int) -> None:
-        """Add a batch that was sent, with its predicted time."""
+        """Add a batch that takes about `seconds`."""
         self._free_s = max(now_s, self._free_s) + seconds / lanes
         self._sent[batch] = seconds
 
     def ended(self, batch: int, now_s: float, lanes: int) -> None:
-        """Remove a batch that has ended or failed: the next batch begins now."""
+        """Remove a batch that has ended or failed. The next batch begins now."""
         if self._sent.pop(batch, None) is not None:
             self._free_s = now_s + sum(self._sent.values()) / lanes
 
     def busy_s(self, now_s: float, lanes: int) -> float:
-        """Return the seconds until a batch that is sent now would begin."""
+        """Return the seconds until a batch would begin to run if it were sent now."""
         return max(0.0, self._free_s - now_s) if len(self._sent) >= lanes else 0.0
 
 
-WINDOW = 128  # number of answers from which the median is computed
-WINDOW_S = 10.0  # seconds; older answers do not count
-EVERY = 16  # answers between two computations of the median
+WINDOW = 128  # number of last answers from which the median is computed
+WINDOW_S = 10.0  # seconds after which an answer no longer counts
+EVERY = 16  # number of answers after which the median is computed again; not after each, as this takes time
 
 
 class Quantum:
-    """Time for which deliveries are gathered, between `shortest_s` and `longest_s`. If the median time at the worker is
-    `target_p50_s` or more, it is `shortest_s`. It grows with the distance of the median below the target. Without
-    recent answers it is `shortest_s`.
+    """Seconds for which deliveries are gathered before they are tokenised together: from `shortest_s` to `longest_s`.
+    The further the median time at the worker is below `target_p50_s`, the longer they are gathered. At the target or
+    above, and without recent answers, it is `shortest_s`.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
@@ -135,7 +137,7 @@ class Quantum:
         self.p50_s: float | None = None
 
     def answered(self, at_worker_s: float, now_s: float) -> None:
-        """Record the time from delivery to answer of one work item."""
+        """Record the seconds from delivery to answer of one work item."""
         if self._answers and now_s - self._answers[-1][0] > WINDOW_S:
             self._answers.clear()
             self.p50_s = None
@@ -146,21 +148,21 @@ class Quantum:
             self.p50_s = statistics.median(taken_s for at_s, taken_s in self._answers if now_s - at_s <= WINDOW_S)
 
     def seconds(self, now_s: float) -> float:
-        """Return the quantum at this time."""
+        """Return for how many seconds deliveries are gathered at this time."""
         if self.p50_s is None or now_s - self._answers[-1][0] > WINDOW_S:
             return self.shortest_s
         headroom = max(0.0, 1.0 - self.p50_s / self._target_p50_s)
         return self.shortest_s + headroom * (self._longest_s - self.shortest_s)
 
     def until_s(self, began_s: float, last_s: float) -> float:
-        """Return the time when a gathering ends that began at `began_s` and had its last delivery at `last_s`, even if
-        more deliveries are expected.
+        """Return the time at which gathering ends, even if more deliveries are expected. It began at `began_s`, and the
+        last delivery arrived at `last_s`.
         """
         return min(began_s + self.seconds(last_s), last_s + self.shortest_s)
 
 
 def quantum_of(settings: Settings) -> Quantum:
-    """Build the quantum from the settings."""
+    """Build the `Quantum`, which says how long deliveries are gathered, from the settings."""
     return Quantum(
         settings.adaptive_min_quantum_ms / 1000,
         settings.adaptive_max_quantum_ms / 1000,
@@ -168,15 +170,15 @@ def quantum_of(settings: Settings) -> Quantum:
     )
 
 
-MEMORY_S = 10.0  # seconds of busy time after which the weight of a batch is 1/e
+MEMORY_S = 10.0  # seconds of busy time after which a batch has 1/e of its weight in the rate
 
 
 class Rate:
-    """Tokens per second, while at least one batch is at the adapter. If batches overlap, in several lanes or because
-    they were sent early, the time counts once.
+    """Tokens per second while at least one batch is at the adapter. Time in which several batches are there counts only
+    once.
 
-    The weights of tokens and busy time decrease together, so a batch counts by its time. The rate is measured with
-    batches as they are formed now: an idle worker forms small ones, and its rate is lower than the device allows.
+    Old batches have less weight. The result depends on the size of the present batches: an idle worker has small ones,
+    so its rate is lower than what the device could reach.
     """
 
     def __init__(self) -> None:
@@ -191,17 +193,19 @@ class Rate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second; 0 until a batch has ended."""
+        """Return the tokens per second; 0 before a batch has ended."""
         return self._tokens / self._busy_s if self._tokens and self._busy_s else 0.0
 
     def sent(self, now_s: float) -> None:
-        """Record that a batch is at the adapter."""
+        """Record that a batch was sent to the adapter."""
         if self._running == 0:
             self._since_s = now_s
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """Record the end of a batch, with its tokens. For a failed batch 0 tokens are recorded, but its time counts."""
+        """Record that a batch with these tokens has ended. For a failed batch, 0 tokens are counted, but its time is
+        counted too.
+        """
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

@@ -1,3 +1,3 @@
-"""Batches run: `dispatch` orders them and sends them over `link` to the adapter; `isolate` and `poison` find the input
-that ends an adapter.
+"""Batches at the devices: `dispatch` chooses and sends them, `link` has the connections to the adapters, `isolate` and
+`poison` find an input that crashes an adapter.
 """

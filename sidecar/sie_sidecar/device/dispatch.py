@@ -1,22 +1,24 @@
-"""Run of tokenised work items: they are queued for the device, sent in batches, and answered. They are queued again if
-the model, its LoRA or the adapter became unavailable in the meantime.
+"""Running of tokenised work items: they wait for a device, are sent in batches, and are answered. If the model, its
+LoRA or the adapter is gone by then, they are queued again.
 
     add ──► DeviceQueue ──► batch ──► adapter ──► answered
-             ▲                          ├──► model evicted, adapter gone: loaded, then put back ──┐
-             └──────────────────────────┼─────────────────────────────────────────────────────────┘
-                                        ├──► LoRA evicted: loaded and run under the LoRA's lock
-                                        └──► adapter died with the batch: `isolate`
+             ▲                          ├──► model evicted, or adapter gone: load it, then put back ──┐
+             └──────────────────────────┼─────────────────────────────────────────────────────────────┘
+                                        ├──► LoRA evicted: load it, and run before another LoRA replaces it
+                                        └──► adapter died during the batch: `isolate` runs the inputs one by one
 
-`DeviceQueue` has the work that waits for the device and the work at the device, and decides which batch is sent next.
+`DeviceQueue` has the work that waits for one device and counts the batches at its adapter. It decides which batch is
+sent next.
 
-    put ──► waiting ──► next (a batch, by `batch.next_batch`) ──► run ──► end
-       └──► writing ──► next (a work item) ──► run ──► end
+    put ──► waiting ──► next: a batch (`batch.next_batch`) ──► run ──► end
+       └──► writing ──► next: one work item ──► run ──► end
 
-Work whose answer is written token by token waits in a separate queue (`writing`) and uses no lane: the adapter runs the
-rows of all these work items together. It does not reduce the credit of other work.
+Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`) and
+use no lane (place for a running batch), because the adapter runs all of them together. They do not lower the credit:
+the number of other deliveries that the broker may send.
 
-Each device has a queue and a dispatch of its own. `DeviceQueues` has the queues of all devices. Work leaves the queue
-of a device whose adapter is gone if the adapter of another device is there.
+Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
+device is lost, its waiting work moves to devices with an adapter.
 """
 
 from __future__ import annotations
@@ -51,13 +53,14 @@ from sie_sidecar.results.settle import Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
 
-WRITTEN_AT_ONCE = 16  # largest number of written work items at the adapter; each has a connection
-WRITTEN_READY = 16  # written work items that may wait at this worker; further ones are left to other workers
-_LONGEST_S = 86_400.0  # longest timer that the event loop accepts, in seconds
+WRITTEN_AT_ONCE = 16  # maximum number of work items that generate text at the adapter; each needs a connection
+# maximum number of waiting work items that generate text at this worker; the broker sends further ones to other workers
+WRITTEN_READY = 16
+_LONGEST_S = 86_400.0  # longest timer of the event loop, in seconds
 
 
 class DeviceQueue:
-    """Tokenised work of one device of a worker, and the batches at its adapter."""
+    """Tokenised work items for one device, and the batches at its adapter."""
 
     def __init__(
         self,
@@ -70,9 +73,9 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        # largest number of batches at the adapter
+        # batches that may be at the adapter, by the settings
         self._most = min(settings.max_concurrent_batches, settings.pool_size)
-        # the names of batches differ between the devices of a worker
+        # names of batches must be unique in a worker with several devices
         self._name = f"{worker_id}.{link.number}" if link.number else worker_id
         self.limits = limits
         self.link = link
@@ -81,43 +84,43 @@ class DeviceQueue:
         self.clock = clock
         self.waiting: Waiting[InFlight] = Waiting()
         self.writing: Waiting[InFlight] = Waiting()
-        self.wake = asyncio.Event()  # set after a change that may affect which batch is sent next
-        self._ended = asyncio.Event()  # set when a batch has left the adapter
+        self.wake = asyncio.Event()  # set when something has changed, so that a batch may be due now
+        self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
-        self.sent = 0  # batches at the adapter that use lanes
-        # written work, by id(): the event is set when no request waits for the work any more
+        self.sent = 0  # number of batches at the adapter, not counting those that generate text
+        # by id() of a work item that generates text: event that is set when no request waits for its answer
         self._written: dict[int, asyncio.Event] = {}
-        self._writers: set[str] = set()  # consumers of written work
-        self.number = 0  # number of batches sent since the start
+        self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
+        self.number = 0  # number of batches sent since the start, from which the next batch gets its name
         self.rate = Rate()
         self._ahead = DeviceForecast()
 
     @property
     def lanes(self) -> int:
-        """Number of batches that can run at the same time."""
+        """Return how many batches the device runs at the same time."""
         return self.link.description.lanes if self.link.description else 1
 
     @property
     def depth(self) -> int:
-        """Largest number of batches at the adapter at the same time."""
+        """Return how many batches may be at the adapter, running or waiting there."""
         ahead = self.lanes + self._pipeline_depth - 1
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
-        """Return the largest number of tokens and of work items of one priority that this worker accepts: waiting full
-        batches, and the batches at the adapter.
+        """Return how many tokens and work items of one priority this device can have at a time: the full batches that
+        may wait, and the batches at the adapter.
         """
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
     @property
     def at_adapter(self) -> int:
-        """Number of batches that were sent to the adapter and have not ended."""
+        """Return how many batches are at the adapter, also those that generate text."""
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if work of this model waits because all lanes are busy: here, or in a batch that was sent
-        ahead.
+        """Return True if the device already runs as many batches as it can, and work of this model waits: here, or in a
+        batch that was sent early.
         """
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
@@ -126,7 +129,7 @@ class DeviceQueue:
     # ---- waiting work
 
     def entry(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
-        """Return a tokenised work item as an entry of the scheduler, and count its cost as waiting."""
+        """Return the entry of a work item for the choice of batches. Its tokens count as waiting from now on."""
         assert flight.hosted is not None
         item, ready = flight.item, flight.hosted.ready
         padded = ready is not None and ready.loaded.attention.endswith(" padded")
@@ -152,8 +155,8 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item after all others. `back`: its batch was lost, so it is inserted by its time of
-        arrival.
+        """Queue a tokenised work item at the end of its queue. With `back`, its batch did not run: put it at its old
+        place, by time of arrival.
         """
         entry = self.entry(flight, flight.received_s if back else self.clock())
         flight.move("waiting", entry)
@@ -170,40 +173,42 @@ class DeviceQueue:
         return self.writing if entry.writes else self.waiting
 
     def writes_for(self, consumer: str) -> bool:
-        """Return True if work of this consumer whose answer is written token by token was given to this device."""
+        """Return True if this consumer has delivered work items that generate text for this device."""
         return consumer in self._writers
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if no more work of this consumer should be pulled, because enough of its work waits whose answer
-        is written token by token.
+        """Return True if nothing more should be pulled from this consumer, because enough of its work items that
+        generate text wait.
         """
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
-        """Remove a work item that must not run on this device."""
+        """Remove a work item from the queue if it waits there."""
         if flight.batch_entry is not None:
             self._line(flight.batch_entry).remove(flight.batch_entry)
             flight.batch_entry = None
 
     def withdraw_all(self) -> list[InFlight]:
-        """Remove and return all work items that wait for this device, in the order of arrival."""
+        """Remove all work items that wait for this device. Return them in the order of arrival."""
         entries = sorted([*self.waiting, *self.writing], key=lambda entry: entry.arrived_s)
         for entry in entries:
             self.withdraw(entry.work)
         return [entry.work for entry in entries]
 
     def abandon(self, flight: InFlight) -> bool:
-        """Make the adapter stop a written work item that no request waits for. Return False if it is not written."""
+        """Let the adapter stop a work item that generates text, because no request waits for it. Return False if it is
+        not a work item that generates text at the adapter.
+        """
         if id(flight) not in self._written:
             return False
         self._written[id(flight)].set()
         return True
 
     def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
-        """Return the batch to send now, which then counts as sent, or the time until which to wait. Return None to wait
-        for a change.
+        """Return the batch to send now, which then counts as sent; or WaitUntil if none is due yet; or None if none can
+        be sent before something changes.
 
-        `more_expected`: deliveries are in transit, or are being tokenised.
+        `more_expected`: more deliveries are on their way or being tokenised.
         """
         now_s, lanes, depth = self.clock(), self.lanes, self.depth
         allowed = depth if self.link.connected and not self.is_reserved else 0
@@ -225,11 +230,11 @@ class DeviceQueue:
     # batches at the adapter
 
     def begin(self, batch: Batch[InFlight]) -> None:
-        """Count a batch as at the adapter, until `end`."""
+        """Count a batch as being at the adapter, until `end` is called."""
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = self._written[id(flight)] = asyncio.Event()
-            # an answer may take longer than its request waits: after that time, its row is removed to free memory
+            # after its deadline no request waits for it: the adapter then stops it and frees its memory
             asyncio.get_running_loop().call_later(
                 min(max(0.0, flight.deadline_s - self.clock()), _LONGEST_S), abandoned.set
             )
@@ -249,12 +254,12 @@ class DeviceQueue:
         self.wake.set()
 
     def ran(self, batch: Batch[InFlight], seconds: float) -> None:
-        """Record the time that a batch took on the device."""
+        """Record how many seconds a batch took on the device."""
         self._line(batch.entries[0]).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
-        """Run a batch at the adapter. `on_started` is called when the device begins to run it. Raises AdapterGone,
-        SIEError.
+        """Run a batch at the adapter and return its result. `on_started` is called when the device begins. Raises
+        AdapterGone, SIEError.
         """
         self.number += 1
         flights = [entry.work for entry in batch.entries]
@@ -262,17 +267,17 @@ class DeviceQueue:
             frame, note = _frame(batch, f"{self._name}-{self.number}", span)
             done = await self.link.run_batch(frame, on_started, self._abandonment(batch))
         if len(done.outcomes) != note.items:
-            raise RuntimeError(f"the adapter answered {note.items} inputs with {len(done.outcomes)} outcomes")
+            raise RuntimeError(f"the adapter got {note.items} inputs and returned {len(done.outcomes)} outcomes")
         return done, note
 
     def _abandonment(self, batch: Batch[InFlight]) -> asyncio.Event | None:
-        """Return the event that is set when no request waits for a written batch: it was abandoned, or its budget has
-        ended. Other batches have no such event.
+        """Return the event that is set when no request waits for a batch that generates text any more. None for other
+        batches.
         """
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch with only this work item, without using the queue. Raises NotReady if its model has
+        """Return a batch with only this work item, for a run without the queue. Raises NotReady if its model was
         changed.
         """
         if flight.is_outdated:
@@ -282,77 +287,77 @@ class DeviceQueue:
         return Batch(entry.key, (entry,), entry.cost)
 
     async def reserve(self) -> None:
-        """Send no more batches until `end_reservation`. Wait until no batch is left at the adapter."""
+        """Send no more batches until `end_reservation` is called. Wait until no batch is left at the adapter."""
         self.is_reserved = True
         while self.sent or self._written:
             await self.next_end()
 
     async def next_end(self) -> None:
-        """Wait until a batch has left the adapter."""
+        """Wait until a batch has ended."""
         self._ended.clear()
         await self._ended.wait()
 
     def end_reservation(self) -> None:
-        """Send batches again after `reserve`."""
+        """Send batches again."""
         if self.is_reserved:
             self.is_reserved = False
             self.wake.set()
 
 
 class DeviceQueues:
-    """Queues of all devices of a worker, by number of the device."""
+    """Queues of all devices of a worker."""
 
     def __init__(self, models: WorkerModels, inventory: Inventory, limits: BatchLimits) -> None:
         self._models = models
         self._inventory = inventory
         self.limits = limits
-        self.all: list[DeviceQueue] = []  # queues of the devices, by number of the device
+        self.all: list[DeviceQueue] = []  # the index is the number of the device
 
     def queue_of(self, flight: InFlight) -> DeviceQueue:
-        """Return the queue of the device that should run this work item. The model of the work item must be set."""
+        """Return the queue of the device to which this work item was assigned. It must have been assigned to one."""
         assert flight.hosted is not None
         return self.all[flight.hosted.device]
 
     def wake(self) -> None:
-        """Wake all dispatches, so that each decides again which batch is sent next."""
+        """Let every device check again whether a batch is due."""
         for queue in self.all:
             queue.wake.set()
 
     @property
     def connected(self) -> list[DeviceQueue]:
-        """Queues of the devices whose adapters are connected."""
+        """Return the queues of the devices whose adapter is connected."""
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return the largest number of tokens and of work items of one priority that this worker accepts. While no
-        adapter is connected, return the numbers of its first device.
+        """Return how many tokens and work items of one priority this worker can have at a time. While no adapter is
+        connected, return the numbers of the first device.
         """
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 
     @property
     def depth(self) -> int:
-        """Largest number of batches at the adapters at the same time."""
+        """Return how many batches may be at all adapters together."""
         return sum(queue.depth for queue in self.connected or self.all[:1])
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second while the devices are busy; for a device that has not run a batch yet, the mean of the
-        other devices is used. The number is 0 until a batch has ended.
+        """Return the tokens per second of all devices while they are busy. A device without a finished batch counts as
+        the mean of the others. 0 before any batch has ended.
         """
         queues = self.connected or self.all
         rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
 
     def backlog(self, bulk: bool) -> Load | None:
-        """Return the load ahead of the next work item of that priority; None while no work can run. Bulk work at this
-        worker does not make interactive work wait at the broker.
+        """Return the work at this worker that comes before a new work item of this priority: for an interactive one,
+        bulk work does not count. None while no device is connected.
         """
         queues = self.connected
         return Load(*self._inventory.load(bulk=bulk), sum(queue.lanes for queue in queues)) if queues else None
 
     def narrowed(self, load: Load, bulk: bool, models: Collection[str]) -> Load:
-        """Return the part of `load` on the devices that run work of these models."""
+        """Return the part of `load` that waits for the devices that run these models."""
         if len(self.all) == 1:
             return load
         able = [
@@ -365,16 +370,16 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if no more work of this consumer should be pulled: on each device with its work, enough work
-        waits whose answer is written token by token.
+        """Return True if nothing more should be pulled from this consumer: enough of its work items that generate text
+        wait on every device that has some.
         """
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 
 
 def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.RunBatch, BatchNote]:
-    """Return the frame of a batch for the adapter, and the note about the batch. `span` is the span of the batch;
-    without a span, the batch belongs to the trace of its first work item.
+    """Return the frame that sends a batch to the adapter, and the note about the batch for answers and metrics. `span`:
+    the batch's span in a trace; without it, the batch belongs to the trace of its first work item.
     """
     parts = []
     for entry in batch.entries:
@@ -411,8 +416,8 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
 
 
 class SuspectRuns(Protocol):
-    """Protocol of `Isolate`: it runs inputs that may have ended an adapter one by one. `marked_models` are the models
-    with suspects.
+    """The methods of `Isolate` that `Dispatch` uses: inputs that may have crashed an adapter run one by one.
+    `marked_models`: models with suspected inputs.
     """
 
     marked_models: Mapping[str, int]
@@ -425,7 +430,7 @@ class SuspectRuns(Protocol):
 
 
 class Dispatch:
-    """Sends batches to one device. One task calls `run`; `work` has the tasks of single batches."""
+    """Sends the batches of one device. One task calls `run`; each batch has a task in `work`."""
 
     def __init__(
         self,
@@ -438,7 +443,9 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch. `quantum` learns from the times of answers."""
+        """Create the dispatch for `device`. The time of each answer is recorded in `quantum`, which determines how long
+        deliveries are gathered.
+        """
         self._device = device
         self._queues = queues
         self._isolate = isolate
@@ -450,7 +457,7 @@ class Dispatch:
         self._clock = device.clock
 
     def add(self, flight: InFlight) -> None:
-        """Queue a tokenised work item, or answer it if none of its inputs can run."""
+        """Queue a tokenised work item. If none of its inputs can run, answer it at once."""
         if flight.settled:
             return
         if flight.refused is not None:
@@ -463,7 +470,9 @@ class Dispatch:
             self._device.put(flight)
 
     async def run(self, more_expected: Callable[[], bool]) -> None:
-        """Send batches until cancelled. `more_expected` returns True if deliveries are in transit or being prepared."""
+        """Send batches until cancelled. `more_expected` returns True if deliveries are on their way or being
+        prepared.
+        """
         device = self._device
         while True:
             device.wake.clear()
@@ -477,8 +486,9 @@ class Dispatch:
                     await device.wake.wait()
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
-        """Run a batch and answer it, or queue it to run again. Return False if its LoRA was not loaded and the caller
-        handles that (`in_turn`).
+        """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
+        was not loaded: with `in_turn`, return False, and the caller loads it; otherwise start a task that loads it and
+        runs the batch.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -510,9 +520,9 @@ class Dispatch:
                     self._answer(batch, done, note)
                 except AdapterGone as gone:
                     self._on_gone(flights, suspects=started and gone.died)
-                except ModelLoading:  # the model was evicted after the preparation
+                except ModelLoading:  # the model was evicted after this work was prepared
                     self._again(flights)
-                except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
+                except LoraLoading:  # other LoRAs have replaced the batch's LoRA since this work was prepared
                     if in_turn:
                         return False
                     self._work.start(self._run_in_turn(batch), "lora")
@@ -522,7 +532,9 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without work that must not run: late, cancelled since its preparation, or suspect."""
+        """Return the batch without work items that must not run in it: late or cancelled ones, and those with an input
+        that may have crashed an adapter, which `isolate` runs alone.
+        """
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
         if batch.entries[0].work.item.model in self._isolate.marked_models:
@@ -549,14 +561,16 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        if batch.writes:  # the time of a written answer depends on its length, so it must not change the quantum
+        # returns here: the time of generated text depends on its length, so it says nothing about how long deliveries
+        # should be gathered
+        if batch.writes:
             return
         answered_s = self._clock()
         for entry in batch.entries:
             self._quantum.answered(answered_s - entry.work.received_s, answered_s)
 
     async def _run_in_turn(self, batch: Batch[InFlight]) -> None:
-        """Load the LoRA of a batch again, and run the batch before another LoRA can replace it."""
+        """Load the LoRA of a batch again. Run the batch before other LoRAs can replace it."""
         flights, lora = [entry.work for entry in batch.entries], batch.key.lora
         hosted = flights[0].hosted
         assert hosted is not None
@@ -582,8 +596,8 @@ class Dispatch:
         self._device.wake.set()
 
     def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
-        """Handle a batch during which the adapter was lost. If the device had begun the batch, its inputs are
-        suspects.
+        """Handle the loss of the adapter during a batch. `suspects`: the device had begun the batch, so one of its
+        inputs may be the cause.
         """
         for flight in flights:
             if flight.hosted is not None:
@@ -613,5 +627,5 @@ class Dispatch:
             device.wake.set()
 
     def move_away(self) -> None:
-        """Move the work that waits for this device to other devices, because the adapter of this device is lost."""
+        """Move the work that waits for this device to other devices, because its adapter is lost."""
         self._again(self._device.withdraw_all())

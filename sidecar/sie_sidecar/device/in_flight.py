@@ -1,16 +1,17 @@
-"""Work item in flight: one object with one stage, and functions that join its outcomes. The module does no I/O and has
-no clock.
+"""Work item in flight: one object with one stage, and functions that join its outcomes. No I/O, no clock.
 
-    preparing ──► waiting ──► sealed ──► running ──► settled
-        ▲                                 │   ▲
-        └── model evicted, adapter gone ◄─┘   └── isolated: one of its inputs was in a batch that killed an adapter
+    preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
+        ▲                                             │   ▲
+        └── model evicted, or adapter gone ◄──────────┘   └── isolated: it runs alone, because a batch with it
+                                                              crashed an adapter
 
-A work item can be settled in any stage: cancelled, late, refused or answered. A cancelled item that runs is still
-answered, unless its answer is written token by token: this answer is stopped by the adapter.
+A work item may become settled from every stage: answered, cancelled, refused or late. If it is cancelled while it runs,
+it is still answered. Only an answer that is generated token by token is stopped by the adapter.
 
-`Inventory` has all work items in flight, their cost, and their resources: credit, and models that must not be evicted.
+`Inventory` has all work items in flight. It counts their tokens, and knows which models must not be evicted because
+work items need them.
 
-    delivery ──► add ──► keep_model (from now on its device counts it) ──► count (cost that waits for the device)
+    delivery ──► add ──► keep_model (assigns it to a device) ──► count (its tokens that wait for the device)
     ──► let_model_go ──► remove
 """
 
@@ -43,77 +44,79 @@ Stage = Literal["preparing", "waiting", "sealed", "running", "isolated", "settle
 
 
 class Lease:
-    """Delivery that is leased to this worker."""
+    """Delivery that the broker leases to this worker until it is acknowledged."""
 
     __slots__ = ("delivery", "renewed_s", "slot")
 
     def __init__(self, delivery: Delivery, now_s: float, slot: int) -> None:
         self.delivery = delivery
         self.renewed_s = now_s
-        self.slot = slot  # slot in the ledger; 0 if the lease has no slot
+        self.slot = slot  # slot of its record in the file of leased deliveries (`LeaseLedger`); 0 without a record
 
 
 @dataclass(eq=False)
 class InFlight:
-    """Work item from its delivery to its settlement. The times are the times of its marks; `dispatched_s` is set when
-    its batch is sent.
+    """Work item from its delivery to its settlement. Times are 0 until they are reached; `dispatched_s` is the time at
+    which its batch was sent.
 
-    `rows`: the first `shared` rows belong to all inputs. After them, each input has the same number of rows, in order;
-    if a text has chunks, those that `chunked` describes.
+    `rows`: rows of token ids for the adapter. The first `shared` rows belong to all inputs. After them, each input has
+    the same number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input
+    has.
     """
 
     lease: Lease
     item: WorkItem
     received_s: float
-    deadline_s: float  # time after which the work item is certainly late
-    # end of the item's budget; earlier than `deadline_s` by the uncertainty of the broker's clock
+    deadline_s: float  # time after which the request's budget has certainly ended
+    # estimated end of the budget; `deadline_s` is later by the possible error of the broker's clock
     due_s: float = math.inf
     hosted: ModelState | None = None
-    # entry of the work item's model when `hosted` was set, None until then; the work item never runs with another entry
+    # catalogue entry of its model when `hosted` was set; the item never runs with a later entry
     entry: ModelEntry | None = None
-    # fingerprint of the loaded model that runs this item; set when the item is sent to the device
+    # fingerprint of the model that runs it, set when its batch is sent
     fingerprint: str = ""
     layout: ipc.Layout = "text"
     rows: list[TokenRow] = field(default_factory=list)
     shared: int = 0
     chunked: tuple[ipc.ChunkedRows, ...] = ()
-    refused: SIEError | None = None  # reason why the work item has no rows
-    unfit: Mapping[int, SIEError] = field(default_factory=dict)  # reason for each input that must not run, by index
+    refused: SIEError | None = None  # error for which it could not be prepared; it then has no rows
+    # by index of the input: error for which this input must not run
+    unfit: Mapping[int, SIEError] = field(default_factory=dict)
     fetched_s: float = 0.0
     loaded_s: float = 0.0
     tokenised_s: float = 0.0
-    reload_s: float = 0.0  # seconds of waiting for loads between `tokenised_s` and `dispatched_s`
+    reload_s: float = 0.0  # seconds of waiting for a model or LoRA after it was tokenised
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # true if the outcome is being sent, or if no request waits for it
-    batch_entry: BatchEntry[InFlight] | None = None  # set while the work item waits for the device
-    given_up: SIEError | None = None  # reason why the work item becomes a dead letter
-    dead: list[Mark] = field(default_factory=list)  # marks of the inputs that are poison
-    payload_bytes: int = 0  # bytes of its inputs that were read from the payload store
-    counted: int = 0  # cost of this work item that is counted as waiting for the device
-    span: Span | None = None  # span of the work item; None if it is not traced
+    settled: bool = False  # true from the time at which its result is sent, or no request waits for it
+    batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
+    given_up: SIEError | None = None  # error for which it was given up; it is then written to the dead letters
+    dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
+    payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
+    counted: int = 0  # its tokens that count as waiting for a device
+    span: Span | None = None  # its span in a trace; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `batch_entry` is set only for `waiting`. After `settled` there is no other stage."""
+        """Enter a stage. `batch_entry` is given only for the stage `waiting`. The stage `settled` is never left."""
         self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add time in which the work item waited for a model or a LoRA. A wait before it was tokenised follows from its
-        times instead.
+        """Add seconds of waiting for a model or LoRA. Only waits after tokenising are added here; earlier ones follow
+        from the times.
         """
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 
     @property
     def is_outdated(self) -> bool:
-        """True if the entry of its model has changed since the work item was accepted."""
+        """Return True if the catalogue entry of its model has changed since it was assigned to a device."""
         return self.hosted is not None and self.hosted.resolved.entry is not self.entry
 
     def of_input(self, index: int) -> list[TokenRow]:
-        """Return the rows of this input alone."""
+        """Return the rows of one input, without the first rows, which belong to all inputs."""
         if self.chunked:
             first = sum(described.rows for described in self.chunked[:index])
             return self.rows[first : first + self.chunked[index].rows]
@@ -123,11 +126,11 @@ class InFlight:
 
     @property
     def is_whole(self) -> bool:
-        """True if all inputs run."""
+        """Return True if all inputs run."""
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """Return for each input the reason why it does not run, or None. An input does not run if the model does not
+        """Return for each input the error for which it does not run, or None. An input does not run if the model cannot
         accept it, or if it is too long and must not be truncated.
         """
         if self.is_whole:
@@ -143,12 +146,12 @@ class InFlight:
 
 
 def unsettled(flights: Iterable[InFlight]) -> int:
-    """Return the number of work items that still need their model."""
+    """Return how many of these work items are not settled yet; these need their model."""
     return sum(not flight.settled for flight in flights)
 
 
 def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
-    """Return the rows for the device, and the inputs that they belong to: all except stopped inputs."""
+    """Return the rows to run, and the indexes of the inputs to which they belong: all inputs except stopped ones."""
     if flight.is_whole:
         return flight.rows, list(range(len(flight.item.inputs)))
     inputs = [index for index, error in enumerate(flight.stopped()) if error is None]
@@ -159,8 +162,8 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the refusal of work that was planned with an old entry of its model. The gateway of the work plans it
-    again.
+    """Return the error for a work item that a gateway published for an old entry of the model. The gateway then
+    publishes the work again for the new entry.
     """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
@@ -168,7 +171,7 @@ def changed() -> NotReady:
 
 
 def too_long(row: TokenRow) -> InvalidInput:
-    """Return the error for an input that is above the limit and must not be truncated."""
+    """Return the error for an input that is longer than the limit and must not be truncated."""
     limit = len(row.ids)
     return InvalidInput(
         f"the input has {row.full} tokens, the limit is {limit}",
@@ -178,8 +181,8 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return one outcome per input, both for inputs that ran and for stopped inputs. If an input was truncated, its
-    outcome is marked.
+    """Return an outcome for each input: the given outcomes for inputs that ran, an error for stopped ones. Outcomes of
+    truncated inputs are marked.
     """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
@@ -202,7 +205,9 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """Return these outcomes with a separate block: consecutive items have consecutive slices of the common block."""
+    """Return the outcomes of one work item and its part of the batch's arrays. `outcomes`: the work item's outcomes in
+    the batch. `block`: bytes of all arrays of the batch, in which the arrays of one work item are neighbours.
+    """
     slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
     if not slices:
         return outcomes, b""
@@ -224,14 +229,16 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 
 
 def only(flight: InFlight, index: int) -> InFlight:
-    """Return the same work with one of its inputs. It has the lease of the whole work item, and must not be settled."""
+    """Return a copy of the work item with only one of its inputs. It shares the lease, so it must not be settled
+    itself.
+    """
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
     rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
     return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)
 
 
 def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...], bytes]:
-    """Join outcomes with separate blocks to outcomes with one common block."""
+    """Join outcomes with separate blocks of bytes for their arrays to outcomes with one common block."""
     outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
@@ -251,19 +258,19 @@ def _size(piece: ArraySlice) -> int:
 
 
 def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Stages:
-    """Return the durations between consecutive marks: received, fetched, loaded, tokenised, sealed, started, answered.
-    The adapter reports its part of the last duration. Loads between tokenised and sealed are loads of models or LoRAs
-    that were evicted in that time.
+    """Return how long each stage of a work item took: fetching inputs, loading the model, tokenising, waiting for a
+    batch, waiting for the device, running. The adapter has measured its own parts (`done`). Waiting for a model or LoRA
+    that was evicted after tokenising counts as loading.
     """
     fetched_s = flight.fetched_s or flight.received_s
-    # work with a model that was not loaded until now has waited for its load
+    # the model was never loaded for it: all time since then was waiting for the load
     loaded_s = flight.loaded_s or (fetched_s if flight.hosted is None else now_s)
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
-    # time of tokenising in the adapter, for a family that tokenises there
+    # time of tokenising in the adapter, for model families that are tokenised there
     tokenised_there_ms = done.preprocess_ms if done else 0.0
-    # the start notice may be read only together with the result: the adapter's own time is not waiting time
+    # the notice of the start may be read as late as the result; the adapter's own time must not count as waiting then
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
@@ -278,7 +285,7 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
 
 
 class Inventory:
-    """All work items, from their delivery until they are removed."""
+    """All work items from their delivery until they are removed."""
 
     def __init__(
         self,
@@ -287,21 +294,21 @@ class Inventory:
         on_free: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """Create an empty inventory. `on_less` is called when less work waits for the device. `on_free` is called with
-        a consumer whose work item delayed other work.
+        """Create an empty inventory. `on_less` is called when fewer tokens wait for a device. `on_free` is called with
+        the name of a consumer that may deliver again, because a work item that held it up is gone.
         """
         self._models = models
         self._on_less = on_less
         self._on_free = on_free
         self._clock = clock
         self._all: dict[Lease, InFlight] = {}
-        # cost and number of work items that are not on the device yet, for interactive and bulk work; by device, and
-        # for work items without a device
+        # by device, or _NO_DEVICE for work items that have none yet: [tokens, work items] that wait, of interactive and
+        # of bulk work
         self._loads: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([0, 0], [0, 0]))
-        self._coming: Counter[str] = Counter()  # number of deliveries that are not assigned to a device yet, by model
+        self._coming: Counter[str] = Counter()  # by model: work items that are not assigned to a device yet
 
     def __iter__(self) -> Iterator[InFlight]:
-        """Iterate over a copy, in the order of delivery."""
+        """Iterate over a copy of the work items, in the order of delivery."""
         return iter(list(self._all.values()))
 
     def add(self, flight: InFlight) -> None:
@@ -310,18 +317,18 @@ class Inventory:
         self.count(flight, max(1, flight.item.cost))
 
     def is_coming(self, model: str) -> bool:
-        """Return True if work of this model was delivered but is not assigned to a device yet."""
+        """Return True if a work item of this model was delivered but is not assigned to a device yet."""
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Record that the work item needs this model, which must not be evicted from now on."""
+        """Assign a work item to a device with its model. The model must not be evicted until `let_model_go`."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)
         hosted.came_in(flight.item.cost, flight.received_s)
 
     def move(self, flight: InFlight, hosted: ModelState) -> None:
-        """Record that the work item needs its model on another device."""
+        """Assign a work item to another device with its model."""
         assert flight.hosted is not None
         self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
         self._assign(flight, hosted)
@@ -339,37 +346,37 @@ class Inventory:
             del self._coming[flight.item.model]
 
     def let_model_go(self, flight: InFlight) -> None:
-        """Record that the work item no longer needs its model."""
+        """Record that a work item no longer needs its model."""
         if flight.hosted is not None:
             self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
-            # the load of the model failed: the next work item may be pulled and wait for it
+            # the model is not loaded any more, so the consumer that waited for its load may deliver the next work item
             if flight.hosted.state != "loaded":
                 self._on_free(flight.lease.delivery.consumer)
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
-        """Remove a settled work item, together with its message."""
+        """Remove a work item whose message was acknowledged."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]
         if flight.entry is None:
             self._arrived(flight)
-            # no other work of its model was pulled while this work item was in transit
+            # while this work item had no device, its consumer was not allowed to deliver others
             self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 
     def written_ended(self, flight: InFlight) -> None:
-        """Record that a written work item has ended, so that its consumer may deliver one more."""
+        """Record that a work item that generates text has ended: its consumer may deliver another one."""
         self._on_free(flight.lease.delivery.consumer)
 
     def count(self, flight: InFlight, cost: int) -> None:
-        """Set the tokens of the work item that wait for the device; 0 once it is at the device or has ended."""
+        """Set the number of tokens of a work item that wait for a device. 0: it was sent or has ended."""
         if cost < flight.counted:
             self._on_less()
         self._add(flight, cost - flight.counted)
 
     def _add(self, flight: InFlight, cost: int) -> None:
-        """Add `cost` to the tokens of the work item that wait for its device."""
+        """Add to the number of tokens of a work item that wait for its device."""
         device = _NO_DEVICE if flight.hosted is None else flight.hosted.device
         load, before = self._loads[device][flight.item.priority == "bulk"], flight.counted
         flight.counted = before + cost
@@ -377,8 +384,8 @@ class Inventory:
         load[1] += (flight.counted > 0) - (before > 0)
 
     def load(self, *, bulk: bool, devices: Collection[int] | None = None) -> tuple[int, int]:
-        """Return the tokens and the work items that wait for a device. With `bulk` they include bulk work. `devices`:
-        only work for these devices, and work that has no device yet.
+        """Return the tokens and the number of work items that wait for a device. Bulk work counts only with `bulk`.
+        `devices`: count only work for these devices, and work without a device yet.
         """
         cost = items = 0
         for device, loads in self._loads.items():
@@ -389,7 +396,7 @@ class Inventory:
         return cost, items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Return the tokens of all work, estimated until it is tokenised, and for each model the seconds since its
+        """Return the tokens of all work items (estimated until they are tokenised), and by model the seconds since its
         oldest delivery.
         """
         cost, oldest_s = 0, dict[str, float]()
@@ -401,7 +408,7 @@ class Inventory:
         return cost, oldest_s
 
     def pending_inputs(self) -> dict[str, int]:
-        """Return the number of inputs in flight without an answer, by model."""
+        """Return by model the number of inputs that are not answered yet."""
         counts: Counter[str] = Counter()
         for flight in self._all.values():
             if flight.hosted is not None and not flight.settled:

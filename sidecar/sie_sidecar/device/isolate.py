@@ -1,12 +1,12 @@
-"""Isolation retry: find the input that killed an adapter. The inputs of the batch run again, one at a time, with no
-other work at the device. If the adapter dies again, the input that ran caused it.
+"""Search for the input that crashed an adapter. The inputs of the batch run again one at a time, while nothing else is
+at the device. If the adapter dies again, the input that ran is the cause.
 
-    work during which an adapter died ──► its inputs, one by one ──► answered: cleared of suspicion
-                                                     └──► the adapter dies: a death is counted for the input. After
-                                                     two deaths it is poison, and is refused without a run
+    batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
+                                                     └──► the adapter dies again: a death is counted for the input.
+                                                          After two deaths it is poison, and is refused without a run
 
-All other work waits while an input runs alone. After these inputs have used the device for SLICE_S, a waiting batch
-runs before the next input.
+While an input runs alone, other work waits. When such inputs have used the device for SLICE_S, one waiting batch runs
+before the next input.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from sie_sidecar.models.models import ModelState
 from sie_sidecar.results.settle import Settle
 
 SLICE_S = 0.05
-BATCH_BETWEEN_S = 1.0  # most seconds to wait for a batch that runs before the next input
+BATCH_BETWEEN_S = 1.0  # seconds that one waiting batch may take before the next input runs alone
 
 
 class Isolate:
-    """All suspect work items of one device of this worker. One task calls `run`."""
+    """Work items of one device that may have crashed an adapter, and whose inputs therefore run one at a time. One task
+    calls `run`.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class Isolate:
         work: Tasks,
         isolates: Sequence[Isolate],
     ) -> None:
-        """Create the isolation of `device`. `isolates` has the isolations of all devices, by number of the device."""
+        """Create the object for `device`. `isolates`: the objects for all devices of the worker, by number of the
+        device; a work item may move to another one.
+        """
         self._isolates = isolates
         self._device = device
         self._marks = marks
@@ -58,21 +62,22 @@ class Isolate:
         self._metrics = metrics
         self._work = work
         self._clock = device.clock
-        # Bounded by the pull credit, like all work in flight.
-        # Suspects are parked: otherwise their model would have to stay loaded, and the model of the first suspect could
-        # wait for the models of later ones.
+        # Work items that wait to run alone. They are few, because the broker sends only a limited number of work items.
+        # Meanwhile their models may be evicted: the first of them may need the memory.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Return True if one of its inputs ended an adapter before, at this worker or another one. Called only for
-        models in `marked_models`.
+        """Return True if an input of the work item was in a batch that crashed an adapter, at any worker. Called only
+        for models in `marked_models`.
         """
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
-        """Run each input of these work items alone from now on, because an adapter died with a batch of them."""
+        """Let the inputs of these work items run one at a time, because an adapter died with a batch of them. Their
+        inputs are first marked as suspects for all workers.
+        """
         keys = [key for flight in flights for key in content_keys(flight.item)]
         await self._marks.suspected(flights[0].item.model, keys)
         failpoint("isolate.suspects_marked")
@@ -81,7 +86,7 @@ class Isolate:
             self.add(flight)
 
     def add(self, flight: InFlight) -> None:
-        """Add a work item that runs alone, after the ones added before."""
+        """Add a work item whose inputs run one at a time, behind those added before."""
         if flight.settled:
             return
         flight.move("isolated")
@@ -89,7 +94,7 @@ class Isolate:
         self._news.set()
 
     async def run(self) -> None:
-        """Run the suspects until cancelled."""
+        """Run the added work items until cancelled."""
         while True:
             self._news.clear()
             while self._suspects:
@@ -111,7 +116,7 @@ class Isolate:
                 return
             try:
                 outcome, block, ran = await self._outcome(flight, index, keys[index])
-            except AdapterGone:  # the adapter is lost and does not return in time
+            except AdapterGone:  # this device has no adapter any more: another device takes over
                 assert flight.hosted is not None
                 self._isolates[self._loading.moved(flight.hosted, [flight]).device].add(flight)
                 return
@@ -124,8 +129,8 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return the outcome of one input. The input is run until it is answered, is found to be poison, or is past its
-        deadline.
+        """Return the outcome of one input that runs alone: its answer, or an error if it has crashed two adapters, is
+        past its deadline, or was refused.
         """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
@@ -142,22 +147,22 @@ class Isolate:
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
-                if flight.settled:  # cancelled in the meantime: no request reads this outcome
+                if flight.settled:  # cancelled while the model was loaded: nothing reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
                 try:
                     done, note = await self._run_alone(flight, single, key, hosted)
                 except AdapterGone:
                     continue
-            except ModelLoading:  # the model was evicted in the meantime
+            except ModelLoading:  # the model was evicted after `ensure`: load it again
                 hosted.mark_unloaded()
                 continue
-            except LoraLoading:  # the LoRA was evicted in the meantime for other LoRAs
+            except LoraLoading:  # other LoRAs have replaced it after `ensure`: load it again
                 hosted.loras.discard(lora)
                 continue
             except SIEError as error:
                 return Failed(error.info()), b"", None
-            # runs in the background: the broker may be unreachable, and the device must not wait for it
+            # not awaited: the broker may be unreachable, and the device would idle
             self._work.start(self._marks.clear([key]), "marks")
             return done.outcomes[0], done.block, (done, note)
 
@@ -186,7 +191,9 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Wait until no other work is at the device. If a batch waits and the slice has ended, the batch runs first."""
+        """Wait until no other work is at the device. If SLICE_S have passed and a batch waits, let one batch run
+        first.
+        """
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

@@ -1,5 +1,5 @@
-"""Connections to the adapters of a worker, one adapter for each device. For each adapter there are a pool of
-connections for batches and loads, one control connection for short requests, and a ping that decides readiness.
+"""Connections to the adapters of a worker; each device has one adapter. To each adapter there are connections for
+batches and loads, and one control connection for short requests. Pings on it show whether the adapter answers.
 
     AdapterLinks.run ──► link to the first adapter ──► its description: number of devices ──► links to the others
 """
@@ -20,16 +20,16 @@ from sie_runtime.process import START_S, Stop, Trouble
 
 CONTROL_TIMEOUT_S = 5.0
 CONNECT_PAUSE_S = 0.05
-AWAY_S = 10.0  # seconds to wait for a lost adapter if another device can run its work
+AWAY_S = 10.0  # seconds until work moves to another device, if the adapter of its device does not come back
 _logger = logging.getLogger("sie.sidecar.link")
 
 
 class AdapterGone(Exception):
-    """Raised if the adapter closed the connection or does not listen. Work that was sent may have run, but has no
-    answer.
+    """Raised if the adapter closed the connection or does not accept one. Work that was sent may have run, but is not
+    answered.
 
-    `died`: the adapter closed the connection. It is False if this process gave up a frozen adapter, which proves
-    nothing about the work at that adapter.
+    `died`: the adapter itself closed the connection. False: this process closed it because the adapter did not answer,
+    so the work at the adapter is not to blame.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -44,7 +44,8 @@ class _AdapterConnection:
         self._given_up = False
 
     async def send(self, frame: bytes) -> None:
-        if self._writer.is_closing():  # the connection was reset; a write would raise uvloop's RuntimeError
+        # checked first, because writing to a reset connection raises RuntimeError in uvloop
+        if self._writer.is_closing():
             raise AdapterGone("sending failed: the connection was reset", died=not self._given_up)
         try:
             self._writer.write(frame)
@@ -65,8 +66,8 @@ class _AdapterConnection:
 
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
-    """Cancel the batch on this connection if `abandoned` is set while the context is open. The batch is answered in any
-    case.
+    """Send a Cancel for the batch on this connection if `abandoned` is set while the context is open. The adapter
+    answers the batch nevertheless.
     """
     if abandoned is None:
         yield
@@ -74,7 +75,7 @@ async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterC
 
     async def cancel() -> None:
         await abandoned.wait()
-        with contextlib.suppress(AdapterGone):  # the caller that waits for the answer gets the error
+        with contextlib.suppress(AdapterGone):  # the code that waits for the answer gets the same error
             await connection.send(ipc.frame(ipc.Cancel()))
 
     cancelling = asyncio.create_task(cancel())
@@ -93,8 +94,8 @@ async def _connect(path: str) -> _AdapterConnection:
 
 
 class AdapterLink:
-    """Connections to one adapter. If one is lost, all are closed: the loaded models are lost with the process. Each
-    listener is then called once with False.
+    """Connections to one adapter. If one is lost, all are closed, because the adapter's process with its models is
+    gone. Each of `listeners` is called with True after a connection and with False after a loss.
     """
 
     def __init__(
@@ -107,37 +108,38 @@ class AdapterLink:
         clock: Callable[[], float],
         number: int = 0,
     ) -> None:
-        """Create the link without connections. `size` is the number of connections for batches, or a function from the
-        device's lanes to this number. `number` is the number of the device among the devices of the worker.
+        """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function that
+        computes it from the number of batches that the device runs at the same time. `number`: number of the device in
+        this worker.
         """
         self.path = path
         self.number = number
         self.description: ipc.Description | None = None
-        # progress of downloads of weights to this node, by id of their entry
+        # by id of a catalogue entry: progress of the download of its weights
         self.fetching: dict[str, Fetched] = {}
         self._size_of = size if callable(size) else lambda _: size
         self._ping_s = ping_s
         self._stale_s = stale_s
         self._clock = clock
         self._idle: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
-        # connections for batches that use no lane
+        # connections for batches that generate text, which use no lane
         self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
         self._all: list[_AdapterConnection] = []
         self._control: _AdapterConnection | None = None
-        self._control_lock = asyncio.Lock()  # one request at a time on the control connection
+        self._control_lock = asyncio.Lock()  # held by the request that uses the control connection
         self._loads = asyncio.Semaphore(1)
         self._lost = asyncio.Event()
-        self._given_up = False  # true if this process ended the connection: the state of the work on it is then unknown
+        self._given_up = False  # true if this process closed the connections: this does not prove that the adapter died
         self._last_pong_s = -1e9
-        self._lost_s = clock()  # time since which the adapter is not connected
+        self._lost_s = clock()  # time at which the adapter was lost
         self._up = asyncio.Event()
         self.listeners: list[Callable[[bool], None]] = []
         self._may_drop: Callable[[], tuple[str, ...]] = tuple
         self._dropped: Callable[[tuple[str, ...]], None] = lambda names: None
 
     def attach(self, may_drop: Callable[[], tuple[str, ...]], dropped: Callable[[tuple[str, ...]], None]) -> None:
-        """Set two callbacks. `may_drop` returns the models that the adapter may unload for a batch, in this order.
-        `dropped` is called with the models that a reply reports as unloaded.
+        """Set two callbacks. `may_drop` returns the models that the adapter may unload to make room, in the order in
+        which it should do so. `dropped` is called with the models that the adapter reports as unloaded.
         """
         self._may_drop, self._dropped = may_drop, dropped
 
@@ -149,17 +151,15 @@ class AdapterLink:
         await self._up.wait()
 
     async def is_back(self) -> bool:
-        """Wait until the adapter is connected, but not longer than AWAY_S seconds after the adapter was lost. Return
-        whether it is connected.
-        """
+        """Wait for the adapter until AWAY_S after its loss. Return True if it is connected."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._lost_s + AWAY_S - self._clock())):
                 await self._up.wait()
         return self.connected
 
     async def describe(self) -> ipc.Description | None:
-        """Request the adapter's description and store it in `description`. Return None if the reply has another type.
-        Raises AdapterGone, SIEError.
+        """Ask the adapter for its description, store it in `description` and return it. None if the reply is of another
+        type. Raises AdapterGone, SIEError.
         """
         answer = await self.request(ipc.Describe())
         if not isinstance(answer, ipc.Description):
@@ -168,12 +168,12 @@ class AdapterLink:
         return answer
 
     def is_fresh(self) -> bool:
-        """Return True if the adapter has answered a ping in time."""
+        """Return True if the adapter has answered a ping recently."""
         return self._clock() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, ping and reconnect until cancelled, or until `stop` is requested while there is no adapter. If the
-        adapter stays unreachable, `Trouble` logs the error, which names the path of its socket.
+        """Connect, send pings, and connect again after a loss. Ends when cancelled, or when `stop` is set while no
+        adapter is connected. If the adapter stays unreachable, the error with the path of its socket is logged.
         """
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
@@ -192,7 +192,7 @@ class AdapterLink:
             finally:
                 self._close()
             self._notify_listeners(False)
-            _logger.warning("the adapter is gone")
+            _logger.warning("the connection to the adapter is lost; connecting again")
 
     def _notify_listeners(self, connected: bool) -> None:
         for listener in self.listeners:
@@ -222,14 +222,14 @@ class AdapterLink:
         self._given_up = False
         self._control, self._all, self.description = control, connections, description
         self._idle, self._more = asyncio.LifoQueue(), asyncio.LifoQueue()
-        self._loads = asyncio.Semaphore(max(1, size - 1))  # one connection is always reserved for batches
+        self._loads = asyncio.Semaphore(max(1, size - 1))  # limits loads, so that one connection is free for batches
         for connection in connections:
             self._idle.put_nowait(connection)
         self._last_pong_s = self._clock()
         self._up.set()
 
     def _close(self) -> None:
-        """Close all connections. If the adapter died, its batches on all connections died with it."""
+        """Close all connections. If the adapter died, the batches on all of them are lost."""
         self._up.clear()
         for connection in [*self._all, *([self._control] if self._control else [])]:
             connection.close(given_up=self._given_up)
@@ -261,7 +261,7 @@ class AdapterLink:
                     answer = await self._exchange(control, question)
             except BaseException as error:
                 self._given_up = self._given_up or not isinstance(error, AdapterGone)
-                # the exchange may have stopped in the middle of a frame, so later frames could not be read
+                # a part of the reply may be unread, so the connection cannot be used again
                 self._lost.set()
                 if isinstance(error, TimeoutError):
                     raise AdapterGone(f"{self.path}: no answer in {CONTROL_TIMEOUT_S} s") from error
@@ -274,7 +274,7 @@ class AdapterLink:
         return await connection.receive()
 
     async def _next(self, pool: asyncio.LifoQueue[_AdapterConnection]) -> _AdapterConnection:
-        """Return the next free connection of the pool. Raises AdapterGone if the adapter is lost before."""
+        """Wait for a free connection of the pool. Raises AdapterGone if the adapter is lost meanwhile."""
         getting = asyncio.ensure_future(pool.get())
         lost = asyncio.ensure_future(self._lost.wait())
         try:
@@ -292,8 +292,8 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Borrow a connection while the context is open. `more`: use a connection in addition to the ones for batches,
-        and open it if needed; the caller limits their number.
+        """Use a connection while the context is open. With `more`, use one of the additional connections for written
+        batches, and open one if none is free; the caller limits their number.
         """
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
@@ -309,14 +309,16 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            connection.close()  # an answer may still arrive on the connection, so it cannot be used again
+            connection.close()  # its answer may still arrive, and would be read as the answer to another request
             self._given_up = True
             self._lost.set()
             raise
         pool.put_nowait(connection)
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
-        """Load a model, without a time limit. Raises AdapterGone, or the SIEError of a failed load."""
+        """Load a model and return the adapter's report, without a time limit. Raises AdapterGone, or the SIEError of a
+        failed load.
+        """
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
         ready = self._unwrapped(answer)
@@ -325,11 +327,10 @@ class AdapterLink:
         return ready
 
     async def relieve(self, may_drop: tuple[str, ...]) -> None:
-        """Let the adapter unload these models, in this order, while memory is above its threshold. Raises AdapterGone,
-        SIEError.
+        """Let the adapter unload some of these models, in this order, until its memory is below the threshold. Raises
+        AdapterGone, SIEError.
 
-        The request does not use the control connection, because to free much memory takes longer than a short request
-        may take.
+        It does not use the control connection, because freeing much memory takes longer than CONTROL_TIMEOUT_S.
         """
         async with self._borrowed() as connection:
             self._unwrapped(await self._exchange(connection, ipc.Ping(may_drop)))
@@ -346,12 +347,12 @@ class AdapterLink:
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
-        """Run one batch. `on_started` is called when the device begins the batch. For a batch that is written token by
-        token, `abandoned` is set when no request waits for it any more. Raises AdapterGone, or the SIEError of a
-        refused batch.
+        """Run one batch and return its result. `on_started` is called when the device begins it. `abandoned` is given
+        for a batch that generates text, and is set when no request waits for it. Raises AdapterGone, or the SIEError of
+        a refused batch.
 
-        A batch that is too large for the adapter's frames is refused here: it would end the connection, and with it all
-        other batches.
+        A batch that is larger than a frame is refused here: the adapter would close the connection, and all batches on
+        it would be lost.
         """
         if may_drop := self._may_drop():
             batch = msgspec.structs.replace(batch, may_drop=may_drop)
@@ -374,7 +375,9 @@ class AdapterLink:
         return done
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
-        """Return the answer after reporting the models that it names as unloaded. Raises the SIEError of a refusal."""
+        """Return a reply of the adapter. If it names unloaded models, report them first. Raises SIEError if the reply
+        is a refusal.
+        """
         if isinstance(answer, (ipc.Pong, ipc.Ready, ipc.BatchDone, ipc.Refused)) and answer.dropped:
             self._dropped(answer.dropped)
         if isinstance(answer, ipc.Refused):
@@ -383,14 +386,14 @@ class AdapterLink:
 
 
 class AdapterLinks:
-    """Links to the adapters of one worker, by number of their device. The first adapter reports the number of devices.
-    A link is never removed: while an adapter is lost, the worker does not use its device.
+    """Links to the adapters of one worker; the index is the number of the device. The first adapter reports the number
+    of devices. Links are never removed: while an adapter is lost, its device is not used.
     """
 
     def __init__(
         self, path: str, *, size: int | Callable[[int], int], ping_s: float, stale_s: float, clock: Callable[[], float]
     ) -> None:
-        """Create the links. `path` is the socket of the first adapter; the other arguments are passed to each link."""
+        """Create the link to the first adapter at the socket `path`. The other arguments are used for every link."""
         self._path = path
         self._size = size
         self._ping_s = ping_s
@@ -410,7 +413,7 @@ class AdapterLinks:
         return self._all[number]
 
     def for_every(self, use: Callable[[AdapterLink], object]) -> None:
-        """Call `use` with each link before it connects: now, or as soon as the number of devices is known."""
+        """Call `use` with each link before it connects: now for the existing links, and later for each new one."""
         self._on_new.append(use)
         for link in self._all:
             use(link)
@@ -428,17 +431,17 @@ class AdapterLinks:
 
     @property
     def connected(self) -> bool:
-        """True if at least one adapter is connected."""
+        """Return True if at least one adapter is connected."""
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if at least one adapter has answered a ping in time. If an adapter hangs, its link is closed, and
-        its work is moved to the devices of the other adapters.
+        """Return True if at least one adapter has answered a ping recently. One is enough, because the work of the
+        others moves to its device.
         """
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:
-        """Wait until an adapter is connected."""
+        """Wait until at least one adapter is connected."""
         if len(self._all) == 1:
             await self._all[0].wait_connected()
             return
@@ -450,16 +453,14 @@ class AdapterLinks:
                 wait.cancel()
 
     async def wait_all_connected(self, within_s: float) -> None:
-        """Wait until the adapters of all devices are connected, at most for `within_s` seconds after the first adapter
-        was connected.
-        """
+        """Wait until all adapters are connected, but at most `within_s` seconds after the first one."""
         await self._all[0].wait_connected()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*(link.wait_connected() for link in self._all))
 
     async def run(self, stop: Stop) -> None:
-        """Keep all links connected until cancelled. Also end if `stop` is requested while no adapter is connected."""
+        """Keep all links connected until cancelled, or until `stop` is set while no adapter is connected."""
         async with asyncio.TaskGroup() as running:
 
             def grow(_connected: bool) -> None:

@@ -1,12 +1,12 @@
-"""Inputs that ended adapters, recorded for all workers, also after restarts. An input is identified by the digest of
-its content, never by its text.
+"""Inputs that crash adapters: records for all workers, which outlive restarts. An input is identified by a digest of
+its content; its text is not stored.
 
-    an adapter dies ──► the inputs in progress are suspects: each runs alone ──► answered: cleared
-                                                           └──► an adapter dies during one of them, its second death:
-                                                           poison, refused before it runs
+    an adapter dies ──► the inputs that were running are suspects: each runs alone ──► answered: its mark is removed
+                                                           └──► an adapter dies again with it, the second death:
+                                                                it is poison, and is refused before it runs
 
-The marks are in a bucket whose keys expire after POISON_LIFETIME_S; every worker watches it. Without a broker, a worker
-uses the marks in its memory. If the bucket is lost, these marks are kept, and count as not written yet.
+The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a
+broker, a worker uses the marks in its memory. If the bucket is lost, these marks are kept, but count as not stored.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sie_contracts.wire.topology import POISON_BUCKET, POISON_LIFETIME_S
 from sie_runtime.failpoints import failpoint
 
 POISON_DEATHS = 2
-# marks in memory; above it, the oldest mark is dropped, which costs one more death if its input is sent again
+# maximum number of marks in memory. Further marks replace the oldest, whose input can then crash one more adapter
 MAX_MARKS = 1 << 16
-WRITES_AT_ONCE = 256  # marks per write; a broker takes at most 1,000 in one batch
-PATIENCE_S = 2.0  # seconds to wait for the broker before work continues without it
+WRITES_AT_ONCE = 256  # marks in one write; the broker accepts at most 1,000 in one batch
+PATIENCE_S = 2.0  # seconds to wait until the broker has stored marks; after that, work goes on without waiting
 REOPEN_S = 2.0
 _logger = logging.getLogger("sie.sidecar.poison")
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Record of the deaths that one content caused. `at_s` is the broker's time of the last death, and `workers` are
-    the workers where adapters died.
+    """Number of deaths of adapters while an input with this content ran. `at_s`: time of the last death by the broker's
+    clock. `workers`: workers whose adapters died.
     """
 
     model: str
@@ -56,24 +56,28 @@ def _decode(entry: Entry) -> Mark:
 
 
 def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:
-    """Return the mark of a content that has just ended an adapter, alone or together with others."""
+    """Return the mark of a content after an adapter died while it ran, alone or in a batch. `before`: its mark until
+    now, or None.
+    """
     deaths, workers = (before.deaths, before.workers) if before else (0, ())
     return Mark(model, min(deaths + 1, POISON_DEATHS), now_s, (*workers, worker)[-POISON_DEATHS:])
 
 
 def refusal() -> InferenceFailed:
-    return InferenceFailed("this input ended the inference process twice", reason="poison")
+    return InferenceFailed(
+        "this input has crashed the inference process twice, so it is not run again", reason="poison"
+    )
 
 
 class PoisonMarks:
-    """Marks that this worker knows. `now_s` returns the time of the broker."""
+    """Marks that this worker knows. `now_s` returns the time of the broker's clock."""
 
     def __init__(self, broker: Store, worker: str, now_s: Callable[[], float]) -> None:
         self._worker = worker
         self._now_s = now_s
-        # mark and its revision by digest; the revision is 0 until the broker has stored the mark
+        # by digest of the content: its mark, and the revision in the bucket, 0 until the broker has stored it
         self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()
-        # number of marked contents by model; contents of other models need no look-up
+        # by model: number of marked contents. Inputs of other models need no check
         self.models: Counter[str] = Counter()
         self._is_open = False
         self._bucket = RecordBucket(broker, POISON_BUCKET, max_age_s=POISON_LIFETIME_S)
@@ -85,20 +89,22 @@ class PoisonMarks:
         self._is_open = True
 
     async def run(self) -> None:
-        """Open the bucket, try again until it works, and open it again if it was lost."""
+        """Open the bucket, and open it again whenever it was lost. Retries every REOPEN_S seconds."""
         while True:
             if self._record.is_stale:
                 try:
                     await self.open()
                 except BrokerError as error:
-                    _logger.warning("the poison marks cannot be read yet: %s", error)
+                    _logger.warning(
+                        "the records of inputs that crash adapters (poison marks) cannot be read yet: %s", error
+                    )
             await asyncio.sleep(REOPEN_S)
 
     async def close(self) -> None:
         await self._record.close()
 
     def get(self, key: str) -> Mark | None:
-        """Return the mark of a content, or None. A mark whose lifetime has ended is removed."""
+        """Return the mark of a content, or None. An expired mark is removed."""
         entry = self._known.get(key)
         if entry is None:
             return None
@@ -108,9 +114,9 @@ class PoisonMarks:
         return entry[0]
 
     async def died(self, model: str, keys: Iterable[str]) -> None:
-        """Add one death to each of these contents, which were running when an adapter died.
+        """Add one death to each content that ran when an adapter died.
 
-        The marks are written to the broker before this method returns, unless that takes longer than PATIENCE_S.
+        Returns when the broker has stored the marks, or after PATIENCE_S.
         """
         writes = []
         for key in dict.fromkeys(keys):
@@ -123,8 +129,8 @@ class PoisonMarks:
         await self._write(writes)
 
     async def suspected(self, model: str, keys: Iterable[str]) -> None:
-        """Record a death of contents that ran together. It is recorded once per content, so these deaths alone make no
-        content poison.
+        """Record one death for contents that ran together. A content that already has a mark gets no further death: a
+        death among others does not prove that it is the cause.
         """
         await self.died(model, [key for key in keys if self.get(key) is None])
 
@@ -144,12 +150,14 @@ class PoisonMarks:
                     await self._write_some(writes[start : start + WRITES_AT_ONCE])
         except (BrokerError, TimeoutError) as error:
             _logger.warning(
-                "poison marks were not written, so other workers do not know about %d contents: %r", len(writes), error
+                "%d records of inputs that crash adapters (poison marks) were not stored for other workers: %r",
+                len(writes),
+                error,
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """Write all marks in one batch. If another worker has written some of them, write them one by one; the marks of
-        that worker remain.
+        """Write marks in one batch. If another worker has changed some of them, write them one by one, and leave that
+        worker's marks as they are.
         """
         try:
             last = await self._bucket.write(writes)
@@ -158,7 +166,7 @@ class PoisonMarks:
                 try:
                     self._written(write, await self._bucket.write([write]))
                 except WrongRevision:
-                    _logger.info("another worker has written a mark first")
+                    _logger.info("another worker has already stored a poison mark for an input that crashed an adapter")
         else:
             for revision, write in enumerate(writes, last - len(writes) + 1):
                 self._written(write, revision)

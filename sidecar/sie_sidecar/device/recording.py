@@ -1,8 +1,8 @@
-"""Recording of the work of this worker as lengths and times, without any text: a trace for `sie bench replay`. It is
-off unless a setting names a file.
+"""Trace of this worker's work for `sie bench replay`: numbers of tokens and times, without any text. It is written only
+if a setting names a file.
 
-The work of each batch is written after the batch ran, so lines are in the order of batches, not of arrival. Each line
-has the broker's time at which the work was published.
+The work items of a batch are written after the batch ran, so the lines are in the order of batches. Each line has the
+time at which the work item was published, by the broker's clock.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Recording:
-    """Writer of one trace file. A failed write ends the recording with a log line, and answers continue."""
+    """Writer of a trace file. If a write fails, the trace ends with a log line; work goes on."""
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        """Open the file. Raises OSError."""
+        """Open the file to append to it. Raises OSError."""
         self._file: BinaryIO | None = path.open("ab", buffering=0)
         self._settings: dict[str, float] | None = {
             "max_wait_ms": settings.batcher_coalesce_ms,
@@ -41,7 +41,9 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Record a batch that a device with this number of lanes has run."""
+        """Write the work items of a batch that has run, and its time. `lanes`: number of batches that the device runs
+        at the same time.
+        """
         if self._file is None:
             return
         lines: list[object] = []
@@ -62,7 +64,7 @@ class Recording:
         try:
             self._file.write(b"".join(_encode(line) + b"\n" for line in lines))
         except OSError as error:
-            _logger.error("the trace ends here: %s", error)
+            _logger.error("the trace file could not be written, so the trace ends: %s", error)
             self.close()
 
     def close(self) -> None:
@@ -71,17 +73,17 @@ class Recording:
             self._file = None
 
 
-current: Recording | None = None  # None while batches are not recorded
+current: Recording | None = None  # None while no trace is written
 
 
 def begin(path: Path, settings: Settings) -> None:
-    """Record the batches of this process from now on, until `end`. Raises OSError."""
+    """Write the batches of this process to a trace from now on. Raises OSError."""
     global current
     current = Recording(path, settings)
 
 
 def end() -> None:
-    """Stop the recording."""
+    """Stop the trace and close its file."""
     global current
     if current is not None:
         current.close()

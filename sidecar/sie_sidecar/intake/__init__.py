@@ -1,3 +1,3 @@
-"""Intake of deliveries: `pull` requests messages from the consumers of the lane's pool, `intake` leases, checks and
-gathers each work item.
+"""Work items from the broker: `pull` requests messages from the consumers of a lane (pool, machine profile and bundle);
+`intake` decodes them and gathers work items.
 """

@@ -1,8 +1,8 @@
-"""First stage of a worker: a delivery becomes a work item in flight, and work items are gathered in groups that are
-prepared together. Cancelled work items are dropped.
+"""First stage of a worker: a delivery becomes a work item, and work items that arrive together are gathered in groups,
+which are tokenised together. Cancelled work items are dropped.
 
-    delivery ──► lease ──► InFlight ──► gathered ──► groups of one model and one truncation
-                   └──► a delivery of work that is already in flight: its lease had lapsed, and is renewed
+    delivery ──► lease ──► InFlight ──► gathered ──► groups with the same model and the same limits of length
+                   └──► the work item is already in flight here, as its lease had ended: the lease is renewed
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from sie_sidecar.results.settle import Leases, Settle
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-CHARACTERS_PER_TOKEN = 4  # characters per token in the gateway's estimate of a cost
-LATE_S = 0.25  # seconds that are added to the error of the broker's clock
+CHARACTERS_PER_TOKEN = 4  # characters for each token that a gateway assumes when it estimates the cost of a text
+LATE_S = 0.25  # seconds added to the possible error of the broker's clock before a work item counts as late
 _logger = logging.getLogger("sie.sidecar.intake")
 
 
 class Gathered(NamedTuple):
-    """Work items that arrived together. `groups` have texts that can be tokenised in one call, with about `characters`
-    characters in total. The inputs of the work items in `stored` are in the payload store.
+    """Work items that arrived together. Each of `groups` can be tokenised in one call. `characters`: estimated
+    characters of all groups. `stored`: work items whose inputs must first be read from the payload store.
     """
 
     groups: list[list[InFlight]]
@@ -48,7 +48,7 @@ class Gathered(NamedTuple):
 
 
 class WorkIntake:
-    """Intake of the work that the broker delivers to this worker."""
+    """Accepts deliveries of the broker, and gathers work items for tokenising."""
 
     def __init__(
         self,
@@ -72,25 +72,26 @@ class WorkIntake:
         self._tracer = tracer
         self._limits = queues.limits
         self._clock = clock
-        self.arrived: list[InFlight] = []  # work items that are not prepared yet
+        self.arrived: list[InFlight] = []  # accepted work items that are not gathered yet
         self._arrival = asyncio.Event()
 
     def accept(self, delivery: Delivery) -> InFlight | None:
-        """Return a new work item in flight. Return None if the delivery cannot be read, or if its work is already in
-        flight.
+        """Return the work item of a delivery. Return None if it cannot be decoded, or if the work item is already in
+        flight here.
         """
         now_s = self._clock()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
             _logger.info(
-                "delivery %d of work that is in flight here: its lease had lapsed", lease_in_hand.delivery.delivered
+                "delivery %d of a work item that is still in flight here: its lease had ended and is renewed",
+                lease_in_hand.delivery.delivered,
             )
             return None
         lease = self._leases.hold(delivery)
         try:
             item = messages.decode_work(delivery.data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            _logger.error("a work item could not be read and is removed: %s", error)
+            _logger.error("a message could not be decoded as a work item and becomes a dead letter: %s", error)
             self._settle.bury(lease, InternalFailure("not a work item", reason="undecodable"))
             return None
         left_s, doubt_s = self._left_s(delivery, item)
@@ -102,8 +103,9 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the seconds until the budget of a delivery ends, and the additional seconds until this is certain. A
-        redelivery keeps its age. Uncertainty about the time never shortens a budget.
+        """Return the seconds until a request's budget ends, and the seconds that must be added until this is certain,
+        as the broker's clock is known only with an error. A message that is delivered again keeps its age. While the
+        clock is unknown, the whole budget remains.
         """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self._broker_clock.margin_s):
@@ -111,15 +113,15 @@ class WorkIntake:
         return left_s - (self._broker_clock.now_s() - delivery.sent_s), self._broker_clock.margin_s + LATE_S
 
     async def on_cancel(self, message: CoreMessage) -> None:
-        """Cancel the requests that a gateway no longer waits for."""
+        """Handle a gateway's message that requests are cancelled."""
         try:
             self.cancel(messages.decode_cancel(message.data).requests)
         except msgspec.DecodeError as error:
-            _logger.error("a cancellation could not be read: %s", error)
+            _logger.error("a message about cancelled requests could not be decoded: %s", error)
 
     def cancel(self, requests: Collection[str]) -> None:
-        """Drop the work of these requests if it is not at the device yet, or if its answer is being written token by
-        token.
+        """Drop the work items of these requests. A work item that runs is not dropped, unless its answer is generated
+        token by token.
         """
         dropped = [
             flight
@@ -136,16 +138,16 @@ class WorkIntake:
             self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return the recent median time at this worker in seconds, None if there are no answers, and the seconds for
-        which deliveries are gathered.
+        """Return two values: the median of the seconds that recent work items spent at this worker (None if there are
+        none), and the seconds for which deliveries are gathered now.
         """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then for other deliveries in transit, so that all are tokenised in one call.
+        """Wait for a delivery, then for a short time for more of them. Return all, to be tokenised in one call.
 
-        `is_tokenising` returns True while earlier work is tokenised. `more_expected` returns True if the broker may
-        send more.
+        `is_tokenising` returns True while earlier work items are being tokenised. `more_expected` returns True if the
+        broker may send more.
         """
         await self._arrival.wait()
         began_s = last_s = self._clock()
@@ -165,13 +167,13 @@ class WorkIntake:
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:
             return gathered
-        # each part is given to the device with the least work
+        # each part can go to another device
         parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
         return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if the worker should wait for more deliveries: the arrived ones do not fill a batch, and the
-        broker did not report them as the last ones.
+        """Return True if waiting for more deliveries is useful: the deliveries so far do not fill a batch, and more
+        wait at the broker, or earlier work is still being tokenised.
         """
         if (
             len(self.arrived) >= self._limits.requests
@@ -197,7 +199,7 @@ def _grouped(arrived: list[InFlight]) -> Gathered:
 
 
 def batch_parts(group: list[InFlight], limits: BatchLimits) -> list[list[InFlight]]:
-    """Split a group into parts that are not larger than a batch, by the costs that the gateway has estimated."""
+    """Split a group into parts that each fit into one batch, by the costs that the gateway has estimated."""
     parts: list[list[InFlight]] = []
     cost = 0
     for flight in group:

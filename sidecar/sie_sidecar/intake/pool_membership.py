@@ -1,8 +1,8 @@
-"""Pool from which this worker pulls, assigned by gateways. Without an answer, a worker continues to pull from the pool
-`_default`, and stops pulling from any other pool.
+"""Pool from which this worker pulls; gateways assign it. If no gateway answers, a worker goes on with the pool
+`_default`, but stops pulling from any other pool.
 
-every ASK_S, and at a hint: GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker", "pools"} ──► exactly
-this pool
+    every ASK_S seconds, and at a hint:
+    GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker": ..., "pools": [...]} ──► pull from this pool
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger("sie.sidecar.admission")
 
 
 class Assignments(msgspec.Struct, frozen=True):
-    """Answer of a gateway. `pinned_models` are loaded before any request needs them."""
+    """A gateway's answer: the pools of this worker. `pinned_models` must be loaded even if no request needs them."""
 
     worker: str
     pools: tuple[str, ...]
@@ -39,11 +39,11 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """Return the pool to pull from, or None. `answered` is the last answer; before the first answer, it is only `own`.
-    `silent_s` is the seconds since the last answer, or since the start.
+    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last answer, or
+    only `own` before the first one. `silent_s`: seconds since that answer, or since the start.
 
-    A worker serves one pool at a time, and a gateway names one. If it names several, the worker serves its own pool if
-    it is one of them, else the first.
+    A worker serves one pool at a time. If a gateway names several, it serves its own pool if it is one of them, else
+    the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None
@@ -51,15 +51,12 @@ def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None
 
 
 class PoolMembership:
-    """Asks gateways for the pool of this worker until `stop`. If one gateway does not answer, the request is sent to
-    the next one. `asked` is set after the first attempt at all gateways, and `changed` whenever the worker must serve
-    another pool.
+    """Asks gateways which pool this worker serves. If a gateway does not answer, the next one is asked. `asked` is set
+    after the first round, also if it failed. `changed` is set when the worker must serve another pool.
     """
 
     def __init__(self, urls: str, token: Secret | None, worker: str, own: str, clock: Callable[[], float]) -> None:
-        """Create the membership. `urls` is the URL of one gateway, or of several, separated by commas. `own` is the
-        pool of the worker itself.
-        """
+        """Create the membership. `urls`: URLs of gateways, separated by commas. `own`: the worker's own pool."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         self._client = httpx.AsyncClient(headers=headers, timeout=ANSWER_WITHIN_S, trust_env=False)
         self._urls = [url.strip().rstrip("/") for url in urls.split(",")]
@@ -74,18 +71,18 @@ class PoolMembership:
         self.changed = asyncio.Event()
 
     def pool(self) -> str | None:
-        """Return the pool to serve now."""
+        """Return the pool to serve now, or None."""
         return admitted(self._own, self._answered, self._clock() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """Request the assignment again, because it may have changed. A message with a reply subject only checks whether
-        this worker is connected, and has no effect.
+        """Ask the gateways again, because the assignment may have changed. Ignore a message that expects a reply: a
+        gateway sends it only to check that this worker is connected.
         """
         if not message.reply:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Request the pool now, every ASK_S seconds and after each hint, until `stop`."""
+        """Ask at once, every ASK_S seconds, and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:
@@ -103,8 +100,8 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Request the assignment from the gateways until one answers. Return the reasons if none answered, else an
-        empty string.
+        """Ask one gateway after the other until one answers. Return an empty string, or the errors of all gateways if
+        none answered.
         """
         reasons = []
         for url in list(self._urls):
@@ -112,12 +109,12 @@ class PoolMembership:
             if not trouble:
                 return ""
             reasons.append(trouble)
-            # move this gateway to the end of the list: the gateway that answered last is asked first
+            # moved to the end: the gateway that answered last is asked first next time
             self._urls.append(self._urls.pop(0))
         return "; ".join(dict.fromkeys(reasons))
 
     async def _request_pool(self, url: str) -> str:
-        """Request the assignment from one gateway. Return the reason if it did not answer, else an empty string."""
+        """Ask one gateway, and store its answer. Return an empty string, or the error if it did not answer."""
         failpoint("sidecar.before_admission")
         try:
             answer = await self._client.get(f"{url}/v1/pools/assignments", params={"worker": self._worker})

@@ -1,12 +1,14 @@
-"""Models that this worker hosts, by the placement table of its lane, and the pulls for these models.
+"""Pulling of messages for the models that this worker hosts. Gateways write a placement table for each lane (a pool,
+machine profile and bundle): it names the hosts of each model, which are the workers that serve it.
 
-    KV watch ──► HostAssignment.table ──role(model)──► pull with credit · probe with 1 · load ahead of the work · none
+    watch of the table ──► HostAssignment.table ──role(model)──► pull many · probe: pull one · load in advance · none
 
-Before the first table, the worker pulls no work, for at most FIRST_S seconds. A gateway writes the table within a
-second of the first worker's heartbeat; workers that began without a table would each load every model that has work.
-After FIRST_S without any gateway, the worker pulls the work of all models. If the table was not confirmed for OLD_S
-seconds while work waits, no gateway is alive: hosts stay hosts, and a worker that has a model loaded also pulls waiting
-work of this model.
+Before the first table, the worker pulls nothing, for at most FIRST_S seconds. A gateway writes the table within a
+second after the first heartbeat. Without this wait, each new worker would load every model that has work. If there is
+no table after FIRST_S, there is no gateway, and the worker pulls the work of all models.
+
+A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts go on to serve their models. A worker
+that has a model of other hosts loaded also pulls this model's work if it waits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds before an evicted model is loaded ahead of work again
+# seconds after an attempt to load a model in advance until the next attempt, for example after it was evicted
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -42,13 +44,13 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
-    """Return the role of `worker` for a model with these `hosts`. `held`: the worker has work of this model, or the
-    model is closed for the load of another one. Then new work would wait for two loads at this worker, and might run
-    earlier at another one. `waits`: work of the model waits in the stream, and no gateway is alive to place it.
+    """Return the role of `worker` for a model with these hosts. `held`: the worker already has work of the model, or
+    has closed it to load another one; a new work item would wait there for two loads. `waits`: work of the model waits
+    in the stream, and no gateway runs that could place the model.
 
-    If the model is not loaded at this worker, only the first host requests one message, which then waits for the load.
-    If a host has the model loaded, it is the first host in the table, so that no work waits for a load while another
-    worker could run it. The other hosts load the model without work, then pull.
+    A host that has the model loaded pulls. If it is not loaded, only the first host pulls one message, which waits for
+    the load; the table puts hosts with a loaded model first, so that no message waits for a load in vain. The other
+    hosts load the model in advance, then pull.
     """
     if worker not in hosts:
         return "pull" if loaded and waits else "none"
@@ -60,7 +62,7 @@ def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits
 
 
 class HostAssignment:
-    """Placement table of one lane, as this worker knows it."""
+    """The placement table of one lane, and the roles of this worker that follow from it."""
 
     def __init__(
         self,
@@ -73,10 +75,10 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """Create the assignment without a table. `now_s` returns the broker's time. `loaded` returns True if this
-        worker has a model loaded, `held` if it has work of the model. `on_change` is called after a change of the
-        table. `is_up` returns True if the adapter is connected; without an adapter, gateways place no model on this
-        worker.
+        """Create the assignment without a table. `now_s` returns the time of the broker's clock. `loaded(model)` is
+        True if the model is loaded here. `held(model)` is True if no more of its work should wait here. `on_change` is
+        called after a change of the table. `is_up()` is True if an adapter is connected; gateways place models only on
+        workers with an adapter.
         """
         self._broker = broker
         self._lane = lane
@@ -86,11 +88,14 @@ class HostAssignment:
         self._held = held
         self._on_change = on_change
         self._is_up = is_up
-        self._was_up = False  # true if the adapter was connected when the wait for the first table began
-        self._first: asyncio.TimerHandle | None = None  # set while the first table is awaited
-        self._waiting: frozenset[str] = frozenset()  # models with work in two checks in a row while the table was old
+        self._was_up = False  # true if an adapter was connected when waiting for the first table began
+        # timer that ends the wait for the first table; None if this worker does not wait
+        self._first: asyncio.TimerHandle | None = None
+        # models that are loaded here but placed on other workers, and that had waiting work in the last two checks
+        # while the table was old
+        self._waiting: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
-        self._consumers: dict[str, set[str]] = {}  # consumer name -> models whose work the consumer may deliver
+        self._consumers: dict[str, set[str]] = {}  # name of a consumer -> models whose messages it may deliver
         self._ahead_s: dict[str, float] = {}
         self.table: Placement | None = None
         self._stored = StoredTable(topology.lane_key(lane))
@@ -99,14 +104,15 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            on_lost=self._stored.clear,  # the last table is used until the new bucket has one
+            # only the stored parts are cleared: the worker goes on with the last table until the new bucket has one
+            on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
         )
         self._is_stopped = False
 
     async def start(self) -> None:
-        """Read the table, and follow its changes. Raises BrokerError."""
+        """Read the table, and watch it. Raises BrokerError."""
         await self._record.follow()
         if self.table is None:
             self._await_table()
@@ -116,15 +122,17 @@ class HostAssignment:
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
     def _no_table(self) -> None:
-        if not self._was_up:  # no gateway could place models on this worker before the adapter was connected
+        if not self._was_up:  # without an adapter, gateways placed nothing on this worker: wait again
             self._await_table()
             return
-        _logger.warning("no placement table within %g s: no gateway is there, all work is pulled", FIRST_S)
+        _logger.warning(
+            "there was no placement table for %g s, so no gateway seems to run: work of all models is pulled", FIRST_S
+        )
         self._first = None
         self._on_change()
 
     async def stop(self) -> None:
-        """Stop following the table."""
+        """Stop watching the table."""
         self._is_stopped = True
         self._end_wait()
         await self._record.close()
@@ -150,7 +158,7 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Index the consumers that deliver work of this worker's models."""
+        """Store which consumers deliver work of the models of this worker."""
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
@@ -160,20 +168,20 @@ class HostAssignment:
         self._ahead_s = {model: at_s for model, at_s in self._ahead_s.items() if model in mine}
 
     def models(self) -> frozenset[str] | None:
-        """Return the models that this worker hosts; None while there is no table."""
+        """Return the models that are placed on this worker by the table, or None if there is no table."""
         return self._mine
 
     def models_of(self, consumer: str) -> Collection[str]:
-        """Return the models of this worker whose work may be delivered by the consumer of this name; empty while
-        unknown.
-        """
+        """Return the models of this worker whose messages this consumer may deliver. Empty if this is unknown."""
         return self._consumers.get(consumer, ())
 
     def is_old(self) -> bool:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
     def role(self, consumer: str) -> Role:
-        """Return the role for the consumer of this name: the highest role of its models."""
+        """Return the role of this worker for a consumer. If the consumer delivers work of several models, it is the
+        highest of their roles: pull, probe, ahead, none.
+        """
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(
@@ -188,8 +196,8 @@ class HostAssignment:
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
 
     def ahead(self) -> list[str]:
-        """Return the models to load now without waiting for work: this worker hosts them with other workers, they are
-        not loaded, and were not tried for AHEAD_AGAIN_S seconds.
+        """Return the models to load now, before any work waits for them: this worker is one of their hosts, they are
+        not loaded, and this was not tried in the last AHEAD_AGAIN_S seconds.
         """
         if self.table is None or self.is_old():
             return []
@@ -204,12 +212,12 @@ class HostAssignment:
         return models
 
     def unloaded(self, model: str) -> None:
-        """Record that an operator unloaded a model: it is not loaded ahead of work for AHEAD_AGAIN_S seconds."""
+        """Record that an operator unloaded a model: it is not loaded in advance for AHEAD_AGAIN_S seconds."""
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """Check, while the table is old, which of the `loaded` models with other hosts have waiting work. Called every
-        few seconds. Raises BrokerError.
+        """If the table is old, find out which of the `loaded` models have waiting work although they are placed on
+        other workers. Called every few seconds. Raises BrokerError.
         """
         if self._is_stopped:
             return
@@ -233,11 +241,13 @@ class HostAssignment:
             self._on_change()
 
 
-ACTIVE_S = 1.0  # seconds after its last delivery in which a consumer counts as active
+ACTIVE_S = 1.0  # seconds after its last delivery during which a consumer counts as active
 
 
 class _DeliveryStatistics:
-    """Statistics of recent deliveries of one durable consumer. `mean_cost` is in tokens."""
+    """Recent deliveries of one durable consumer. `mean_cost`: their mean number of tokens. `delivered_s`: time of the
+    last one.
+    """
 
     def __init__(self) -> None:
         self.mean_cost = 0.0
@@ -245,10 +255,12 @@ class _DeliveryStatistics:
 
 
 class Pulling:
-    """Open pulls of a lane. At each refill, `backlog` returns the work that waits for the device before work of a
-    priority (True for bulk), or None if no work should be pulled. `role` returns the work that a consumer may deliver,
-    like `HostAssignment.role`. `narrowed` returns the part of a backlog that is on the devices that run the work of a
-    consumer.
+    """Open pull requests to the consumers of a lane. Credit is the number of messages that a consumer may still
+    deliver; a refill sets it again.
+
+    `backlog(bulk)` returns the work at this worker that a new work item would wait for, or None if nothing may be
+    pulled. `role(consumer)` returns a role, like `HostAssignment.role`. `narrowed(load, consumer)` returns the part
+    of the backlog at the devices that run this consumer's work.
     """
 
     def __init__(
@@ -273,31 +285,36 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        self._short: dict[
-            str, None
-        ] = {}  # consumers, in order, that delivered after the last refill, or have less credit than at an idle device
-        self._more: set[str] = set()  # consumers for which the broker has more work, according to their last delivery
-        self._announced: set[str] = set()  # consumers announced since the last listing began
-        self._open = False  # true if the last refill allowed pulling
+        # consumers, in order, that delivered since the last refill, or may deliver fewer messages than at an idle
+        # device
+        self._short: dict[str, None] = {}
+        self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
+        # consumers whose creation the broker reported since the last listing began: the listing may not have them
+        self._announced: set[str] = set()
+        self._open = False  # true if the last refill allowed pulls
         self._pulls: Pulls = queue.pulls(self._stream, on_delivery)
         self._notices: Subscription | None = None
         self._stopped = False
 
     async def start(self) -> None:
-        """Watch for changes of consumers, and read the existing ones. Raises BrokerError."""
+        """Subscribe to notices about consumers, and list the existing ones. Raises BrokerError."""
         self._notices = await self._queue.watch_consumers(self._stream, self._on_consumer)
         await self.refresh_consumers()
 
     async def refresh_consumers(self) -> None:
-        """Call `find_consumers` now if the broker answers: notices may have been missed."""
+        """List the consumers now, because notices may have been missed. If the broker does not answer, log a
+        warning.
+        """
         try:
             await self.find_consumers()
         except BrokerError as error:
-            _logger.warning("the consumers could not be listed, they are listed again within ten seconds: %s", error)
+            _logger.warning("the consumers could not be listed; this is tried again within ten seconds: %s", error)
 
     async def find_consumers(self) -> None:
-        """List the durable consumers of this lane, in case a notice of the broker was missed. Raises BrokerError."""
-        if self._notices is None:  # before the start, when a reconnect may call this as well, or after the end
+        """List the durable consumers of this lane, in case notices were missed, and set how many messages they may
+        deliver. Raises BrokerError.
+        """
+        if self._notices is None:  # not started yet (a reconnect may call this early), or already stopped
             return
         before, self._announced = set(self._consumers), set()
         names = [
@@ -327,7 +344,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Count a delivery, whatever its content: it has used up credit."""
+        """Count a delivery, valid or not: its consumer may now deliver one message less."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -338,33 +355,35 @@ class Pulling:
             self._more.discard(name)
 
     def estimate(self, name: str, cost: int) -> None:
-        """Set the mean cost of a consumer to an estimate of `cost` tokens. It is used until tokens were counted."""
+        """Use `cost` as the mean cost of a consumer until tokens were counted for it."""
         if (consumer := self._consumers.get(name)) is not None and not consumer.mean_cost:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """Update the mean cost of a consumer by a delivery of `cost` counted tokens. Estimates may be wrong by a
-        factor.
+        """Add a delivery of `cost` counted tokens to the mean cost of its consumer. The counted tokens matter, because
+        a gateway's estimate may be several times too high or low.
         """
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set the credit of every consumer, called after some time or after a change of the hosted models."""
+        """Set for all consumers how many messages they may deliver. Called regularly, and when the models of this
+        worker have changed.
+        """
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
-        """Set the right credit for this consumer."""
+        """Set how many messages this consumer may deliver."""
         if consumer in self._consumers:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set the credit of every consumer that may have too little credit."""
+        """Set how many messages the consumers may deliver, for those that may have too few."""
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Set the correct credit for every active consumer, even if it has too much. One call per second is enough: the
-        broker also needs seconds to apply a lower credit.
+        """Set how many messages the active consumers may deliver, also for those that have too many. Once per second is
+        enough, because the broker needs seconds to lower the number.
         """
         self._refill(list(self._active))
 
@@ -379,13 +398,14 @@ class Pulling:
             target = ideal = 0
             backlog = backlogs[name.startswith(self.bulk_prefix)]
             if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
-                # a quiet consumer keeps a credit of 1 even if the device has enough work: it delivers at most one
-                # message
+                # a consumer that is not active may always deliver one message, even if the device has enough work: this
+                # is not much
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     backlog = self._narrowed(backlog, name)
                     target, ideal = (self._share(load, consumer) for load in (backlog, Load(0, 0, backlog.lanes)))
-            # renewed when half of it is used, so that a busy consumer needs only one pull for many messages
+            # pulls again only when half of the credit is used up: a busy consumer then needs one pull request for many
+            # messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
             if target >= ideal:
@@ -401,19 +421,19 @@ class Pulling:
         return min(credit, max(1, credit // max(1, len(self._active))))
 
     def more_expected(self) -> bool:
-        """Return True if the broker has reported more work and may send it."""
+        """Return True if more messages wait at the broker and it may send them."""
         return any(self._pulls.outstanding(name) > 0 for name in self._more)
 
     async def stop(self) -> None:
-        """Stop pulling. Messages in transit are still delivered before this method returns."""
+        """Send no more pull requests. Returns when messages on their way have been delivered."""
         self._stopped = True
         notices, self._notices = self._notices, None
         await asyncio.gather(self._pulls.stop(), *([notices.stop()] if notices is not None else []))
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` creates a work item from a delivery; it returns None if
-    there is no new work item.
+    """Source of deliveries from one pool at a time. `accept` makes a work item of a delivery, or returns None if there
+    is no new work item in it.
     """
 
     def __init__(
@@ -428,7 +448,9 @@ class WorkSource:
         accept: Callable[[Delivery], InFlight | None],
         clock: Callable[[], float],
     ) -> None:
-        """`now_s` returns the broker's time."""
+        """Create the source for the pool of `lane`; `pull` starts it. `now_s` returns the time of the broker's
+        clock.
+        """
         self._broker = broker
         self._worker_id = worker_id
         self._now_s = now_s
@@ -437,13 +459,13 @@ class WorkSource:
         self._loading = loading
         self._inventory = inventory
         self._accept = accept
-        self.pool: str | None = None  # pool from which the worker pulls; None if it does not pull
+        self.pool: str | None = None  # pool from which it pulls now, None if it does not pull
         self._paused: set[str] = set()
         self._refilling = False
         self._open(lane)
 
     def _open(self, lane: Lane) -> None:
-        """Use the table and the stream of this lane from now on."""
+        """Use the placement table and the stream of this lane from now on."""
         self.lane = lane
         self.assignment = HostAssignment(
             self._broker,
@@ -472,20 +494,20 @@ class WorkSource:
         return "none" if held else self.assignment.role(consumer)
 
     def _narrowed(self, load: Load, consumer: str) -> Load:
-        """Return the part of a load that waits for the devices that run the work of this consumer."""
+        """Return the part of a load at the devices that run this consumer's work."""
         is_bulk = consumer.startswith(self.pulling.bulk_prefix)
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
     def _holds(self, model: str) -> bool:
-        """Return True if no more work of this model should wait at this worker: its work waits already, or the model
-        cannot be loaded now.
+        """Return True if no more work of this model should wait here: some waits already, or the model cannot be loaded
+        now.
         """
         models = self._loading.models
         return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
 
     async def pull(self) -> bool:
-        """Follow the placement table and begin to pull. It can be called again after a failure. The stream of the lane
-        must exist. Raises BrokerError.
+        """Watch the placement table and begin to pull. The stream must exist. After a failure, call it again. Raises
+        BrokerError.
         """
         await self.assignment.start()
         await self.pulling.start()
@@ -493,10 +515,10 @@ class WorkSource:
         return True
 
     async def serve(self, pool: str | None) -> bool:
-        """Pull only from this pool, or from no pool. Work that was pulled before is completed. The method can be called
-        again after a failure.
+        """Pull only from this pool; None: pull nothing. Work that was already pulled is finished. After a failure, call
+        it again.
 
-        Raises BrokerError, also if the pool has no stream yet; then the worker pulls no work.
+        Raises BrokerError, also if the pool has no stream yet. The worker then pulls nothing.
         """
         if pool == self.pool:
             return True
@@ -509,12 +531,13 @@ class WorkSource:
         return await self.pull()
 
     async def stop(self) -> None:
-        """Stop pulling. Messages in transit are still delivered before this method returns."""
+        """Stop pulling. Returns when messages on their way have been delivered."""
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
 
     async def upkeep(self, *, is_check: bool) -> None:
-        """Update credit and loads that depend on time. Called once a second. With `is_check`, every ten seconds, also
-        list the consumers and check the table. Raises BrokerError.
+        """Set how many messages the active consumers may deliver, and load models in advance. Called once per second.
+        With `is_check`, which is every ten seconds, also list the consumers and check the placement table. Raises
+        BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
@@ -529,7 +552,9 @@ class WorkSource:
         self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """Load models that this worker and other workers host, so that it pulls only work that it can run at once."""
+        """Load the models of which this worker is one of several hosts, before it pulls their work. So no work waits
+        here for a load.
+        """
         if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 
@@ -542,12 +567,16 @@ class WorkSource:
             pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
-        """Update the credit of a work item's consumer by its tokens, once it is tokenised."""
+        """Add the tokens of a tokenised work item to the mean of its consumer. The mean determines how many messages
+        the consumer may deliver.
+        """
         if flight.batch_entry is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Refill once in this iteration of the event loop, whatever the number of calls."""
+        """Set how many messages the consumers may deliver, once in this iteration of the event loop, even if this is
+        called many times.
+        """
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)
@@ -558,8 +587,8 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Stop pulling from these consumers while the context is open: this worker waits for the newest entries of
-        their models.
+        """Pull nothing from these consumers while the context is open, because the worker must first read the newest
+        entries of their models.
         """
         self._paused.update(consumers)
         for consumer in consumers:

@@ -1,1 +1,1 @@
-"""Models that this worker serves: their states, loads, LoRAs and unloads."""
+"""Models that this worker serves: their states, loading and unloading, and LoRAs."""

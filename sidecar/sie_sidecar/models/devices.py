@@ -1,10 +1,11 @@
-"""Choice of a device for a model: pure functions of how a worker's devices are loaded. A worker with one device has no
-choice, and enters nothing here.
+"""Choice of a device for a model in a worker with several devices. The functions have no state: the loads of the
+devices are arguments.
 
-    work of a model ──► loaded on some devices ──► the one with the least work
-                   ├──► being loaded ──► there
-                   └──► nowhere ──► where memory is free, else where the least recently used model may go
-    one device is behind with it for seconds, another one idles and has room ──► a second copy there
+    work of a model ──► loaded on some devices ──► the one of them with the least work
+                   ├──► being loaded on a device ──► this device
+                   └──► loaded nowhere ──► a device with free memory, else the one with the least recently used model
+
+    all devices with the model are behind for seconds, another device is idle and has memory ──► a second copy there
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MEMORY_STEPS = 8  # number of steps in which the free memory of devices is compared; smaller differences are ignored
-# number of checks in a row, one per second, after which a model that is behind gets a copy on another device
+MEMORY_STEPS = 8  # free memory is compared in eighths of the usable memory; smaller differences are ignored
+# checks in a row (one per second) in which a model is behind, until it gets a second copy
 CHECKS_BEHIND = 3
 
 
 @dataclass(frozen=True)
 class DeviceView:
-    """Properties of one device that decide whether a model is loaded on it.
+    """Facts about one device for the choice of a device for one model.
 
-    `loaded`: the model is loaded and open to work on the device. `coming`: it is being loaded, or closed for another
-    load. `refused`: its load failed on the device and may not be tried again yet; `gives_up`: its load is not tried
-    again until the entry changes. `models`: number of models that are loaded or coming. `size_bytes`: memory of the
-    model, 0 if not known. `idle_since_s`: time of the last use of the model that would be evicted first, infinite if
-    none may be.
+    `loaded`: the model is loaded and accepts work. `coming`: it is being loaded, or is loaded but closed to new work.
+    `refused`: loading it here failed, and must not be tried again yet. `gives_up`: it must not be tried again before
+    the entry of the model changes. `held_cost`: tokens of the work for this device. `models`: number of models that are
+    loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown. `idle_since_s`: last use of the model that
+    would be evicted first, infinite if none may be evicted.
     """
 
     connected: bool
@@ -43,17 +44,18 @@ class DeviceView:
 
     @property
     def fits(self) -> bool:
-        """True if the model fits on the device in addition to the loaded models."""
+        """Return True if the model fits into the free memory."""
         return self.free_bytes >= max(1, self.size_bytes)
 
 
 def choose(views: Sequence[DeviceView]) -> int:
-    """Return the number of the device that should run new work of a model."""
+    """Return the number of the device on which new work of a model should run. `views`: facts about each device."""
     numbers = [number for number, view in enumerate(views) if view.connected] or list(range(len(views)))
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        [number for number in numbers if views[number].gives_up],  # the load would probably fail on another device too
+        # a device on which its load failed for ever: the load would probably fail on the others too, so none is tried
+        [number for number in numbers if views[number].gives_up],
     ):
         if able:
             return min(able, key=lambda number: (views[number].held_cost, number))
@@ -68,14 +70,17 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Models whose work is too much for their devices while another device is idle."""
+    """Decides which models get a copy on a second device, because their devices cannot keep up while another device is
+    idle.
+    """
 
     def __init__(self) -> None:
-        self._behind: dict[str, int] = {}  # residency -> number of consecutive checks that had waiting work for it
+        # residency (a model in one copy of its weights) -> number of checks in a row in which its work waited
+        self._behind: dict[str, int] = {}
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:
-        """Return the models that must be loaded on one more device, each with the number of this device. Called once a
-        second with the models whose work waits on every device that has the model.
+        """Return the models to load on one more device, each with the number of this device. Call it once per second.
+        `behind`: the models whose work waits on every device that has them.
         """
         copies = {}
         counts = {}

@@ -1,5 +1,6 @@
-"""Loading of models and LoRAs, and requests of operators to load or unload models. A LoRA is loaded once for all
-callers that wait for it. Requests wait for a LoRA for a shorter time than for a model. Failures are remembered.
+"""Loading of models and LoRAs when work needs them, and operators' requests to load or unload models. All callers that
+need the same LoRA share one load. A request waits for a LoRA for only HOLD_S seconds. A LoRA that could not be loaded
+is not tried again for COOL_DOWN_S.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-MAX_REMEMBERED = 1000  # largest number of remembered names; clients choose them, so the number must be limited
-_Key = tuple[int, str, str]  # number of the device, residency, LoRA
+# maximum number of LoRAs that are remembered as failed or loaded. Their names come from clients, so the number must be
+# limited
+MAX_REMEMBERED = 1000
+_Key = tuple[int, str, str]  # number of the device, residency (a model in one copy of its weights), name of the LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs for loaded models, on any device. `ModelState.loras` lists the LoRAs of the adapter. It may still
-    include LoRAs that the adapter dropped without a report.
+    """Loads LoRAs into loaded models. `ModelState.loras` lists those that are loaded, but the adapter may have dropped
+    some of them since then.
     """
 
     def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
@@ -51,16 +54,17 @@ class LoraLoads:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Return the lock that a batch holds from the reload of its dropped LoRA until it has run. During this time, no
-        other LoRA of this model begins to load.
+        """Return the lock under which a batch loads its LoRA again and then runs. Meanwhile no other LoRA of this model
+        begins to load.
 
-        Without the lock, requests for more LoRAs than the adapter can keep would drop each other's LoRAs for ever.
+        Without it, requests with more LoRAs than the adapter can hold would replace each other's LoRAs for ever before
+        they run.
         """
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Ensure that the LoRA `name` is loaded for a loaded model. Raises LoraLoading after HOLD_S, LoraLoadFailed,
-        ModelLoading, AdapterGone.
+        """Load the LoRA `name` into a loaded model if it is not loaded. Raises LoraLoading if that takes longer than
+        HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone.
         """
         if name in hosted.loras:
             return
@@ -78,17 +82,22 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs in the profiles of a loaded model, one after the other. A failure is logged; a request for
-        that LoRA gets the reason.
+        """Load the LoRAs of the model's profiles, one after the other. A failure is logged; a request for that LoRA
+        gets the error.
         """
         for name in named(hosted.resolved):
             try:
                 await asyncio.shield(self._load_of(hosted, name))
             except (SIEError, AdapterGone) as error:
-                _logger.warning("a profile of %s names a LoRA: %s", hosted.name, error, extra={"model": hosted.name})
+                _logger.warning(
+                    "a LoRA of a profile of %s could not be loaded: %s",
+                    hosted.name,
+                    error,
+                    extra={"model": hosted.name},
+                )
 
     async def stop(self) -> None:
-        """Cancel the running loads, and with them the callers that wait."""
+        """Cancel the running loads. The callers that wait for them are cancelled too."""
         loads = list(self._loads.values())
         for load in loads:
             load.cancel()
@@ -99,7 +108,7 @@ class LoraLoads:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = asyncio.create_task(self._load(hosted, name), name="lora")
-            # marks the exception as retrieved: there may be no waiters by then
+            # retrieves the exception: otherwise asyncio would log it if no caller waits for this load any more
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
         return load
 
@@ -126,7 +135,7 @@ class LoraLoads:
 
 
 def named(resolved: Resolved) -> list[str]:
-    """Return the LoRAs of the profiles that this loaded copy of the weights serves."""
+    """Return the names of the LoRAs in the profiles that use this copy of the weights."""
     entry = resolved.entry
     views = [Catalogue.resolve_profile(entry, profile, entry.id) for profile in ("default", *entry.profiles)]
     return list(
@@ -134,12 +143,13 @@ def named(resolved: Resolved) -> list[str]:
     )
 
 
-RESTORED_S = 10.0  # seconds in which the config service may restore the revision before a failed revision
+# seconds after a failed load during which the config service may replace the revision by an earlier one
+RESTORED_S = 10.0
 _logger = logging.getLogger("sie.sidecar.loading")
 
 
 class Loading:
-    """Loading of models for work. `work` owns the tasks of loads that no caller waits for."""
+    """Loads models for work items. `work` has the tasks of loads that no caller waits for."""
 
     def __init__(
         self,
@@ -164,7 +174,7 @@ class Loading:
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
-        """Wait until this worker's catalogue has the model of `item` at the gateway's revision or a later one, or after
+        """Wait until this worker's catalogue has the model of `item` at the gateway's revision or a later one, at most
         `within_s` seconds.
         """
         await self._feed.renewed(
@@ -172,8 +182,8 @@ class Loading:
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """Return the residency for this work, on the device that should run it. Return None if this worker's catalogue
-        does not have that revision of the model.
+        """Return the state of the model for this work item, on the device that should run it. None if this worker's
+        catalogue has another revision of the model.
         """
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
@@ -182,8 +192,8 @@ class Loading:
         return self.models.obtain(resolved, self.revision(item.model))
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
-        """Return True if the config service replaced the revision that `hosted` cannot load. If the worker had an
-        earlier revision loaded, wait for that until RESTORED_S seconds after the failed load.
+        """Return True if the config service has replaced the revision of the model whose load failed. If an earlier
+        revision was loaded before, wait for this until RESTORED_S seconds after the failed load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -192,42 +202,44 @@ class Loading:
         return await self._feed.renewed(lambda catalogue: catalogue.revisions.get(item.model, 0) > refused, left_s)
 
     def ahead(self, names: Iterable[str]) -> None:
-        """Load these models, each named as model or model:profile, in the background before work needs them. Failures
-        are logged.
-        """
+        """Load these models (names or model:profile) in the background, before work needs them. Failures are logged."""
         for name in names:
             with contextlib.suppress(
                 ModelNotFound, BundleConflict
-            ):  # the catalogue of this worker is older or newer than the catalogue of the sender
+            ):  # this worker's catalogue may be older or newer than the catalogue of the gateway that named the model
                 resolved = self._feed.catalogue.resolve(name)
                 self._work.start(self._obtain_and_load(resolved), "load ahead")
 
     def copy(self, hosted: ModelState) -> None:
-        """Load a model on an additional device in the background."""
-        _logger.info("%s is loaded on device %d too", hosted.name, hosted.device, extra={"model": hosted.name})
+        """Load a model in the background on one more device."""
+        _logger.info(
+            "%s is also being loaded on device %d, because its other devices are busy",
+            hosted.name,
+            hosted.device,
+            extra={"model": hosted.name},
+        )
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # each load chooses its device after the earlier loads have begun
+        # the device is chosen here, after the loads before this one have begun, so that they count
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
         try:
             await self.models.device_of(hosted).ensure(hosted)
-        except (SIEError, AdapterGone) as error:  # no caller waits for this load; later work gets the error
-            _logger.warning("%s could not be loaded ahead: %s", hosted.name, error, extra={"model": hosted.name})
+        except (SIEError, AdapterGone) as error:  # no caller waits; work that needs the model later gets the error
+            _logger.warning("%s could not be loaded in advance: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
-        """Ensure that the model of these work items and their LoRA are loaded. Return earlier if no work item is left
-        to run.
+        """Load the model and the LoRA of these work items if they are not loaded. Return earlier if all work items were
+        settled meanwhile.
 
-        It works like Hosting.ensure, but continues with the next adapter if one is lost, until the last of the
-        deadlines: an input that kills every adapter must not run for ever, nor occupy memory while a load does not end.
-        If the adapter of the device is gone, the work items move to another device. Work items that are `past_gate`
-        have resources of their device: AdapterGone is raised if its adapter stays away while another device can take
-        over. `in_turn`: the caller has the lock of the LoRA (`turn`). Raises SIEError.
+        If the adapter is lost, wait for it or for another device, and try again until the last deadline of the work
+        items. Not longer, because an input that crashes every adapter must not run for ever. `past_gate`: the work
+        items are already bound to their device; if its adapter stays away, AdapterGone is raised instead of moving
+        them. `in_turn`: the caller holds the lock `LoraLoads.turn`. Raises SIEError.
         """
         began_s = self._clock()
         try:
@@ -260,15 +272,15 @@ class Loading:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - self._clock()):
                         await (link.wait_connected() if past_gate else self._links.wait_connected())
-            except ModelLoading:  # the model was evicted before its LoRA was loaded
+            except ModelLoading:  # it was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # else: the model was evicted while its LoRA was loaded
+                if hosted.state == "loaded":  # else it was evicted while its LoRA was loaded: load both again
                     return
         raise GatewayTimeout("the budget of the request was over before its model was loaded")
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
-        """Move these work items to another device, and return the state of their model on that device."""
+        """Assign these work items to another device. Return the state of their model there."""
         chosen = self.models.obtain(hosted.resolved, hosted.revision)
         for flight in flights:
             if flight.hosted is not None:
@@ -276,8 +288,8 @@ class Loading:
         return chosen
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Allow the model of a work item to be evicted until the work item may run. Return the function to call at that
-        time.
+        """Allow the eviction of a waiting work item's model. Return a function that ends this; call it before the work
+        item runs.
         """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])
@@ -287,8 +299,8 @@ class Loading:
 
 
 class ResidencyRequests:
-    """Handler of `messages.Residency`. `work` owns the tasks of waiting unloads. `on_unloaded` is called with the id of
-    an entry.
+    """Handler of operators' requests to load or unload a model. `work` has the tasks of unloads that wait.
+    `on_unloaded` is called with the id of the unloaded entry.
     """
 
     def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:
@@ -298,11 +310,13 @@ class ResidencyRequests:
         self._on_unloaded = on_unloaded
 
     async def on_message(self, message: CoreMessage) -> None:
-        """Carry out a request of an operator, which a gateway sent. There is no reply: heartbeats report the state."""
+        """Load or unload a model at the request of an operator, which a gateway forwards. There is no reply, because
+        heartbeats report the state.
+        """
         try:
             request = messages.decode_residency(message.data)
         except msgspec.DecodeError as error:
-            _logger.error("a request of an operator could not be read: %s", error)
+            _logger.error("a request to load or unload a model could not be decoded: %s", error)
             return
         states = self._models.find(request.model)
         if request.action == "load":
@@ -317,7 +331,7 @@ class ResidencyRequests:
     async def _unload(self, hosted: ModelState) -> None:
         try:
             if await self._models.device_of(hosted).unload_when_idle(hosted):
-                _logger.info("%s was unloaded by request of an operator", hosted.name, extra={"model": hosted.name})
+                _logger.info("%s was unloaded at the request of an operator", hosted.name, extra={"model": hosted.name})
                 self._on_unloaded(hosted.resolved.entry.id)
         except (AdapterGone, SIEError) as error:
             _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})

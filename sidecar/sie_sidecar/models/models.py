@@ -1,22 +1,23 @@
-"""Models of this worker. `ModelStates` has their states and decides, without I/O, which may be evicted. `Hosting` loads
-and unloads them: one load per model for all callers that wait for it; models alternate in memory; idle models are
-released.
+"""Models of this worker. `ModelStates` has their states and decides, without I/O, which ones may be evicted. `Hosting`
+loads and unloads the models of one device: callers that need the same model share one load, models take turns in
+memory, and idle models are unloaded.
 
-    available ──► loading ──► loaded ──released──► unloading ──► available
-                    │           └──dropped by the adapter, or the adapter is gone──► available
-                    └──refused──► failed ──cool-down──► loading
+    available ──► loading ──► loaded ──idle, or an operator's request──► unloading ──► available
+                    │           └──dropped by the adapter, or adapter lost──► available
+                    └──error──► failed ──after a pause──► loading
 
-The sidecar decides which models may be evicted, and in what order; the adapter decides when. Each request to the
-adapter names the models that may be dropped for it, and its reply names the dropped ones.
+The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
+memory. Each request to the adapter lists the models that may be dropped for it, and each reply lists the dropped ones.
+So models are evicted with a load, with a batch, or by a request once per second if memory is short.
 
-    Hosting.ensure ──► loaded, and its gate is open ──► return
-          └──► load ──► the adapter drops models that it may ──► Ready
-                  └──► no memory left by models with work ──► one of them is closed to new work ──► load again
+    Hosting.ensure ──► the model is loaded and open to new work ──► return
+          └──► load ──► the adapter drops listed models if it needs memory ──► Ready
+                  └──► only models with work are left ──► one is closed to new work until it is idle ──► load again
 
-Models are evicted under memory pressure with every batch, and once per second.
+`WorkerModels` has the `Hosting` of each device. A model may be loaded on several devices; `devices` chooses one of them
+for work.
 
-Each device of the worker has a `Hosting` of its own: its adapter, its models, its memory. `WorkerModels` has all of
-them. A model may be loaded on several devices; `devices` chooses one for work.
+A residency is a model in one copy of its weights; profiles that need other weights have a residency of their own.
 """
 
 from __future__ import annotations
@@ -45,22 +46,23 @@ from sie_sidecar.prepare.tokens import ModelTokenizer
 
 State = Literal["available", "loading", "loaded", "unloading", "failed"]
 
-# seconds after a temporary failure, by error class; a permanent failure is final until the entry changes
+# seconds until a failed load may be tried again, by error class; after a permanent failure, the entry must change first
 COOL_DOWN_S = {"OOM": 60.0}
 OTHER_COOL_DOWN_S = 30.0
-PASSING = ("OOM", "NETWORK")  # error classes of loads that are tried again without a limit
+PASSING = ("OOM", "NETWORK")  # error classes that never become permanent, however often the load fails
 PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
-MEMORY_USED = 0.85  # part of the device's memory that is used if the adapter reports no threshold
+# part of the device's memory that may be in use before models are evicted, if the adapter reports no threshold
+MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
-FILL_WEIGHT = 0.1  # weight of the newest batch in the mean
-# largest time in seconds that a model keeps its memory after its load: the request for the next model waits for
-# SIE_LOAD_HOLD_S, and the load of that model must fit into that time as well
+FILL_WEIGHT = 0.1  # weight of the newest batch in the mean fill
+# longest time in seconds for which a loaded model with work is not closed to new work. A request for another model
+# waits at most SIE_LOAD_HOLD_S, and the load of that model must fit into this time too
 MAX_TURN_S = 5.0
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """Return the cost of an image, and its number of token ids in a row. Each value is the maximum over all operations
-    of the model.
+    """Return the largest cost of an image in tokens, and the largest number of its token ids in a row, over the model's
+    operations.
     """
     costs = []
     for rows in ready.rows.values():
@@ -72,25 +74,25 @@ def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
 
 
 def usable_bytes(device: ipc.Description) -> float:
-    """Return the memory of a device that may be in use before models are evicted."""
+    """Return the bytes of a device that may be in use before models are evicted."""
     return (device.threshold_percent / 100 or MEMORY_USED) * device.memory_total_bytes
 
 
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
-    """Return the precision of a loaded model, in the form for heartbeats."""
+    """Return the precision of a loaded model, as heartbeats report it."""
     return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
 
 
 class ModelState:
-    """One residency on one device of this worker. `held` is the number of its work items on this device, in any
-    stage.
+    """One residency (a model in one copy of its weights) on one device. `held`: number of work items here that need it,
+    in any stage.
     """
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
         self.device = device  # number of the device
-        self.revision = 0  # revision of the entry in `resolved`; 0 if unknown
-        self.loaded_revision = 0  # revision of the model that was loaded last
+        self.revision = 0  # revision of the catalogue entry in `resolved`, 0 if unknown
+        self.loaded_revision = 0  # revision that was loaded last
         self.state: State = "available"
         self.ready: ipc.Ready | None = None
         self.tokenizer: ModelTokenizer | None = None
@@ -98,27 +100,29 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # functions of the callers that wait while the model is closed to new work; each returns the number of its work
-        # items
+        # one function for each caller that waits while the model may be evicted; it returns the number of the caller's
+        # work items
         self.before_gate: list[Callable[[], int]] = []
-        self.arriving = False  # true while the adapter loads the model
-        self.leaves = False  # true if an operator requested its unload as soon as it is idle
-        # true while new work waits, because another model needs the memory of this model
+        self.arriving = False  # true while the adapter is loading it
+        self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
+        # true while it accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time when work last arrived, ran or ended
-        self.uses = 0  # number of times that work arrived or ended
-        self.swapped = False  # true if the last load of this model closed another model to new work
-        self.load_s = 0.0  # seconds of the last load
-        self.memory_bytes = 0  # memory of the copy that was loaded last
-        # mean fill of its recent batches: their tokens divided by the tokens of a full batch
+        self.used_s = 0.0  # time at which work last arrived, ran or ended
+        self.uses = 0  # counts each arrival and end of work, so that a change can be seen
+        self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
+        self.load_s = 0.0  # seconds that its last load took
+        self.memory_bytes = 0  # bytes of the copy that was loaded last
+        # mean fill of its recent batches: tokens of the batch divided by the tokens of a full batch; None before its
+        # first batch
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
-        # functions of the callers that wait for the model; each returns the number of its work items that need it
+        # one function for each caller that waits for the model; it returns the number of work items that still need it
         self.waiting_counts: list[Callable[[], int]] = []
-        self.loras: set[str] = set()  # LoRAs of the loaded copy, as far as known; the adapter may have dropped some
-        self.lora_digests: dict[str, str] = {}  # digests of the files of loaded LoRAs and of unloaded ones
+        # LoRAs that were loaded into this copy; the adapter may have dropped some since then
+        self.loras: set[str] = set()
+        self.lora_digests: dict[str, str] = {}  # digest of the files of each LoRA that was loaded once
         self._fingerprints: dict[tuple[str, str], str] = {}
 
     @property
@@ -127,23 +131,21 @@ class ModelState:
 
     @property
     def has_waiters(self) -> bool:
-        """True if a waiting caller still needs the model."""
+        """Return True if a caller waits for the model and still needs it."""
         return any(count() for count in self.waiting_counts)
 
     @property
     def parked(self) -> int:
-        """Number of the model's work items at this worker that wait because the model is closed to new work."""
+        """Return the number of work items here that wait and do not need the model in memory."""
         return sum(count() for count in self.before_gate)
 
     @property
     def is_quiet(self) -> bool:
-        """True if all work of the model waits because the model is closed to new work, so that the model may be
-        unloaded.
-        """
+        """Return True if no work item needs the model now, so that it may be unloaded."""
         return self.held == self.parked
 
     def came_in(self, cost: int, now_s: float) -> None:
-        """Count the tokens of work that was accepted."""
+        """Add the tokens of an accepted work item to the rate of arriving tokens."""
         self._cost_rate = self.cost_rate(now_s) + cost / RATE_OVER_S
         self._cost_s = now_s
 
@@ -152,23 +154,25 @@ class ModelState:
         self.used_s = now_s
 
     def add_items(self, items: int, now_s: float) -> None:
-        """Add `items` to the number of work items at this worker. A negative number removes some."""
+        """Add to the number of work items that need the model. A negative number subtracts."""
         self.held += items
         self.uses += 1
         self.used(now_s)
 
     def filled(self, ratio: float) -> None:
-        """Record the fill of a batch."""
+        """Add the fill of a batch (its tokens divided by those of a full batch) to the mean."""
         self.fill_ratio = (
             ratio if self.fill_ratio is None else self.fill_ratio + FILL_WEIGHT * (ratio - self.fill_ratio)
         )
 
     def cost_rate(self, now_s: float) -> float:
-        """Return the tokens per second that arrive: a mean whose weights fall by a factor e in RATE_OVER_S seconds."""
+        """Return the tokens per second that arrive. Work that arrived RATE_OVER_S seconds ago has only 1/e of the
+        weight of new work.
+        """
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
-        """Return the fingerprint of answers of this profile with these options; empty while the model is not loaded."""
+        """Return the fingerprint of answers with this profile and these options. Empty if the model is not loaded."""
         if self.ready is None:
             return ""
         loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
@@ -205,17 +209,17 @@ class ModelState:
         )
 
     def refusal(self, now_s: float) -> SIEError | None:
-        """Return the error of the model's last load if the load must not be tried again yet, else None."""
+        """Return the error of the last load if it must not be tried again yet, else None."""
         if self.state != "failed" or self.error is None:
             return None
         cool_down_s = COOL_DOWN_S.get(str(self.error.extras.get("error_class")), OTHER_COOL_DOWN_S)
         if not self.error.extras.get("permanent") and now_s - self.failed_s >= cool_down_s:
             return None
-        # a new exception each time: a stored exception would keep the frames of all callers that raised it
+        # a new exception each time: a stored one would keep the stack frames of its callers in memory
         return SIEError.from_info(self.error.info())
 
     def mark_unloaded(self) -> None:
-        """Record that the adapter no longer has the model."""
+        """Record that the adapter does not have the model any more."""
         self._fingerprints.clear()
         self.reset_loras()
         if self.state == "loaded":
@@ -223,28 +227,28 @@ class ModelState:
         self.ready = None
 
     def reset_failure(self) -> None:
-        """Reset the failed loads of the model, so that the next load counts as the first."""
+        """Reset the count of failed loads, and allow the next load at once."""
         self.attempts = 0
         if self.state == "failed":
             self.state, self.error = "available", None
 
     def retain(self) -> None:
-        """Keep the model loaded by request of an operator: it is not unloaded when idle, and a failed load is tried
+        """Keep the model at the request of an operator: cancel a pending unload, and allow a failed load to be tried
         again.
         """
         self.leaves = False
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Clear the list of the model's LoRAs. A LoRA that is not in the list is requested again, which is fast if the
-        adapter has it.
+        """Clear the lists of loaded LoRAs. The adapter is asked for each LoRA again, which is fast if it has the
+        LoRA.
         """
         self.loras.clear()
         self.lora_digests.clear()
 
 
 class ModelStates:
-    """Residencies of one device of this worker."""
+    """States of all residencies (models in one copy of their weights) on one device."""
 
     def __init__(
         self,
@@ -255,20 +259,21 @@ class ModelStates:
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
         device: int = 0,
     ) -> None:
-        """Create the states without residencies. `swap_after_s` is the shortest time before a model with work is closed
-        for another one. `assigned` returns the models of which this worker is a host, or None while unknown. `fetching`
-        returns the progress of downloads of weights to this node, by id of their entry. `device` is the number of the
+        """Create the states of a device without models. `swap_after_s`: seconds that a load waits before a model with
+        work is closed to new work for it. `assigned` returns the models of which this worker is a host, None while that
+        is unknown. `fetching` returns the progress of downloads of weights by id of the entry. `device`: number of the
         device.
         """
         self.device = device
-        self.held_cost = 0  # tokens of the held work items, by the gateway's estimate
+        self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
         self._clock = clock
         self._swap_after_s = swap_after_s
         self._assigned = assigned
         self._fetching = fetching
         self._hosted: dict[str, ModelState] = {}
         self._of_model: dict[str, list[ModelState]] = {}
-        self._usable_bytes: float | None = None  # bytes of memory for models, measured when no load was running
+        # bytes of the device that models may use, computed when no load was running; None before the first time
+        self._usable_bytes: float | None = None
 
     def all(self) -> list[ModelState]:
         return list(self._hosted.values())
@@ -278,30 +283,30 @@ class ModelStates:
         return tuple(hosted.status(now_s, fetching.get(hosted.resolved.entry.id)) for hosted in self._hosted.values())
 
     def is_loaded(self, model: str) -> bool:
-        """Return True if a residency of this model is loaded."""
+        """Return True if the model is loaded, with any of its copies of weights."""
         return any(hosted.state == "loaded" for hosted in self._of_model.get(model, ()))
 
     def is_open(self, model: str) -> bool:
-        """Return True if work of this model may be pulled: a residency is loaded and not closed to new work."""
+        """Return True if the model is loaded and accepts new work, so that its messages may be pulled."""
         return any(hosted.state == "loaded" and not hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def holds(self, model: str) -> bool:
-        """Return True if this worker has work of this model."""
+        """Return True if a work item here needs this model."""
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
     def is_closed(self, model: str) -> bool:
-        """Return True if work of this model would have to wait for the load of another model."""
+        """Return True if new work of this model would wait here for the load of another model."""
         return any(hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def loaded_models(self) -> list[str]:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """Return the number of models of the mean loaded size that fit on the device without an eviction, in addition
-        to its other memory; 0 while unknown.
+        """Return how many models of the mean size fit on the device together. Memory that the adapter uses for other
+        purposes is left out. 0 if this is unknown.
         """
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # the bytes of a model that is being loaded are not counted for any model yet
+        # while a model is being loaded, its bytes are not reported for it yet, and would look like other use
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -310,8 +315,8 @@ class ModelStates:
         )
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """Return the residency for `resolved`, the entry of a model at `revision`. A changed entry is another model:
-        the old copy is not used for it.
+        """Return the state for a model as it is resolved now, at `revision`. If its entry has changed, the loaded copy
+        counts as unloaded, because it was loaded for the old entry.
         """
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
@@ -320,49 +325,49 @@ class ModelStates:
         elif hosted.resolved.entry != resolved.entry:
             hosted.resolved = resolved
             hosted.mark_unloaded()
-            hosted.tokenizer = None  # the tokenizer belongs to another model
+            hosted.tokenizer = None  # the tokenizer belongs to the old catalogue entry
             hosted.reset_failure()
         hosted.revision = revision
         return hosted
 
     def find(self, residency: str) -> ModelState | None:
-        """Return the residency of this name, or None if no work here has used it."""
+        """Return the state of the residency (a model in one copy of its weights) with this name. None if no work here
+        has needed it yet.
+        """
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
-        """Add `items` to the number of work items that need `hosted`, and `cost` tokens. The model is not evicted until
-        these work items are parked or released.
+        """Record that work items with `cost` tokens in total need the model. It is not evicted until they are parked or
+        settled.
         """
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
     def let_go(self, hosted: ModelState, cost: int = 0) -> None:
-        """Record that one work item of `hosted` with `cost` tokens is settled, or is moved to another device."""
+        """Record that a work item with `cost` tokens was settled or moved to another device."""
         hosted.add_items(-1, self._clock())
         self.held_cost -= cost
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Record work items of `hosted` that need it later, but not now. `items` returns their number. The model may be
-        evicted in the meantime.
+        """Record that work items need the model later but not now, so that it may be evicted. `items` returns their
+        number.
         """
         hosted.before_gate.append(items)
 
     def unpark(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Record that the parked work items need the model now."""
+        """Record that these parked work items need the model now."""
         hosted.before_gate.remove(items)
 
     def idle(self, seconds: float) -> list[ModelState]:
-        """Return the loaded models without work, except work that waits because a model is closed to new work, whose
-        last use was at least `seconds` ago.
-        """
+        """Return the loaded models that no work item needs now, and whose last use was at least `seconds` ago."""
         before_s = self._clock() - seconds
         loaded = (hosted for hosted in self._hosted.values() if hosted.state == "loaded")
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
-        """Return the models that were idle for `idle_s` seconds, in the order in which they may be evicted. Models that
-        are placed on other workers are first. In each of the two groups, the least recently used model is first, then
-        the other models by size, the largest first.
+        """Return the models that were idle for `idle_s` seconds, in the order in which they may be evicted: first the
+        models that are placed on other workers, then those placed on this one. In both groups the least recently used
+        model is first, and the others follow by size, the largest first.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -377,19 +382,22 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """Return the other models that occupy memory now: loaded with work, or loading."""
+        """Return the models other than `hosted` whose memory cannot be freed now: loaded and in use, or being
+        loaded.
+        """
         states = (state for state in self._hosted.values() if state is not hosted)
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
     def left_over(self, loaded_models: Iterable[ipc.LoadedModel]) -> list[str]:
-        """Return the adapter's models that an earlier process requested. This process never requested them."""
+        """Return the names of loaded models that this process did not load: an earlier sidecar process did."""
         names = {hosted.name for hosted in self._hosted.values() if hosted.state in ("loading", "loaded")}
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Return the model to close to new work, for a load that was requested at `asked_s` and does not fit in
-        addition to these models. Also return the seconds until it is closed. It is closed when the load has waited long
-        enough and the turn of the model has ended. Return None if all of them are closed already.
+        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return the model,
+        and the seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's time of
+        protection must have ended. `had_work`: the models that keep the memory. Return (None, None) if all of them are
+        closed already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -398,13 +406,13 @@ class ModelStates:
         return first, max(asked_s + self._swap_after_s, self._turn_ends_s(first)) - self._clock()
 
     def _turn_ends_s(self, hosted: ModelState) -> float:
-        """Return the end of a model's turn. A model that was loaded for its own work keeps its turn for the duration of
-        its load, at most MAX_TURN_S: otherwise models would only be loaded and never run.
+        """Return the time until which a model is protected after its load: as long as its load took, but at least
+        `swap_after_s` and at most MAX_TURN_S. Without this, models would be loaded and evicted again before they run.
         """
         return hosted.loaded_s + max(self._swap_after_s, min(hosted.load_s, MAX_TURN_S))
 
     def loaded(self, hosted: ModelState, ready: ipc.Ready, load_s: float) -> None:
-        """Record that the adapter has loaded `hosted`, and the seconds of the load."""
+        """Record that the adapter has loaded `hosted`, which took `load_s` seconds."""
         hosted.ready, hosted.error, hosted.attempts = ready, None, 0
         hosted.loaded_revision = hosted.revision
         hosted.tokenizer = ModelTokenizer(ready.tokenizer, ready.max_tokens)
@@ -412,7 +420,7 @@ class ModelStates:
         hosted.memory_bytes, hosted.load_s = ready.loaded.memory_bytes, load_s
 
     def failed(self, hosted: ModelState, error: SIEError) -> SIEError:
-        """Record that the adapter has refused to load `hosted`. Return the error that is remembered."""
+        """Record that `hosted` could not be loaded. Return the error that later work items of this model get."""
         error_class = error.extras.get("error_class", "UNKNOWN")
         hosted.attempts += 1
         permanent = error_class in PERMANENT or (error_class not in PASSING and hosted.attempts >= MAX_ATTEMPTS)
@@ -422,14 +430,15 @@ class ModelStates:
         return hosted.error
 
     def dropped(self, names: Iterable[str]) -> list[ModelState]:
-        """Record that the adapter has unloaded these models. Return their known residencies."""
+        """Record that the adapter has unloaded these models. Return the states of those that this process knows."""
         unloaded = [self._hosted[name] for name in names if name in self._hosted]
         for hosted in unloaded:
             hosted.mark_unloaded()
         return unloaded
 
 
-IDLE_S = 1.0  # seconds after its last use before a model may be evicted: a model in steady use should not be reloaded
+# seconds without use until a model may be evicted, so that a model in steady use is not loaded again and again
+IDLE_S = 1.0
 RELIEVE_S = 1.0
 EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")
@@ -444,7 +453,7 @@ def _names(models: list[ModelState]) -> tuple[str, ...]:
 
 
 class Hosting(ModelStates):
-    """Models of one device of this worker, with the adapter that loads and drops them."""
+    """Loads and unloads the models of one device, through the connection `link` to its adapter."""
 
     def __init__(
         self,
@@ -459,19 +468,19 @@ class Hosting(ModelStates):
         on_role: Callable[[ModelState], object] = lambda hosted: None,
         device: int = 0,
     ) -> None:
-        """Create the object without models. A model that does not fit waits until other models have no work, and after
+        """Create the object without models. A load that needs memory waits until other models have no work; after
         `swap_after_s` one of them is closed to new work. `assigned` returns the models of which this worker is a host,
-        or None while unknown. `on_role` is called when a residency is unloaded, closed to new work, or opened again.
+        None while that is unknown. `on_role` is called when a model is unloaded, closed to new work, or opened again.
         """
         super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, device=device)
         self.swaps = 0
         self.idle_evictions = 0
-        self._asked = 0  # number of requested loads
-        # callers that wait for memory: start of the wait, and the future that wakes the caller
+        self._asked = 0  # loads that were requested from the adapter since the start
+        # loads that wait for memory: time at which each began, and the future that wakes it
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
         self._gates: dict[
             str, asyncio.Event
-        ] = {}  # models that are closed to new work; the event is set when the model is opened again
+        ] = {}  # by name of a closed model: event that is set when it accepts new work again
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.link = link
@@ -500,7 +509,7 @@ class Hosting(ModelStates):
         self._on_change()
 
     def _on_dropped(self, names: tuple[str, ...]) -> None:
-        _logger.info("the adapter unloaded %s for its memory", ", ".join(names))
+        _logger.info("the adapter unloaded %s to free memory", ", ".join(names))
         for hosted in self.dropped(names):
             self._on_role(hosted)
         self._on_change()
@@ -508,12 +517,12 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Ensure that the model is loaded and open to new work. Return earlier if no caller needs it any more. Raises
-        ModelLoadFailed, AdapterGone.
+        """Load the model if needed, and wait until it accepts new work. Return earlier if no work item needs it any
+        more. Raises ModelLoadFailed, AdapterGone.
 
-        `items` returns the number of held work items that wait for it, without cancelled ones; if it is None, the model
-        is loaded without work. `past_gate`: the work items were admitted to the model before and have resources that
-        other work waits for, so they must not wait even if the model is closed to new work.
+        `items` returns how many work items still wait in this call; None: the model is loaded without work.
+        `past_gate`: the work items were accepted before the model was closed to new work, and other work waits for what
+        they hold, so they do not wait until it is opened.
         """
         count = items or _one_item
         hosted.waiting_counts.append(count)
@@ -532,18 +541,18 @@ class Hosting(ModelStates):
             if (refusal := hosted.refusal(self._clock())) is not None:
                 raise refusal
             if (releasing := self._releasing.get(hosted.name)) is not None:
-                # whether the release succeeds or not, the model is loaded again for the new work
+                # waits for the end of the unload, also if it fails; then the model is loaded again
                 await asyncio.wait([releasing])
                 continue
             if (loading := self._loading.get(hosted.name)) is None:
                 loading = asyncio.create_task(self._load(hosted), name=f"load:{hosted.name}")
-                # marks the exception as retrieved: there may be no waiters by then
+                # retrieves the exception: otherwise asyncio would log it if no caller waits for this load any more
                 loading.add_done_callback(lambda task: task.cancelled() or task.exception())
                 self._loading[hosted.name] = loading
             await asyncio.shield(loading)
 
     async def stop(self) -> None:
-        """Cancel the running loads, and with them the callers that wait."""
+        """Cancel the running loads. The callers that wait for them are cancelled too."""
         loads = list(self._loading.values())
         for load in loads:
             load.cancel()
@@ -563,11 +572,11 @@ class Hosting(ModelStates):
                 began_s = self._clock()
             if ready is None:
                 return
-            # else: the entry changed in the meantime, and the loaded copy is of another model
+            # if the catalogue entry has changed meanwhile, the adapter has loaded the old one: do not use it
             if hosted.resolved.entry == resolved.entry:
                 self._ready(hosted, ready, ready.load_s or self._clock() - began_s)
         except SIEError:
-            # else: the waiting callers need another entry, which is loaded next
+            # if the catalogue entry has changed meanwhile, the error is about the old one; the new one is loaded next
             if hosted.resolved.entry == resolved.entry:
                 raise
         finally:
@@ -580,14 +589,14 @@ class Hosting(ModelStates):
 
     @staticmethod
     def _still_loads(hosted: ModelState, resolved: Resolved) -> bool:
-        """Return True if a caller still waits for exactly this model: a load without a caller would drop a model that
-        is needed.
+        """Return True if a caller still waits for this entry of the model. A load that nobody needs could evict a model
+        in use.
         """
         return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
-        """Return the loaded model. Return None if it did not fit in addition to models that had work or were loading.
-        Raises AdapterGone, ModelLoadFailed.
+        """Let the adapter load a model. Return its report, or None if it did not fit beside models that had work or
+        were being loaded. Raises AdapterGone, ModelLoadFailed.
         """
         offered = [candidate for candidate in self.evictable(0.0) if candidate is not hosted]
         left_over = self.left_over(self._described())
@@ -602,7 +611,7 @@ class Hosting(ModelStates):
                 beside or came or self.busy(hosted) or await self._went_to_earlier_loads(error, left_over)
             ):
                 return None
-            # the entry changed in the meantime: the failure does not concern the new entry
+            # the error is about an old entry of the model: do not record it for the new one
             if hosted.resolved.entry != resolved.entry:
                 raise
             failure = self.failed(hosted, error)
@@ -614,32 +623,32 @@ class Hosting(ModelStates):
             self._look_again()
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Return True if the memory is used by loads that an earlier process of this worker began and that this process
-        does not know. Loads that still run get some time; models whose load has ended can be offered for eviction.
-        Raises AdapterGone.
+        """Return True if an earlier process of this sidecar began loads whose models use the memory, and which this
+        process does not know. Loads that still run get a short time; a model whose load has ended can be evicted at the
+        next attempt. Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
             hosted.name for hosted in self.all() if hosted.arriving
         }:
-            await asyncio.sleep(EARLIER_LOAD_S)  # the end of that load is not reported
+            await asyncio.sleep(EARLIER_LOAD_S)  # a pause, because the end of that load is not reported to this process
             return True
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        if finding:  # these loads will find their models loaded; afterwards a model has work or can be evicted
+        # these loads of this process will find their models loaded already, because the earlier process loaded them.
+        # Afterwards these models have work or can be evicted
+        if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
         return any(name not in offered for name in self.left_over(self._described()))
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
-        """Return the models in the adapter's last description."""
+        """Return the models in the last description that the adapter sent."""
         return self.link.description.models if self.link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Wait until the model is open to new work. Until then its work items are parked, so the model may be
-        evicted.
-        """
+        """Wait until the model accepts new work again. Meanwhile it may be evicted."""
         self.park(hosted, items)
         try:
             await self._gates[hosted.name].wait()
@@ -649,14 +658,14 @@ class Hosting(ModelStates):
     async def _wait_for_memory(
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
-        """Wait until one more of the other models has no work, or no caller needs this model any more. After `hosted`
-        has waited `swap_after_s`, the model whose turn ends first is closed to new work at the end of its turn, until
-        `hosted` is loaded. Return the closed model.
+        """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
+        waited for `swap_after_s`, close another model to new work, until `hosted` is loaded: the one whose time of
+        protection ends first. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
             if closed is not None and (closed.state != "loaded" or not closed.is_closed):
-                self._open(closed)  # another load used the memory of the closed model
+                self._open(closed)  # another load has used the memory of the closed model: open it again
                 closed = None
             first, due_s = self.next_to_close(had_work, asked_s) if closed is None else (None, None)
             if first is not None and due_s is not None and due_s <= 0:
@@ -664,13 +673,18 @@ class Hosting(ModelStates):
                 self._close(closed)
                 self.swaps += 1
                 hosted.swapped = True
-                _logger.info("%s makes room for %s", closed.name, hosted.name, extra={"model": closed.name})
+                _logger.info(
+                    "%s accepts no new work until %s is loaded, because the two do not fit into memory together",
+                    closed.name,
+                    hosted.name,
+                    extra={"model": closed.name},
+                )
                 continue
             await self._until_quiet(asked_s, due_s)
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Wait until a model may have no more work, at most for `timeout_s` seconds."""
+        """Wait until a work item of some model ended, so that a model may be idle now; at most `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -681,21 +695,21 @@ class Hosting(ModelStates):
             self._waiters.remove(waiter)
 
     def _look_again(self) -> None:
-        """Wake the callers that wait for memory, in the order of their waits. Otherwise two models could alternate for
-        ever while a third one waits.
+        """Wake the loads that wait for memory, the longest waiting first. Without this order, two models could replace
+        each other for ever while a third one waits.
         """
         for _, waiter in sorted(self._waiters, key=lambda entry: entry[0]):
             if not waiter.done():
                 waiter.set_result(None)
 
     def _close(self, hosted: ModelState) -> None:
-        """Close the model to new work, which then waits."""
+        """Let new work of this model wait."""
         hosted.is_closed = True
         self._gates[hosted.name] = asyncio.Event()
         self._on_role(hosted)
 
     def _open(self, hosted: ModelState) -> None:
-        """Open the model to new work again. It may be closed for another model later."""
+        """Accept new work of this model again."""
         hosted.is_closed = False
         if (gate := self._gates.pop(hosted.name, None)) is not None:
             gate.set()
@@ -709,8 +723,8 @@ class Hosting(ModelStates):
         self._on_loaded(hosted)
 
     async def release(self, hosted: ModelState) -> None:
-        """Unload a model without work. Work that arrives during the unload waits, and loads it again. Raises
-        AdapterGone, SIEError.
+        """Unload a model that no work item needs. Work that arrives during the unload waits, and then loads the model
+        again. Raises AdapterGone, SIEError.
         """
         hosted.mark_unloaded()
         self._on_role(hosted)
@@ -721,12 +735,12 @@ class Hosting(ModelStates):
         await asyncio.shield(releasing)
 
     async def unload_when_idle(self, hosted: ModelState) -> bool:
-        """Unload the model once its load has ended and no work of it is in flight. Return True if this call unloaded
-        it. Raises AdapterGone, SIEError.
+        """Wait until the model is loaded and no work item needs it, then unload it. Return True if this call has
+        unloaded it. Raises AdapterGone, SIEError.
 
-        After `ModelState.retain` the model stays loaded.
+        `ModelState.retain` ends the wait; the model then stays loaded.
         """
-        if hosted.leaves:  # another call is waiting for this already
+        if hosted.leaves:  # another call waits for the unload of this model already
             return False
         hosted.leaves = True
         try:
@@ -748,8 +762,8 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Let the adapter relieve its memory every second, and unload models that were idle for `idle_evict_s` seconds,
-        until cancelled.
+        """Every second, let the adapter free memory if it is short, and unload models that were idle for `idle_evict_s`
+        seconds. Runs until cancelled.
         """
         while True:
             await asyncio.sleep(RELIEVE_S)
@@ -765,7 +779,7 @@ class Hosting(ModelStates):
                     _logger.warning("%s could not be unloaded: %s", hosted.name, error, extra={"model": hosted.name})
 
     async def relieve(self) -> None:
-        """Let the adapter unload idle models if memory is above its threshold."""
+        """Let the adapter unload idle models while its memory is above the threshold."""
         may_drop = _names(self.evictable(IDLE_S))
         if not may_drop:
             return
@@ -774,36 +788,36 @@ class Hosting(ModelStates):
         except AdapterGone:
             pass  # without an adapter, no model is loaded
         except SIEError as error:
-            _logger.warning("memory could not be relieved: %s", error)
+            _logger.warning("the adapter could not free memory: %s", error)
 
 
 _RANKS: tuple[State, ...] = ("loaded", "loading", "unloading", "failed", "available")
 
 
 class WorkerModels:
-    """Models of this worker, on all of its devices."""
+    """Models on all devices of this worker."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._copies = SecondCopies()
-        self.devices: list[Hosting] = []  # by number of the device
+        self.devices: list[Hosting] = []  # the index is the number of the device
 
     def __iter__(self) -> Iterator[ModelState]:
-        """Iterate over the residencies of all devices. A residency on several devices is yielded once for each
-        device.
-        """
+        """Iterate over the states of all models. A model that several devices know is yielded for each of them."""
         return (hosted for device in self.devices for hosted in device.all())
 
     def device_of(self, hosted: ModelState) -> Hosting:
-        """Return the `Hosting` of the device that has this residency."""
+        """Return the `Hosting` of the device to which this state belongs."""
         return self.devices[hosted.device]
 
     def find(self, residency: str) -> list[ModelState]:
-        """Return this residency on each device where work has used it."""
+        """Return the states of the residency (a model in one copy of its weights) with this name: one for each device
+        that knows it.
+        """
         return [hosted for device in self.devices if (hosted := device.find(residency)) is not None]
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """Return the residency that serves new work of `resolved`, on the device that should run it."""
+        """Return the state of a model on the device that should run its new work."""
         if len(self.devices) == 1:
             return self.devices[0].obtain(resolved, revision)
         states = [device.obtain(resolved, revision) for device in self.devices]
@@ -811,8 +825,8 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=not is_loaded) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return what the choice sees of a device. `weighs_memory`: with what is costly to tell, and is needed only if
-        the model is loaded nowhere.
+        """Return the facts about a device for the choice of a device. `weighs_memory`: also those that take time to
+        compute, which are needed only if the model is not loaded on any device.
         """
         device, now_s = self.device_of(hosted), self._clock()
         description = device.link.description
@@ -836,8 +850,8 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the residencies to load on one more device. Called once a second. `is_behind` returns True if work of
-        a residency waits because its device is busy.
+        """Return the states of models to load on one more device. Call this once per second. `is_behind(state)` is True
+        if work of the model waits because the device is busy.
         """
         if len(self.devices) == 1:
             return []
@@ -853,20 +867,20 @@ class WorkerModels:
         views = {name: [self._view(hosted, weighs_memory=True) for hosted in copies] for name, copies in states.items()}
         return [states[name][number] for name, number in self._copies.check(views).items()]
 
-    # the worker as a whole, for placement and heartbeats
+    # methods about the worker as a whole, for placement and heartbeats
 
     def is_open(self, model: str) -> bool:
-        """Return True if this worker can run work of this model: it is loaded on a device and is not closed to new work
-        there.
-        """
+        """Return True if the model is loaded on a device and accepts new work there."""
         return any(device.is_open(model) for device in self.devices)
 
     def holds(self, model: str) -> bool:
-        """Return True if this worker has work items of this model."""
+        """Return True if a work item of this worker needs this model."""
         return any(device.holds(model) for device in self.devices)
 
     def is_closed(self, model: str) -> bool:
-        """Return True if work of this model would have to wait for the load of another model."""
+        """Return True if new work of this model would wait for the load of another model on each device that could run
+        it.
+        """
         closed = [device for device in self.devices if device.is_closed(model)]
         return bool(closed) and not any(device.is_open(model) for device in self.devices if device not in closed)
 
@@ -874,8 +888,8 @@ class WorkerModels:
         return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
 
     def statuses(self) -> tuple[ModelStatus, ...]:
-        """Return one status for each residency: the status of the device on which its load is most advanced, with the
-        memory and the work of all devices.
+        """Return one status for each model, for the heartbeat. It is the status on the device where the load of the
+        model has come furthest, with the memory and the work of all devices.
         """
         if len(self.devices) == 1:
             return self.devices[0].statuses()
@@ -894,7 +908,7 @@ class WorkerModels:
         )
 
     def slots(self) -> int:
-        """Return the number of models of the mean loaded size that fit on the connected devices; 0 while unknown."""
+        """Return how many models of the mean size fit on all connected devices together. 0 if this is unknown."""
         return sum(
             device.slots(device.link.description)
             for device in self.devices
@@ -902,5 +916,5 @@ class WorkerModels:
         )
 
     async def stop(self) -> None:
-        """Cancel the running loads, and with them the callers that wait."""
+        """Cancel the running loads. The callers that wait for them are cancelled too."""
         await asyncio.gather(*(device.stop() for device in self.devices))

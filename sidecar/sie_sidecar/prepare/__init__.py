@@ -1,4 +1,4 @@
-"""Conversion of work items to rows for the device: texts are tokenised, long texts are truncated, images and sounds are
-decoded in the processes of `media_pool`. `prepare` is the entry; the modules for media run only for items that have
-media.
+"""Conversion of work items to rows of token ids for the device. Texts are tokenised, long texts are truncated, and
+images and sounds are decoded in separate processes. `prepare` is the entry; the modules for images and sounds are used
+only for items that have some.
 """

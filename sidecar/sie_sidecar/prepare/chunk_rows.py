@@ -1,14 +1,16 @@
-"""Rows of a text with chunks: the windows of the whole text, or a row for each chunk.
+"""Rows of a text whose chunks get vectors of their own: windows of the whole text, or one row for each chunk.
 
-    text ──► tokens with their places ──► spans, by the rule or from the client
-        context     windows that overlap ──► segments: the tokens of each chunk, each in the window of most context
-        no context  the text of each chunk
+    text ──► tokens and their positions ──► chunks, by a rule or as the client sent them
+        with context     overlapping windows ──► segments: the tokens of each chunk in the windows
+        without context  the text of each chunk alone
 
-A text that fits the model is one window. Otherwise all windows are about equally long, and neighbours overlap by an
-eighth of the longest possible window. A token belongs to the window in which it has more tokens on its shorter side:
-each overlap is divided in the middle. The special tokens and the prompt stand in each window. Those before the text
-belong to the chunk with the first token, those after it to the chunk with the last token; so one chunk that spans the
-text is pooled as the text is.
+A text that is not longer than the model's limit is one window. A longer text gets windows of about equal length;
+neighbours overlap by an eighth of the longest window. A token in an overlap belongs to the window in which it is
+further from the nearest end: each overlap is divided in the middle.
+
+Special tokens and the prompt are in every window. Those before the text belong to the chunk with the first token, and
+those after it to the chunk with the last token. So a single chunk that covers the text is pooled like a text without
+chunks.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, TokenRow, bad_chunks, promp
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
 MAX_CHUNKS = 4096  # chunks of one text
-MAX_TOKENS = 1 << 16  # tokens of one text with chunks, without special tokens and prompt
-LEAST_WINDOW = 16  # tokens of the text in a window
-OVERLAP_SHARE = 8  # a window overlaps the next one by this part of the longest window
+MAX_TOKENS = 1 << 16  # maximum number of tokens of a text with chunks, without special tokens and prompt
+LEAST_WINDOW = 16  # minimum number of tokens of the text in a window, besides special tokens and prompt
+OVERLAP_SHARE = 8  # windows overlap by this fraction of the longest window: 1 / 8
 
-Spans = NDArray[np.int32]  # [chunks, 3]: first and end code point, tokens
+Spans = NDArray[np.int32]  # shape [chunks, 3]: start and end in code points, number of tokens
 
 
 @dataclass(frozen=True)
 class ChunkContents:
-    """Contents that become the rows of one text: finished rows, or texts with their prompt. `segments`: int32
-    [segments, 4], as in `ipc.ChunkedRows`; None if each row is a chunk.
+    """Contents of one text with chunks, which become its rows: finished rows, or texts with their prompt. `spans`: the
+    chunks. `segments`: int32 [segments, 4], as in `ipc.ChunkedRows`; None if each row is one chunk.
     """
 
     contents: Sequence[TokenRow | str]
@@ -46,8 +48,8 @@ class ChunkContents:
     segments: NDArray[np.int32] | None = None
 
     def chunked(self, rows: Sequence[TokenRow], around: int) -> ChunkedRows:
-        """Return the description of the rows that the contents became. `around`: tokens of a row that are none of its
-        text.
+        """Return the description of the finished `rows` for the adapter. `around`: tokens of each row that are special
+        or of the prompt.
         """
         if self.segments is not None:
             return ChunkedRows(len(rows), self.spans.tobytes(), self.segments.tobytes())
@@ -58,8 +60,8 @@ class ChunkContents:
 def contents_of(
     tokenizer: ModelTokenizer, source: Input, options: RunOptions, special: tuple[Ids, Ids], most: int
 ) -> ChunkContents:
-    """Return the contents of a text with chunks. `special`: the tokens around each row; `most`: the longest row. Raises
-    InvalidInput.
+    """Return the contents of a text with chunks. `special`: the special tokens before and after each row. `most`:
+    tokens of the longest row. Raises InvalidInput.
     """
     chunks, text = source.chunks, source.text or ""
     assert chunks is not None
@@ -76,7 +78,9 @@ def contents_of(
 
 
 def _read_spans(chunks: TextChunks, text: str) -> Spans:
-    """Return the spans of the client with 0 tokens each. Raises InvalidInput for spans that no gateway sends."""
+    """Return the chunks that the client sent, with 0 as their numbers of tokens. Raises InvalidInput for invalid
+    chunks, which gateways refuse already.
+    """
     spans = np.frombuffer(chunks.spans, "<i4")
     if not len(spans) or len(spans) % 2 or len(spans) > 2 * MAX_CHUNKS:
         raise bad_chunks(f"expected 1 to {MAX_CHUNKS} spans", "schema")
@@ -96,8 +100,8 @@ def _alone(text: str, spans: Spans, options: RunOptions) -> ChunkContents:
 
 
 class _TextTokens:
-    """Tokens of a text in its prompt. `ids`: all of them; the first `before` and the last `after` are those of the
-    prompt. `ends`: the end of each token of the text in code points, ascending.
+    """Tokens of a text with its prompt. `ids`: all of them. The first `before` and the last `after` ids belong to the
+    prompt. `ends`: for each token of the text, its end in code points, ascending.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, source: Input, options: RunOptions) -> None:
@@ -116,7 +120,9 @@ class _TextTokens:
             raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")
 
     def spans(self, chunks: TextChunks, text: str) -> Spans:
-        """Return the spans with their tokens. Raises InvalidInput for too many chunks, or one without a token."""
+        """Return the chunks with their numbers of tokens. Raises InvalidInput if there are too many chunks, or if one
+        has no token.
+        """
         if chunks.rule is None:
             spans = _read_spans(chunks, text)
         else:
@@ -135,14 +141,16 @@ class _TextTokens:
         return spans
 
     def ranges(self, spans: Spans) -> NDArray[np.int64]:
-        """Return the first and the end token of each span, [chunks, 2]."""
+        """Return for each chunk its first token and the token after its last one, [chunks, 2]."""
         bounds = np.searchsorted(self.ends, spans[:, :2], side="right")
         bounds[spans[:, 0] == 0, 0] = 0
         return bounds
 
 
 def windows(tokens: int, longest: int) -> list[tuple[int, int]]:
-    """Return the first and the end token of each window of a text, none of more than `longest` tokens."""
+    """Return for each window its first token and the token after its last one. No window has more than `longest`
+    tokens.
+    """
     if tokens <= longest:
         return [(0, tokens)]
     overlap = longest // OVERLAP_SHARE
@@ -163,7 +171,7 @@ def _late(tokens: _TextTokens, spans: Spans, special: tuple[Ids, Ids], most: int
     bounds = windows(count, room)
     own = tokens.ids[tokens.before : tokens.before + count]
     rows = [np.concatenate((before, own[start:stop], after)) for start, stop in bounds]
-    # the tokens from `owned[i]` to before `owned[i + 1]` belong to window i, also that in the middle of an overlap
+    # window i owns the tokens from `owned[i]` to `owned[i + 1]`; overlaps are divided in the middle
     owned = [0, *((start + stop + 1) // 2 for (_, stop), (start, _) in pairwise(bounds)), count]
     segments = []
     for chunk, (begin, end) in enumerate(tokens.ranges(spans).tolist()):

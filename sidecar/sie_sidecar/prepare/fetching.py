@@ -1,7 +1,7 @@
-"""Fetch, from the payload store, of inputs that are too large for a message. The number of bytes in memory is limited.
-Each chunk is fetched in its own task, so that other work does not wait for the fetch.
+"""Reading of inputs that are too large for a message from the payload store. The bytes in memory are limited. Each
+chunk (part of a request) is read in its own task, so that other work does not wait for it.
 
-delivery with a key ──► memory for its bytes ──► object, with retries until the budget ends ──► complete work item
+    delivery with a key ──► reserve memory ──► read the object, with retries until the budget ends ──► whole work item
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from sie_sidecar.device.in_flight import InFlight
 from sie_store.object_stores import StoreError
 from sie_store.payloads import PayloadMissing, PayloadStore
 
-# bytes of fetched inputs in memory; a larger input is fetched only while no other one is in memory
+# maximum number of bytes of inputs in memory at a time; a larger input is read only while no other one is in memory
 MAX_BYTES = 512 << 20
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-MAX_MISSES = 3  # number of times that an object may be missing: a shared folder may show a new file with a delay
+# number of attempts that do not find an object before the request fails; in a shared folder, a new file may be visible
+# late
+MAX_MISSES = 3
 _logger = logging.getLogger("sie.sidecar.fetching")
 
 
 class PayloadFetching:
-    """Reader of the payload store. `held_bytes` is the size of the fetched inputs in memory."""
+    """Reads inputs from the payload store. `held_bytes`: bytes of inputs in memory now."""
 
     def __init__(self, store: PayloadStore, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self.held_bytes = 0
@@ -38,8 +40,8 @@ class PayloadFetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
-        """Set the inputs and the query of `flight`; `let_go` releases their memory. Raises QueueUnavailable,
-        InternalFailure.
+        """Read the inputs and the query of `flight`. They count as memory in use until `let_go`. Raises
+        QueueUnavailable, InternalFailure.
         """
         try:
             await self._fetch(flight)
@@ -62,11 +64,13 @@ class PayloadFetching:
             except StoreError as error:
                 misses += isinstance(error, PayloadMissing)
                 if misses >= MAX_MISSES or self._clock() + pause_s >= flight.deadline_s:
-                    _logger.error("request %s: its inputs could not be fetched: %s", item.request, error)
+                    _logger.error(
+                        "request %s: its inputs could not be read from the payload store: %s", item.request, error
+                    )
                     raise QueueUnavailable(
-                        "the payload store, which holds the inputs of this request, could not be read"
+                        "the inputs of this request could not be read from the payload store: try again later"
                     ) from error
-            await asyncio.sleep(pause_s)  # pause between attempts, because the store may be unreachable
+            await asyncio.sleep(pause_s)  # the store may be unreachable for a while
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _reserve_memory(self, flight: InFlight, size: int) -> None:
@@ -76,12 +80,14 @@ class PayloadFetching:
                 async with asyncio.timeout(max(0.0, flight.deadline_s - self._clock())):
                     await self._freed.wait()
             except TimeoutError as error:
-                raise StoreError("other large inputs leave no memory for these inputs") from error
+                raise StoreError(
+                    "the memory for large inputs was in use by other requests until the deadline"
+                ) from error
         flight.payload_bytes = size
         self.held_bytes += size
 
     def let_go(self, flight: InFlight) -> None:
-        """Release the memory of inputs that are no longer needed."""
+        """Record that the inputs of `flight` are not in memory any more."""
         if flight.payload_bytes:
             self.held_bytes -= flight.payload_bytes
             flight.payload_bytes = 0

@@ -1,5 +1,5 @@
-"""Ids of images in rows, and rows of texts with images in their prompt. The functions are pure: they are called in the
-tokenising threads.
+"""Token ids that stand for images in a row, and rows of texts with images in their prompt. The functions have no state,
+as they run in the tokenising threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Beside(NamedTuple):
-    """Text `after` images, and the prompt `before` them. `ids` and `cost` are the ids and the cost of the images."""
+    """Text with images: the prompt `before` the images, the images, and the text `after` them. `ids`: token ids that
+    stand for the images. `cost`: their cost in tokens.
+    """
 
     before: str
     images: PreparedImages
@@ -31,7 +33,7 @@ class Beside(NamedTuple):
 
 
 def alone(images: PreparedImages, layout: Rows) -> TokenRow:
-    """Return the row of images without text: a text of the same input is not read."""
+    """Return the row of images without text. For this model, the text of an input with images is ignored."""
     assert layout.images is not None
     ids, pixels = ids_of(images, layout), cost_of(images, layout)
     uncounted = pixels - len(images) if has_one_size(layout.images) else 0
@@ -41,8 +43,8 @@ def alone(images: PreparedImages, layout: Rows) -> TokenRow:
 def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
-    """Return the row of a text with images, between the two token sequences `around`. The text may be truncated, the
-    images never.
+    """Return the row of a text with images. `around`: special tokens before and after it. The text may be truncated,
+    the images are not. `most`: length of the row.
     """
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids
@@ -61,7 +63,9 @@ def of_pieces(
     truncate: Truncate,
     limit: int,
 ) -> TokenRow:
-    """Return the row of one input, made of the pieces of a template."""
+    """Return the row of one input: `texts` (query and document) and images are filled into the pieces of the model's
+    template.
+    """
     text_of = dict(zip(("query", "document"), texts, strict=True))
     images_of = {"query": item.images.get(OF_QUERY, ()), "document": item.images.get(index, ())}
     parts: list[str | PreparedImages] = []
@@ -99,7 +103,7 @@ def _whole(ids: Ids) -> Tokens:
 
 
 def ids_of(images: PreparedImages, layout: Rows) -> Ids:
-    """Return the concatenated ids of images; an empty array for a model whose images have no ids."""
+    """Return the token ids that stand for these images, concatenated. Empty if the model's images have no ids."""
     tokens = layout.image_tokens
     if tokens is None:
         return _NONE
@@ -108,13 +112,13 @@ def ids_of(images: PreparedImages, layout: Rows) -> Ids:
 
 
 def cost_of(images: PreparedImages, layout: Rows) -> int:
-    """Return the cost of preparing and reading the pixels of images on the device, in tokens."""
+    """Return the cost of computing these images on the device, as a number of tokens."""
     assert layout.images is not None
     return sum(cost(layout.images, Size(image.height, image.width)) for image in images)
 
 
 def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
-    """Return the number of tokens for the pixels of an image."""
+    """Return the number of token ids that stand for the pixels of an image."""
     if tokens.count:
         return tokens.count
     assert layout.images is not None
@@ -123,8 +127,10 @@ def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
-    """Return the rows. Inputs are refused if their text contains the token of a part of an image."""
-    error = InvalidInput("text: it holds a token that the model reserves for images", reason="reserved_token")
+    """Return the rows, but mark an input as not runnable if its text contains the token that stands for a part of an
+    image.
+    """
+    error = InvalidInput("text: it contains a token that the model uses for images only", reason="reserved_token")
     bad = [
         number
         for number, row in enumerate(work_rows.rows)

@@ -1,10 +1,10 @@
-"""Decoding of image files to the pixels that a model reads. The functions are pure and use Pillow. Only media workers
-import the module, because decoders are C code that reads the data of clients.
+"""Decoding of image files to the pixels that a model reads, with Pillow. Only the media worker processes import this
+module, because decoders are C code that reads the data of clients.
 
-    magic ──► header ──► limits ──► decode ──► upright ──► white under alpha, 16 bits to 8 ──► resize, crop or pad
+    first bytes ──► header ──► limits ──► decode ──► upright ──► alpha on white, 16 to 8 bits ──► resize, crop or pad
 
-The supported formats are in FORMATS. If a file has several images, the first one is read. Colour profiles and gamma are
-ignored, like in the image processors of transformers.
+FORMATS has the supported formats. Of a file with several images, the first one is read. Colour profiles and gamma are
+ignored, as in the image processors of transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAGIC: tuple[tuple[str, Callable[[bytes], bool]], ...] = (
     ("BMP", lambda head: head.startswith(b"BM")),
     (AVIF, lambda head: head[4:8] == b"ftyp" and head[8:12] in (b"avif", b"avis", b"mif1", b"msf1")),
 )
-_ORIENTATION = 0x0112  # EXIF tag of the orientation
+_ORIENTATION = 0x0112  # number of the EXIF tag for the orientation
 _UPRIGHT: Mapping[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -51,18 +51,18 @@ _FILTERS: Mapping[Filter, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-_STRIP_PIXELS = 1 << 20  # number of pixels that are composed in one step: a whole image would be in memory five times
+_STRIP_PIXELS = 1 << 20  # number of pixels that are put on white at a time, because this needs five times their memory
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 
-Image.MAX_IMAGE_PIXELS = None  # no limit of Pillow: `check` has its own limits, which are tested before decoding
+Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding
 AvifImagePlugin.DEFAULT_MAX_THREADS = (
-    1  # several workers run at once, and threads would count against their memory limit
+    1  # one thread: several media workers run at once, and threads need memory, which is limited
 )
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB, row by row. `upright` is the size of the file's image as a person sees it.
-    `animated`: the file has more images.
+    """Pixels of an image, uint8 RGB, row by row. `upright`: size of the image in the file after its rotation by EXIF.
+    `animated`: the file has further images.
     """
 
     pixels: bytes
@@ -71,19 +71,19 @@ class Pixels(NamedTuple):
     animated: bool
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the pixels and their size."""
+        """Return the SHA-256 of the size and the pixels."""
         digest = hashlib.sha256(b"%d x %d\n" % self.size)
         digest.update(self.pixels)
         return digest.digest()
 
 
 def prepare(data: bytes, recipe: Recipe) -> Pixels:
-    """Return the pixels of a file. Raises InvalidInput with reason invalid_media. Its message begins with the cause:
-    too_large, undecodable or aspect.
+    """Return the pixels of an image file by a recipe. Raises InvalidInput with the reason invalid_media; its message
+    begins with too_large, undecodable or aspect.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # hides warnings about metadata, which is not used
+            warnings.simplefilter("ignore")  # hides warnings about damaged metadata, which is not used
             return _prepared(data, recipe)
     except InvalidInput:
         raise
@@ -91,7 +91,7 @@ def prepare(data: bytes, recipe: Recipe) -> Pixels:
         raise fault("too_large", "decoding the image takes more memory than a media worker has") from error
     except UnidentifiedImageError as error:
         raise fault("undecodable", "the header of the image file is damaged") from error
-    except Exception as error:  # decoders may raise any exception for a damaged file
+    except Exception as error:  # decoders raise exceptions of any class for a damaged file
         raise fault("undecodable", "the image file is damaged or incomplete") from error
 
 
@@ -106,18 +106,18 @@ def _prepared(data: bytes, recipe: Recipe) -> Pixels:
 
 
 def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
-    """Return the upright RGB image, and True if the file has more images."""
+    """Return the upright RGB image, and True if the file has further images."""
     image = _opened(data)
     check(recipe, Size(image.height, image.width))
-    # MPO is excluded: the other images in a camera's JPEG are previews
+    # not for MPO: its further images are previews that a camera stored
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     image.load()
-    check(recipe, Size(image.height, image.width))  # second check: a frame may be larger than the size in the header
+    check(recipe, Size(image.height, image.width))  # again: the decoded image may be larger than the header said
     return _rgb(_upright(image)), animated
 
 
 def _opened(data: bytes) -> ImageFile.ImageFile:
-    """Open a file and read its header. Only the decoder for the format that the first bytes show is tried."""
+    """Open a file and read its header. Only the decoder of the format that its first bytes show is used."""
     if not data:
         raise fault("undecodable", "the image file is empty")
     kind = next((kind for kind, is_of in _MAGIC if kind in FORMATS and is_of(data[:16])), None)
@@ -127,7 +127,7 @@ def _opened(data: bytes) -> ImageFile.ImageFile:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Rotate the image according to its EXIF data. EXIF data that cannot be read is ignored, like in browsers."""
+    """Rotate the image as its EXIF data says. Unreadable EXIF data is ignored, as browsers do."""
     turn = None
     with suppress(Exception):
         turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
@@ -135,7 +135,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """Convert to 8 bits per channel, composed on white if the file has alpha."""
+    """Convert the image to RGB with 8 bits. An image with alpha is put on white."""
     if image.mode in ("F", "I"):
         raise fault(
             "undecodable", f"samples of mode {image.mode} have no fixed value of white: only 8 and 16 bits are read"
@@ -154,7 +154,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Convert a 16 bit grey image. In Pillow's own conversion, every value above 255 becomes white."""
+    """Convert a 16 bit grey image to RGB. Pillow's own conversion would turn every value above 255 into white."""
     levels, clear = _LEVELS_16, image.info.get("transparency")
     if isinstance(clear, int) and 0 <= clear < len(levels):
         levels = [*levels[:clear], 255, *levels[clear + 1 :]]
@@ -162,7 +162,9 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Crop a larger image to its centre, or place a smaller image in the centre of a page."""
+    """Crop the image around its centre to `size`. For a recipe of the kind `page`, put it in the centre of a page of
+    this size instead.
+    """
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":

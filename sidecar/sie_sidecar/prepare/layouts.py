@@ -1,7 +1,7 @@
-"""Rows for a model, built from the inputs of a work item, with one function per layout of `ipc.Rows`. The functions are
-pure: they are called in a tokenising thread, or on the event loop for short texts.
+"""Rows for a model, built from the inputs of work items. There is one function for each layout of `ipc.Rows`. The
+functions have no state: they run in a tokenising thread, or for short texts on the event loop.
 
-inputs, query, options ──► pieces of text ──► contents (ids without special tokens), truncated ──► rows
+    inputs, query, options ──► texts with prompts ──► ids without special tokens, truncated ──► rows with special tokens
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ from sie_sidecar.prepare.rows import (
 )
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer, PairTemplate, Tokens, cut
 
-# part of a pair's room that its query may always use; it gets more only if the document leaves room
+# part of a pair's tokens that its query may always use; it may use more if the document is short
 QUERY_SHARE = 0.75
-NOWHERE = -1  # offset of a special token, which is not in the text
-# tokens in the rows of one work item, including each combination of a text and a label
+NOWHERE = -1  # offset that is given to a special token, which is not in the text
+# maximum number of tokens in the rows of one work item, which has a row for each pair of a text and a label
 MAX_TOKENS = 8 << 20
 _NONE = np.zeros(0, np.int32)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
-    """Return the rows of work items of one model with the same truncation. All texts are tokenised in one call."""
+    """Return the rows of each work item. All work items are of one model and have the same limits of length. Texts are
+    tokenised in one call.
+    """
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
     checked = [checked_work(tokenizer, layout, item) for item in items]
@@ -85,7 +87,9 @@ def _text(
 def _text_with_chunks(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """Return the rows of a work item in which texts have chunks: several rows for such a text, one for any other."""
+    """Return the rows of a work item in which some texts have chunks. Such a text may have several rows, any other
+    input has one.
+    """
     side = layout.query if item.options.is_query else layout.document
     first, last, most = _row_frame(tokenizer, side, limit)
     contents: list[_Content] = []
@@ -110,14 +114,16 @@ def _text_with_chunks(
     return WorkRows(rows, unfit=unfit, chunked=tuple(chunked))
 
 
-# a text to tokenise; with images before it; ids without special tokens, to be cut; or a finished row
+# text to tokenise, ids without special tokens, text with images, or a finished row
 _Content = str | Ids | Beside | TokenRow
 
 
 def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
-    """Return the contents of the inputs, each with its prompt around it."""
+    """Return the content of each input: its text or token ids with the prompt, or the finished row of an image, sound
+    or vectors.
+    """
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
     for index, source in enumerate(item.inputs):
@@ -146,7 +152,7 @@ def _image_content(source: Input, images: PreparedImages | InvalidInput, layout:
 
 
 def _sound_row(sound: SoundFeatures | InvalidInput, layout: Rows) -> TokenRow:
-    """Return the row of a sound: a text of the same input is not read."""
+    """Return the row of a sound. The text of an input with a sound is ignored."""
     assert layout.sounds is not None
     assert isinstance(sound, SoundFeatures)
     return TokenRow(_NONE, 0, expanded=layout.sounds.cost(sound.shape), sound=sound)
@@ -157,7 +163,7 @@ def _vector_row(vectors: Vectors) -> TokenRow:
 
 
 def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[TokenRow]:
-    """Return the row of each pair. If it is too long, its second text is cut."""
+    """Return the rows of pairs of texts. In a pair that is too long, the second text is truncated."""
     if not inputs:
         return iter(())
     template = tokenizer.pair
@@ -187,9 +193,7 @@ def _sides(
 
 
 def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -> Side:
-    """Return `side`, which is the layout of documents, with a limit of `document_tokens` tokens if that option is
-    set.
-    """
+    """Return the layout of a document's row, with at most `document_tokens` tokens of text if this option is set."""
     if not options.document_tokens:
         return side
     most = (
@@ -201,7 +205,9 @@ def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -
 
 
 def _row_frame(tokenizer: ModelTokenizer, side: Side, limit: int) -> tuple[Ids, Ids, int]:
-    """Return the tokens that a row of this side has before and after its text, and the length of the longest row."""
+    """Return the special tokens before and after the text of a row, and the length of the longest row. `side`: layout
+    for queries or documents.
+    """
     first, last = (tokenizer.first, tokenizer.last) if side.special else (_NONE, _NONE)
     if side.marker >= 0:
         first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
@@ -211,7 +217,9 @@ def _row_frame(tokenizer: ModelTokenizer, side: Side, limit: int) -> tuple[Ids, 
 def _sided(
     tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int
 ) -> list[TokenRow]:
-    """Return one row per content, with the tokens that its side adds. Texts of one side are tokenised together."""
+    """Return one row for each content. `sides`: the layout (for queries or documents) of each row. Texts with the same
+    layout are tokenised together.
+    """
     rows: dict[int, TokenRow] = {}
     for side in dict.fromkeys(sides):
         chosen = [index for index, candidate in enumerate(sides) if candidate == side]
@@ -284,7 +292,7 @@ def _hypotheses(
 
 
 def _hypothesis_texts(options: RunOptions) -> list[str]:
-    """Return the hypothesis of each label."""
+    """Return for each label a sentence that claims the label, made from the hypothesis template."""
     before, _, after = str(options.parameters.get("hypothesis_template", HYPOTHESIS)).partition("{}")
     return [before + label + after for label in options.labels]
 
@@ -292,8 +300,8 @@ def _hypothesis_texts(options: RunOptions) -> list[str]:
 def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
-    """Return the row of a pair in the tokenizer's own template. One text is truncated to the room that the other
-    leaves; the other keeps at least its share.
+    """Return the row of a pair in the tokenizer's template. If it is too long, one text (`cut_first`: the first) is
+    truncated to the tokens that the other leaves. The other may always use QUERY_SHARE of the tokens.
     """
     whole, shortened = (right, left) if cut_first else (left, right)
     kept_ids = _share_ids(whole, shortened, room, truncate)
@@ -308,7 +316,7 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of the text that keeps its share of a pair's room."""
+    """Return the ids of `whole` in a pair: at least QUERY_SHARE of `room`, and more if `shortened` is short."""
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
 
@@ -324,7 +332,7 @@ def _pieces(
 
 
 def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
-    """Return the work item in which the text `empty` is the text of each input that has neither text nor images."""
+    """Return the work item with the text `empty` in each input that has neither text nor images."""
     if not empty:
         return item
 
@@ -339,7 +347,7 @@ def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
 def _pieces_with_images(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """Return the rows of pieces, like for texts. Images are never truncated."""
+    """Return the rows of a template's pieces with images. Texts are truncated as in `_text_pieces`, images are not."""
     query = query_of(item)
     shown = query if truncate == "NONE" else tokenizer.prefix_of(query, int(limit * QUERY_SHARE))
     rows = []
@@ -354,12 +362,11 @@ def _pieces_with_images(
 def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Tokenise each piece separately, then join the pieces. The answer follows the last piece, so the end of the
-    template is never truncated.
+    """Return the rows of a template's pieces, each of which is tokenised alone. The model answers after the last piece,
+    so the end of the template is never truncated.
 
-    A query in a separate piece keeps its share of the limit, and so does a query in one piece with the document. If the
-    other pieces leave too little room, the piece with the document is truncated. Source: README of Qwen3-Reranker, the
-    library mxbai-rerank.
+    A query may always use QUERY_SHARE of the limit. If the pieces are too long, the piece with the document is
+    truncated. Source: README of Qwen3-Reranker, library mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(
@@ -372,7 +379,7 @@ def _text_pieces(
     for item in items:
         place, query = _place(item.options), query_of(item)
         is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
-        # a character has at most four bytes, and a token has at least one
+        # an upper bound of the tokens: a character has at most four bytes, and a token at least one
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
         read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
@@ -400,16 +407,17 @@ def _text_pieces(
 
 
 def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
-    """Return the part of the text that its first `most` tokens cover. With 0, return the whole text."""
-    max_bytes = len(text) if text.isascii() else 4 * len(text)  # a token has at least one byte
+    """Return the beginning of the text, up to its first `most` tokens. 0: the whole text."""
+    # an upper bound of the tokens: each has at least one byte
+    max_bytes = len(text) if text.isascii() else 4 * len(text)
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # a space before the next token may be part of that token
+    return text if read == text else read.rstrip()  # removes a space at the end, which may be a part of the next token
 
 
 def _place(options: RunOptions) -> int:
-    """Return the index of the piece that may be truncated."""
+    """Return the index of the piece with the document, which may be truncated."""
     return next(index for index, piece in enumerate(options.pieces) if is_cut(piece))
 
 
@@ -466,8 +474,8 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return rows for a model that reads the texts. The ids are only counted, so no text is truncated here. Images,
-    sounds and documents are sent in addition to the text.
+    """Return rows for a model that reads texts instead of ids. Ids are only counted, so texts are not truncated here.
+    Images, sounds and documents are sent besides the text.
     """
     results = []
     for item in items:

@@ -1,25 +1,24 @@
-"""Tokenising of very long texts in pieces, beginning at the side that is kept, until the limit is reached.
+"""Tokenising of very long texts in pieces, from the end that is kept, until enough tokens are read.
 
-    text ──► pieces, cut only where every tokenizer step treats both sides apart ──► ids of each piece ──► joined: ids
-    of the whole text
+    text ──► pieces, cut only where tokenising does not depend on the other side ──► ids of each piece ──► joined ids
 
-The joined ids equal the ids of the whole text. A cut lies between a character that is not white space and the white
-space after it (some pipelines allow more places). The reasons, for each step of a pipeline:
+The joined ids are equal to the ids of the whole text. A cut is between a character that is no white space and white
+space after it (some tokenizers allow more positions). This is why it is safe, for each step of a tokenizer:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
-  added token, with the white space of its `rstrip`, could cross a position of the pattern, the pattern is narrowed or
-  not used.
-- Normalizers: white space composes with nothing before it and begins a grapheme. So NFC to NFKD, Precompiled
-  charsmaps (which work by grapheme) and maps of single characters never depend on text across the cut. Letters that
-  form a grapheme with the next character (prepended marks) are not allowed on the left side.
-- Pre-tokenizers: each known one starts a new word at the cut and never depends on text after it. Without a
-  pre-tokenizer (Llama 2, Gemma) BPE sees the text as one word. Its merges still act on both sides apart, because no
-  token of the vocabulary has a space after another character.
-- The first word of a text is treated specially (a prepended space). So each later piece follows the one-word text
-  SENTINEL, whose tokens are dropped. A pipeline that treats the text after each added token in this way is not cut
-  there.
+  added token, with the white space of its `rstrip`, could match across a position of the pattern, a narrower pattern is
+  used, or none.
+- Normalizers: white space does not combine with characters before it, and begins a grapheme. So NFC to NFKD,
+  Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on text across the cut.
+  Characters that form a grapheme with the next one (prepended marks) are not allowed before a cut.
+- Pre-tokenizers: each known one begins a new word at the cut, and never depends on text after it. Without a pre-
+  tokenizer (Llama 2, Gemma) BPE sees the text as one word. Its merges still do not cross the cut, because no token of
+  the vocabulary has a space after another character.
+- The first word of a text is treated in a special way (a space is put before it). So each piece but the first is
+  tokenised after the one-word text SENTINEL, whose tokens are dropped. Tokenizers that treat the text after each added
+  token in this way are not cut after an added token.
 
-Every pipeline is tried on hard text, in particular one that is not recognised. A pipeline that fails is never cut.
+Every tokenizer is tested with difficult texts first. If a test fails, its texts are never cut.
 """
 
 from __future__ import annotations
@@ -36,21 +35,24 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# characters per token that are assumed for the first piece: English has 4 to 5, so one piece is nearly always enough
+# number of characters that are read first for each needed token: English has 4 to 5 per token, so one piece is nearly
+# always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
-# characters of a piece; the limit bounds memory, because a token needs some 100 bytes in the tokenizer
+# maximum number of characters of a piece, to limit memory: the tokenizer needs some 100 bytes for a token
 MAX_PIECE_CHARACTERS = 1 << 18
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# U+0D4E and some characters beyond the first plane join the grapheme of the next character
+# characters that may stand before a cut. U+0D4E and some characters above U+FFFF may not, because they combine with the
+# next character
 _LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
 _SPACE = rf"(?<={_LEFT})(?= )"
 _WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
 _IDEOGRAPHS = r"(?<=[\u4e00-\u9fff])(?=[\u4e00-\u9fff])"
 _CLAUSE = rf"(?<=[A-Za-z\u4e00-\u9fff])(?=[\r\n{_CLAUSE_MARKS}])"
-# letters and digits that no normalization form turns into punctuation; an added token may end with punctuation
+# a cut only between a space and a letter or digit that no Unicode normalization turns into punctuation, because an
+# added token may end with punctuation
 _NARROW = r"(?<=[^\W_\u0080-\u00bf\u0d4e\u2000-\u303f\u3200-\u33ff\ua000-\uabff\ud7a4-\U0010ffff])(?= )"
 
 _LOCAL_NORMALIZERS = {
@@ -69,9 +71,9 @@ _LOCAL_NORMALIZERS = {
 _WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
 
-# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken).
-# None of them matches white space after another character, except newlines after punctuation.
-# None continues a letter with a clause mark. Only patterns of white space have a lookahead, of one character.
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None matches white space
+# after another character, except newlines after punctuation. None matches a letter followed by a clause mark. Only
+# patterns of white space look ahead, and only by one character.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
@@ -138,8 +140,8 @@ HARD_TEXT = (
 
 
 class LongTexts:
-    """Ids of long texts from one tokenizer without truncation and padding. The first use takes tens of milliseconds to
-    find the positions where a text may be cut.
+    """Token ids of long texts, read in pieces, with one tokenizer that neither truncates nor pads. At its first use,
+    finding the positions for cuts takes tens of milliseconds.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -147,7 +149,9 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Pattern of the positions where a text may be cut, with matches of width 0; None if no cut is safe."""
+        """Return the pattern of the positions where a text may be cut; its matches are empty. None if cuts are not
+        safe.
+        """
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -156,11 +160,11 @@ class LongTexts:
     def read(
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
-        """Return the first `room` ids of each text (with `from_end` the last ones) without special tokens, int32, and a
-        lower bound of the number of its ids.
+        """Return for each text its first `room` ids (`from_end`: its last ones), int32, without special tokens, and the
+        number of its ids.
 
-        The number is exact if it is at most `room`. It is also exact with `count_all`, which reads each text to its
-        end.
+        If there are more than `room` ids, the number may be too low, because the rest of the text is not read. With
+        `count_all`, the whole text is read, and the number is always exact.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
@@ -172,12 +176,12 @@ class LongTexts:
         return [(reading.ids(room, from_end), reading.count) for reading in readings]
 
     def head(self, text: str, size: int) -> str:
-        """Return the first piece, with at least about `size` characters."""
+        """Return the first piece of a text, with at least `size` characters unless the text is shorter."""
         return next(self._pieces(text, size, False))[0]
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
-        """Return the pieces in the order of reading. Each has the number of its first tokens that belong to the
-        sentinel.
+        """Yield the pieces in the order in which they are read, each with the number of tokens to drop at its start,
+        which belong to the sentinel.
         """
         if self.places is None:
             return iter([(text, 0)])
@@ -198,7 +202,7 @@ class LongTexts:
         return [encoding.ids[dropped:] for (_, dropped), encoding in zip(pieces, encodings, strict=True)]
 
     def _holds(self, places: re.Pattern[str]) -> bool:
-        """Return True if hard texts that are cut at every allowed position have the same ids as the whole texts."""
+        """Return True if difficult texts have the same ids when they are cut at every allowed position."""
         rng = random.Random(0)  # noqa: S311 - not secret; a fixed seed gives the same trial in each process
         added = [token.content for token in islice(self._tokenizer.get_added_tokens_decoder().values(), 64)]
         vocabulary = sorted(self._tokenizer.get_vocab())
@@ -218,7 +222,7 @@ class LongTexts:
 
 
 class _TextReading:
-    """State of reading one text: the required ids, and the number of ids so far."""
+    """Progress with one text: its remaining pieces, the ids that were kept, and the number of ids that were read."""
 
     def __init__(self, pieces: Iterator[tuple[str, int]]) -> None:
         self.pieces = pieces
@@ -236,7 +240,9 @@ class _TextReading:
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of growing pieces of at least `size` characters, from the start of the text."""
+    """Yield start and end of each piece, from the beginning of the text. The first piece has at least `size`
+    characters, and later ones are larger.
+    """
     start = 0
     while start < len(text):
         match = places.search(text, start + size)
@@ -246,8 +252,8 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield bounds like `_forward`, but from the end. The first allowed position in a window is used, so a piece may be
-    shorter.
+    """Yield start and end of each piece, from the end of the text. A piece may have less than `size` characters,
+    because it begins at an allowed position.
     """
     end = len(text)
     while end:
@@ -260,8 +266,8 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of positions that the pipeline's steps allow. For an unknown pipeline, the pattern is a guess
-    that must be tested.
+    """Return the pattern of positions where the steps of this tokenizer allow a cut. For an unknown step it is a guess,
+    which must be tested.
     """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
@@ -280,11 +286,12 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         step["pattern"]["String"] for step in normalizers if step["type"] == "Replace" and "String" in step["pattern"]
     ]
     tokens = list(tokenizer.get_added_tokens_decoder().values())
-    # these steps change the start of each text between added tokens, so a cut must not follow an added token
+    # these steps change the text after each added token, so no cut may follow an added token
     at_start = not is_supported or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
     for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
         straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)
-        # whether a token that matches only single words is found depends on the character before it
+        # an added token that matches whole words only depends on the character before it, so there must be no cut
+        # before it
         alone = any(token.single_word and pattern.search(SENTINEL + token.content, 1) for token in tokens)
         if not straddled and not alone and not any(map(pattern.search, replaced)):
             return pattern
@@ -292,7 +299,7 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _steps(component: Any, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer from its serialised form, with sequences unrolled."""
+    """Return the steps of a normalizer or pre-tokenizer as dictionaries; a sequence is replaced by its steps."""
 
     def unrolled(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
         return [step for child in state[key] for step in unrolled(child)] if state["type"] == "Sequence" else [state]
@@ -321,7 +328,9 @@ def _is_known(step: dict[str, Any]) -> bool:
 
 
 def _splits(step: dict[str, Any]) -> bool:
-    """Return True if a known pre-tokenizer begins a word at white space after any other character."""
+    """Return True if this pre-tokenizer is known and begins a new word at white space that follows another
+    character.
+    """
     kind = step["type"]
     if kind == "Split":
         is_kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
@@ -335,8 +344,8 @@ def _splits(step: dict[str, Any]) -> bool:
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Return True if BPE over a whole text treats the two sides of a space separately: no token has a space after
-    another character, and the space is in the vocabulary.
+    """Return True if BPE without a pre-tokenizer never merges across a space: the space is in the vocabulary, and no
+    token has a space after another character.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")

@@ -1,4 +1,4 @@
-"""Frames between the sidecar and its media workers: one `Job` and one answer at a time."""
+"""Messages between the sidecar and a media worker process: a job, then its answer, one at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class ImageJob(msgspec.Struct, frozen=True, tag=True):
-    """Image file, as a client sent it."""
+    """Job to decode an image file, in the bytes that the client sent."""
 
     number: int
     recipe: Recipe
@@ -27,8 +27,8 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundJob(msgspec.Struct, frozen=True, tag=True):
-    """A sound file in the form in which a client sent it. With `from_s`, only the part that begins at this time is
-    read.
+    """Job to decode a sound file, in the bytes that the client sent. With `from_s`, only the part from this second on
+    is read.
     """
 
     number: int
@@ -38,7 +38,7 @@ class SoundJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class MadeImage(msgspec.Struct, frozen=True, tag=True):
-    """Answer with the `pixels` of an image, uint8 [height, width, 3]. `digest` is of the pixels and their size."""
+    """Answer to an ImageJob. `pixels`: uint8 [height, width, 3]. `digest`: SHA-256 of the size and the pixels."""
 
     number: int
     height: _Edge
@@ -59,8 +59,8 @@ class MadeImage(msgspec.Struct, frozen=True, tag=True):
 
 
 class MadeSound(msgspec.Struct, frozen=True, tag=True):
-    """Answer with the `features` of a sound, float32 [views, frames, bins], little-endian. `digest` is of the features
-    and their shape. `seconds` is the length of the file.
+    """Answer to a SoundJob. `features`: float32 [views, frames, bins], little-endian. `digest`: SHA-256 of shape and
+    features. `seconds`: length of the file.
     """
 
     number: int
@@ -77,8 +77,9 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
 
 
 class PreparedImage(NamedTuple):
-    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: the size of the file's image after its
-    rotation. `digest`: SHA-256 of pixels and size. `animated`: the file has more images, which were not read.
+    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: size of the image in the file, after
+    rotation by EXIF. `digest`: SHA-256 of size and pixels. `animated`: the file has further images, which were not
+    read.
     """
 
     pixels: bytes
@@ -90,8 +91,8 @@ class PreparedImage(NamedTuple):
 
 
 class SoundFeatures(NamedTuple):
-    """Features of a sound. `features`: float32 [views, frames, bins], little-endian. `digest`: SHA-256 of features and
-    shape. `seconds`: the length of the file.
+    """Features of a sound, as the model reads them. `features`: float32 [views, frames, bins], little-endian. `digest`:
+    SHA-256 of shape and features. `seconds`: length of the file.
     """
 
     features: bytes

@@ -1,12 +1,12 @@
-"""Pool of processes that turn image files into pixels and sound files into features. They start with the first file and
-end with the sidecar.
+"""Pool of worker processes that turn image files into pixels and sound files into features. A process is started when a
+file needs one, and ends with the sidecar.
 
-    prepare ──► queue ──► a keeper ──► its worker ──► MadeImage or MadeSound, or the reason why the file is unusable
-                             └── the worker died or took too long: that file fails, another worker is started
+    prepare ──► queue ──► keeper task ──► its worker process ──► MadeImage or MadeSound, or why the file is unusable
+                             └── the process died or took too long: this file fails, a new process is started
 
-Decoders run in processes because they are C code that reads the data of clients: a crash fails only one file. A keeper
-is the only task that uses its worker. It sends the next file only after the answer to the previous file, so answers
-cannot be mixed up if a caller is cancelled: the answer to its file is read and dropped.
+Decoders run in processes because they are C code that reads the data of clients: a crash then makes only one file fail.
+Each process has one keeper, a task that alone talks to it, and sends the next file only after the answer to the last
+one. So answers cannot be mixed up: if a caller is cancelled, the answer to its file is read and dropped.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from sie_sidecar.prepare.media_frames import (
     SoundJob,
 )
 
-DEADLINE_S = 10.0  # seconds for one file, from the time when a worker gets it
-MEMORY_BYTES = 2 << 30  # bytes of address space of a worker: to decode 100 megapixels takes 1.3 GB
-MAX_WAITING = 1000  # largest number of waiting files per worker: at 25 ms each, they take as long as a request may take
+DEADLINE_S = 10.0  # seconds that a process may take for one file
+MEMORY_BYTES = 2 << 30  # bytes of address space of a process: decoding 100 megapixels takes 1.3 GB
+# maximum number of waiting files for each process: at 25 ms each, this is about as long as a request may take
+MAX_WAITING = 1000
 RESULTS = ("prepared", *get_args(Cause), "failed")
-START_S = 30.0  # seconds for the start of a worker on a busy machine
-DIED_S = 1.0  # seconds within which a process must end after its socket has ended
+START_S = 30.0  # seconds that a process may take to start, on a busy machine too
+DIED_S = 1.0  # seconds that a process may take to end after its socket was closed; then it is killed
 _logger = logging.getLogger("sie.sidecar.media")
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class _MediaFile(Protocol[T_co]):
-    """Protocol of a file and of its outcome."""
+    """A file to decode; `outcome` is what its caller gets. Images and sounds implement this protocol."""
 
     @property
     def noun(self) -> str: ...
@@ -68,9 +69,7 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Return the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
-        file.
-        """
+        """Return what the caller gets for a worker's answer. Raises _WorkerLost if the answer does not fit the file."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ NOUNS = (_ImageFile.noun, _SoundFile.noun)
 
 
 class _PendingFile(Generic[T]):
-    """File, with the future of its outcome."""
+    """File that waits or is being decoded, with the future of its outcome."""
 
     def __init__(self, file: _MediaFile[T]) -> None:
         self.file = file
@@ -131,19 +130,17 @@ class _PendingFile(Generic[T]):
             self.done.set_exception(error)
 
     def succeed(self, reply: Made) -> None:
-        """Set the outcome from the answer of a worker. Raises _WorkerLost if the answer is not possible for the
-        file.
-        """
+        """Give the caller the outcome of a worker's answer. Raises _WorkerLost if the answer does not fit the file."""
         outcome = self.file.outcome(reply)
         if not self.done.done():
             self.done.set_result(outcome)
 
 
 class MediaPool:
-    """Pool of at most `workers` processes. A process is started when no process is free for a file. The pool belongs to
-    one event loop.
+    """Pool of at most `workers` processes, used by one event loop. A process is started if a file waits and none is
+    free.
 
-    `count` is called for each outcome, with one of NOUNS and one of RESULTS.
+    `count` is called for each file, with one of NOUNS and one of RESULTS.
     """
 
     def __init__(
@@ -161,18 +158,18 @@ class MediaPool:
         self._queue: asyncio.Queue[_PendingFile[Any]] = asyncio.Queue()
         self._keepers: list[asyncio.Task[None]] = []
         self._workers: set[_MediaProcess] = set()
-        self._free = 0  # number of keepers that wait for a file
+        self._free = 0  # number of keepers (tasks with one process each) that wait for a file
         self._number = 0
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        """Number of files that are not at a worker yet."""
+        """Return how many files wait for a process."""
         return self._queue.qsize()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the running workers, sorted."""
+        """Return the ids of the running processes, sorted."""
         return tuple(sorted(worker.pid for worker in self._workers))
 
     @overload
@@ -184,9 +181,9 @@ class MediaPool:
     async def prepare(
         self, data: bytes, recipe: Recipe | SoundRecipe, from_s: float | None = None
     ) -> PreparedImage | SoundFeatures:
-        """Return the pixels of an image file, or the features of a sound file or of a part of it. Raises
-        InvalidInput with reason invalid_media for an unusable file; its message begins with the cause. Raises
-        QueueFull, ResourceExhausted or ShuttingDown if the file is not the cause.
+        """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput with the reason
+        invalid_media if the file is unusable; its message begins with the cause. Raises QueueFull, ResourceExhausted or
+        ShuttingDown if the file is not to blame.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
@@ -206,7 +203,7 @@ class MediaPool:
         return outcome
 
     def _admit(self, file: _MediaFile[Any]) -> None:
-        """Check that a file may wait in the pool. Raises SIEError."""
+        """Raise SIEError if the file is too large, too many files wait, or the pool is closed."""
         if self._closed:
             raise ShuttingDown("the media workers have ended")
         size, most = len(file.data), media_frames.MAX_FILE_BYTES
@@ -223,7 +220,7 @@ class MediaPool:
         return job.done
 
     async def close(self) -> None:
-        """End all workers. Waiting files fail."""
+        """End all processes. Files that still wait get an error."""
         self._closed = True
         for keeper in self._keepers:
             keeper.cancel()
@@ -236,25 +233,27 @@ class MediaPool:
         try:
             while True:
                 job = await self._next()
-                if job.done.done():  # the caller of this file was cancelled
+                if job.done.done():  # its caller was cancelled, so nobody waits for the outcome
                     continue
                 try:
                     if worker is not None and worker.is_gone:
-                        _logger.warning("media worker %d ended while it had no file; it is replaced", worker.pid)
+                        _logger.warning(
+                            "media worker process %d ended while it had no file; it is replaced", worker.pid
+                        )
                         await self._end(worker)
                         worker = None
                     worker = worker or await self._start()
                     worker = await self._serve(job, worker)
                 except _WorkerNotStarted as error:
-                    _logger.error("a media worker could not be started: %s", error)
-                    job.fail(ResourceExhausted("no media worker could be started"))
-                except Exception as error:  # the caller must get an outcome
+                    _logger.error("a media worker process could not be started: %s", error)
+                    job.fail(ResourceExhausted("the process that decodes files could not be started: try again later"))
+                except Exception as error:  # catches everything, because the caller must get an outcome in any case
                     _logger.exception("preparing a file failed")
                     job.fail(InternalFailure(f"preparing the {job.noun} failed: {type(error).__name__}"))
                     if worker is not None:
                         await self._end(worker)
                     worker = None
-                finally:  # there is no outcome only if this task was cancelled
+                finally:  # has an effect only if this task was cancelled: otherwise there is an outcome already
                     job.fail(ShuttingDown("the media workers have ended"))
         finally:
             if worker is not None:
@@ -268,7 +267,9 @@ class MediaPool:
             self._free -= 1
 
     async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Answer `job`. Return the worker for the next file: this worker, or a new one that replaces it."""
+        """Decode the file of `job` in `worker`. Return the process for the next file: the same one, a new one if it was
+        lost, or None if none could be started.
+        """
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -283,18 +284,22 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
-            # this pool did not send the signal: the kernel needed memory, so the file may be valid
+            # not killed by this pool, so probably by the kernel for lack of memory: the file may be valid
             if status == -signal.SIGKILL:
-                job.fail(ResourceExhausted("the media worker was killed, as when a machine runs out of memory"))
+                job.fail(
+                    ResourceExhausted(
+                        "the process that decodes files was killed, probably for lack of memory: try again later"
+                    )
+                )
             else:
                 job.fail(fault("undecodable", f"the decoder of the {job.noun} crashed"))
         else:
             return worker
-        _logger.warning("media worker %d %s; it is replaced", worker.pid, how)
+        _logger.warning("media worker process %d %s; it is replaced", worker.pid, how)
         await self._end(worker)
         try:
             return await self._start()
-        except _WorkerNotStarted as error:  # the next start is tried with the next file
+        except _WorkerNotStarted as error:  # starting a process is tried again for the next file
             _logger.error("a media worker could not be started: %s", error)
             return None
 
@@ -309,23 +314,23 @@ class MediaPool:
 
 
 class _WorkerNotStarted(Exception):
-    """Raised if no worker could be started: there is no process, no memory, or its imports fail."""
+    """Raised if a process could not be started, for example for lack of memory, or because an import failed."""
 
 
 class _WorkerLost(Exception):
-    """Raised if the worker ended, or sent an answer that it must not send."""
+    """Raised if a process ended, or sent an answer that does not fit its job."""
 
 
 def _usable(answer: Made | Unusable) -> Made:
-    """Return the answer. Raises InvalidInput if the file is unusable."""
+    """Return the answer. Raises InvalidInput if it says that the file is unusable."""
     if isinstance(answer, Unusable):
-        _logger.debug("a file is unusable, %s (%s)", answer.cause, answer.raised or "by its header")
+        _logger.debug("a file cannot be decoded: %s (%s)", answer.cause, answer.raised or "by its header")
         raise fault(answer.cause, answer.what)
     return answer
 
 
 class _MediaProcess:
-    """Worker process and its socket."""
+    """Worker process, and the socket to it."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -337,9 +342,7 @@ class _MediaProcess:
 
     @property
     def is_gone(self) -> bool:
-        """True if the process has ended. The kernel is asked, because the event loop may not have noticed the end
-        yet.
-        """
+        """Return True if the process has ended. This asks the kernel, because the event loop may notice it later."""
         if self._process.returncode is not None or self._reader.at_eof() or self._writer.is_closing():
             return True
         ended = select.poll()
@@ -348,8 +351,8 @@ class _MediaProcess:
 
     @staticmethod
     async def start(memory_bytes: int) -> _MediaProcess:
-        """Start a worker process. It gets the module paths of this process, and no other part of its environment.
-        Raises _WorkerNotStarted.
+        """Start a process. Of the environment of this process it gets only the paths of modules. Raises
+        _WorkerNotStarted.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -367,10 +370,11 @@ class _MediaProcess:
                     stdout=asyncio.subprocess.DEVNULL,
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                        # several workers run at the same time, and threads need address space
+                        # one thread: several processes run at the same time, and threads need address space, which is
+                        # limited
                         "OPENBLAS_NUM_THREADS": "1",
                     },
-                    start_new_session=True,  # Ctrl-C reaches only the sidecar, which drains first
+                    start_new_session=True,  # Ctrl-C must reach only the sidecar, which first finishes its work
                 )
             except BaseException as error:
                 ours.close()
@@ -410,7 +414,9 @@ class _MediaProcess:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
-        """Return the exit status of a lost process; 0 if it had to be killed."""
+        """Return the exit status of a process whose socket is closed. If it does not end by itself, kill it and return
+        0.
+        """
         status = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIED_S):
@@ -419,7 +425,7 @@ class _MediaProcess:
         return status
 
     async def end(self) -> None:
-        """Kill the process in any state. It has no data that could be lost."""
+        """Kill the process, whatever it does: it has no data that could be lost."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._writer.close()

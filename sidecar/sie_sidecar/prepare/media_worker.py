@@ -1,10 +1,10 @@
-"""Worker process that converts image files to pixels and sound files to features, one after the other. Its standard
-input is a socket to the sidecar.
+"""Worker process that turns image files into pixels and sound files into features, one file after the other. Its
+standard input is a socket to the sidecar.
 
-    limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... the sidecar has ended ──► end
+    set limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... until the sidecar has ended
 
-The process has no secrets: the sidecar starts it without its own environment. The process always ends when the sidecar
-ends: on Linux the kernel kills it, and on all systems a socket without a peer ends the wait for a job.
+The process has no secrets, because it does not get the sidecar's environment. It always ends when the sidecar ends: on
+Linux the kernel kills it, and on every system its socket is then closed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from sie_sidecar.prepare import images, media_frames
 
 
 def main() -> None:
-    """Run the worker. Its arguments are the process id of the sidecar, and the most bytes of memory."""
+    """Run the worker. Command-line arguments: process id of the sidecar, and the bytes of memory that this process may
+    use.
+    """
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)
-    # these exceptions mean that the sidecar has ended
+    # suppressed: these exceptions mean that the sidecar has ended
     with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):
         _send(sidecar, media_frames.frame(Hello(os.getpid())))
         confined.silence()
@@ -50,7 +52,7 @@ def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
 
 
 def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
-    # imported here: a worker that gets no sounds does not need numpy and libsndfile
+    # imported only for sounds: a worker without sounds needs neither numpy nor libsndfile
     from sie_sidecar.prepare import sounds
 
     sound = sounds.prepare(job.data, job.recipe, job.from_s)

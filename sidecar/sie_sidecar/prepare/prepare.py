@@ -1,9 +1,10 @@
-"""Second stage of a worker: it prepares delivered work items. Their inputs are fetched, their model is loaded, and
-their texts are tokenised.
+"""Second stage of a worker: work items that were delivered are prepared. Their inputs are read from the payload store,
+their model is loaded, and their texts are tokenised.
 
-    group ──► same entry as the gateway's? ──► model loaded ──► images, sounds ──► tokenised ──► returned
-                 │  └──► older here: wait, then leave the work to other workers  └──► tokenize, decode: answered
-                 └──► newer here: the gateway plans the work again
+    group ──► same revision of the model as at the gateway ──► model loaded ──► images, sounds ──► tokens ──► returned
+       │                                                             └──► tokenize, decode: answered here
+       ├──► this worker's catalogue is older: wait, then return the work items for other workers
+       └──► it is newer: refused, and the gateway publishes the work again
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# deliveries of work whose model is unknown here: enough time for a catalogue that is behind the gateway's catalogue
+# deliveries until a work item with an unknown model is given up; another worker's catalogue may know the model
 MAX_HAND_BACKS = 5
-CATCH_UP_S = 2.0  # seconds to wait for a catalogue that is older than the gateway's
+CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's catalogue is newer than this worker's
 
 
 class Prepare:
-    """Prepares groups of work items of one model with the same truncation. Work that cannot run is answered or handed
-    back.
+    """Prepares groups of work items of one model with the same limits of length. Work items that cannot run are
+    answered, or returned to the queue.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Prepare:
         self._tokenizers = tokenizers
         self._media = media
         self._clock = clock
-        self.tokenising = 0  # number of groups that are being tokenised
+        self.tokenising = 0  # groups that are being tokenised
 
     async def fetch(self, flight: InFlight) -> bool:
-        """Fetch the inputs of a work item from the payload store. Return False if the work item is settled instead."""
+        """Read the inputs of a work item from the payload store. Return False if it was settled instead."""
         if self._fetching is None:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._settle.hand_back(flight)
@@ -72,18 +73,19 @@ class Prepare:
             return False
         with self._settle.answering([flight], "fetching the input"):
             await self._fetching.fetch(flight)
-        if flight.settled:  # settled while the inputs were fetched, so its removal could not release their memory
+        # the work item was settled while its inputs were read, so nothing else releases their memory
+        if flight.settled:
             self._fetching.let_go(flight)
             return False
         flight.fetched_s = self._clock()
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Prepare the group and return the work that is ready for dispatch. Raises SIEError; the caller answers the
-        whole group with it.
+        """Prepare a group and return the work items that can be dispatched. Raises SIEError; the caller then answers
+        the whole group with it.
 
-        `together` is the number of characters of all work that was gathered with the group. It limits the tokenising on
-        the event loop.
+        `together`: characters of all groups that were gathered at the same time. Only if these are few, texts are
+        tokenised on the event loop.
         """
         group = self._settle.still_wanted(group)
         if not group:
@@ -115,7 +117,7 @@ class Prepare:
             group = self._settle.still_wanted(group)
         if not group:
             return []
-        hosted = group[0].hosted or hosted  # another state if the work was moved to another device
+        hosted = group[0].hosted or hosted  # another state of the model if the group was moved to another device
         loaded_s = self._clock()
         for flight in group:
             flight.loaded_s = loaded_s
@@ -132,8 +134,8 @@ class Prepare:
         return group
 
     async def _catch_up(self, group: Sequence[InFlight]) -> None:
-        """Wait until this worker's catalogue, which is older than the gateway's, is renewed. In this time, leave work
-        of these consumers to other workers.
+        """Wait until this worker's catalogue is as new as the gateway's. Meanwhile pull nothing from the consumers of
+        this group.
         """
         consumers = {flight.lease.delivery.consumer for flight in group}
         until_s = min(self._clock() + CATCH_UP_S, max(flight.deadline_s for flight in group))
@@ -141,8 +143,8 @@ class Prepare:
             await self._loading.renewed(group[0].item, until_s - self._clock())
 
     async def _not_ours(self, group: Sequence[InFlight]) -> None:
-        """Return work whose model or revision is not in this worker's catalogue to the queue: another worker may have
-        it. After MAX_HAND_BACKS deliveries, give it up.
+        """Return work items whose model or revision this worker does not know to the queue, for other workers. Give a
+        work item up after MAX_HAND_BACKS deliveries.
         """
         for flight in group:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
@@ -160,7 +162,7 @@ class Prepare:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         if any(_has_files(flight.item) for flight in group):
             work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
-        else:  # without tasks, which would add 0.13 ms to a short text
+        else:  # avoids tasks, which would add 0.13 ms to a short text
             work = [WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
         effort = sum(effort_of(layout, rows) for rows in work)
         results = await self._tokenizers.run(
@@ -176,13 +178,13 @@ class Prepare:
             flight.unfit, flight.chunked = rows.unfit, rows.chunked
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
-        """Return the work item with its images and sounds, if the model reads them."""
+        """Return the input for the rows of a work item, with its images and sounds decoded if the model reads them."""
         images, sounds = await asyncio.gather(self._images(item, layout.images), self._sounds(item, layout.sounds))
         return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 
     async def _images(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
-        """Return the pixels of the query and of the inputs with images, by index. If they cannot be used, return the
-        reason instead.
+        """Return by index the decoded images of each input and of the query. If an image is unusable, the error is in
+        their place.
         """
         if recipe is None:
             return {}
@@ -193,8 +195,8 @@ class Prepare:
         return dict(zip(files, pixels, strict=True))
 
     async def _sounds(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
-        """Return the features of the inputs with a sound, by index. If a sound cannot be used, return the reason
-        instead.
+        """Return by index the features of each input that has a sound. If the sound is unusable, the error is in their
+        place.
         """
         if recipe is None:
             return {}
@@ -223,7 +225,9 @@ class Prepare:
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        """Answer requests that need only the tokenizer, which remains in memory after the model is unloaded."""
+        """Answer tokenize and decode. They need only the tokenizer, which stays in memory after the model is
+        unloaded.
+        """
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
 

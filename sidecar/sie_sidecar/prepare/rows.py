@@ -1,5 +1,5 @@
-"""Rows of a work item: their types, the checks and limits of the inputs, and the batch frame with the rows. `layouts`
-builds the rows. The functions are pure: they are called in the tokenising threads.
+"""Rows of a work item: their types, the checks of inputs, the limits, and the frame of a batch for the adapter.
+`layouts` builds the rows. The functions have no state, as they run in the tokenising threads.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_sidecar.prepare.media_frames import PreparedImage, SoundFeatures
 from sie_sidecar.prepare.tokens import Ids, ModelTokenizer
 
-# images of an input, decoded to pixels
+# decoded images of one input
 PreparedImages = Sequence[PreparedImage]
 
 OF_QUERY = -1
 HYPOTHESIS = "This text is about {}."
-# Limits of one work item.
-# Its prompts, its query and its labels are repeated, and a client chooses how often, so the product is checked before
-# the rows are built.
+# Limits of one work item, checked before its rows are built: prompts, query and labels are repeated for each input, as
+# often as the client likes.
 MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
-VECTOR_BYTES = 512  # bytes of vectors whose cost equals one token: 128 numbers, the width of most token vectors
-ROW_CHARACTERS = 24  # characters: to build a row takes as long as to read this number of characters
-COST_CHARACTERS = 64  # characters that count as one token, for text that is sent in addition to few tokens
+VECTOR_BYTES = 512  # bytes of token vectors that count as one token: 128 numbers, the usual width
+# number of characters whose tokenising takes as long as building one row; used to estimate the time of a call
+ROW_CHARACTERS = 24
+# number of characters that count as one token of cost, for models that get the text besides the ids
+COST_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Ids of one row, int32 [length], including special tokens. `full` is its length before truncation.
+    """Token ids of one row, int32 [length], with special tokens. `full`: its length before truncation.
 
-    `types`: uint8 [length], if a pair has token types. `offsets`: int32 [length, 2], in code points, for `spans` and
-    `passages`. `expanded`: the length on the device, or the cost of data other than ids, if that is more. A row may
-    have `vectors`, `images`, `sound` or `document` instead of ids. `uncounted`: tokens of its cost that do not count in
-    the budget of a batch.
+    `types`: uint8 [length], the token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts
+    `spans` and `passages`. `expanded`: its length on the device, or its cost in tokens, if this is more than the number
+    of ids. A row may have `vectors`, `images`, `sound` or `document` instead of ids. `uncounted`: tokens of its cost
+    that do not count towards the size of a batch.
     """
 
     ids: Ids
@@ -67,28 +68,28 @@ class TokenRow:
 
     @property
     def cost(self) -> int:
-        """Number of tokens on the device after truncation, including special tokens. An image costs the patches of its
-        tower and its tokens in the row. If all images of an encoder have one size, `batch_cost` counts 1 for the
-        patches of each image. The cost of attention, which grows with the square of the length, is not included:
-        `BatchNote` has it.
+        """Return the number of tokens on the device: after truncation, with special tokens. An image costs the patches
+        of its encoder and its ids in the row. If the encoder gives all images one size, the patches of an image count
+        only 1 in `batch_cost`. Attention, whose time grows with the square of the length, is not included; `BatchNote`
+        has it.
         """
         return max(len(self.ids), self.expanded)
 
     @property
     def batch_cost(self) -> int:
-        """Cost of the row in the budget of a batch."""
+        """Return the tokens of the row that count towards the size of a batch."""
         return self.cost - self.uncounted
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of the pixels of its images, the features of its sound, and the file of its document."""
+        """Return the bytes of the row's pixels, of the features of its sound, or of its document."""
         beside = len(self.sound.features) if self.sound else len(self.document.data) if self.document else 0
         return beside + sum(len(image.pixels) for image in self.images) if self.images else beside
 
 
 class WorkItemInput(NamedTuple):
-    """Sources of the rows of one work item. `images` and `sounds` have the decoded media of each input by its index, or
-    the reason why it has none. The images of the query have the index OF_QUERY.
+    """Data from which the rows of one work item are built. `images` and `sounds`: by index of the input, the decoded
+    media, or the error if they are unusable. The index OF_QUERY stands for the query.
     """
 
     inputs: Sequence[Input]
@@ -100,11 +101,11 @@ class WorkItemInput(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkRows:
-    """Rows of one work item: `shared` rows first, then the rows of each input, in order. `error` is the reason why no
+    """Rows of one work item: first `shared` rows for all inputs, then the rows of each input, in order. `error`: why no
     rows were built.
 
-    `unfit` is the reason, by index, why an input must not run. Its rows exist nevertheless. `chunked` describes the
-    rows of each input if a text has chunks; if it is empty, all inputs have the same number of rows.
+    `unfit`: by index of an input, why it must not run; it has rows nevertheless. `chunked`: how many rows each input
+    has, if a text has chunks; otherwise all inputs have the same number of rows.
     """
 
     rows: list[TokenRow]
@@ -117,8 +118,8 @@ class WorkRows:
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """Check a work item before its rows are built. Return the work item, the error of the whole, and the errors of
-    single inputs. An input with an error is replaced by an empty text.
+    """Check a work item before its rows are built. Return the work item, the error of the whole work item or None, and
+    the errors of single inputs by index. An input with an error is replaced by an empty text.
     """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
@@ -153,7 +154,7 @@ def _is_text(source: Input) -> bool:
 
 
 def _unfit(tokenizer: ModelTokenizer, layout: Rows, source: Input, options: RunOptions) -> InvalidInput | None:
-    """Return the reason why the model or the options do not accept an input, or None."""
+    """Return the error if the model or the options do not accept this input, else None."""
     if _is_text(source):
         return None
     if source.chunks is not None:
@@ -200,7 +201,7 @@ def _unfit_chunks(layout: Rows, source: Input, options: RunOptions) -> InvalidIn
 
 
 def bad_chunks(message: str, reason: str, field: str = "", limit: int = 0) -> InvalidInput:
-    """Return the refusal of the chunks of an input, or of one of their fields."""
+    """Return an error about the field `chunks` of an input, or about a field in it."""
     param = f"chunks.{field}" if field else "chunks"
     return InvalidInput(f"{param}: {message}", reason=reason, param=param, extras={"limit": limit} if limit else None)
 
@@ -223,7 +224,7 @@ def _unsupported(param: str, why: str) -> InvalidInput:
 
 
 def bad_token(tokenizer: ModelTokenizer, tokens: Sequence[int]) -> InvalidInput | None:
-    """Return an error if one of these numbers is not an id of the tokenizer, else None."""
+    """Return an error if one of these numbers is not a token id of the model, else None."""
     place = tokenizer.first_unknown(tokens)
     if place is None:
         return None
@@ -252,7 +253,7 @@ def _unfit_vectors(layout: Rows, vectors: Vectors, options: RunOptions) -> Inval
 
 
 def _excess(layout: Rows, item: WorkItemInput) -> InvalidInput | None:
-    """Return the reason why a work item is too large for memory or has no rows, or None."""
+    """Return the error if a work item is too large for memory or would have no rows, else None."""
     rows, characters = _row_count(layout, item), _characters(layout, item)
     if not rows and item.inputs:
         return InvalidInput("labels: the model needs the labels to look for", reason="labels_required", param="labels")
@@ -281,7 +282,7 @@ def _row_count(layout: Rows, item: WorkItemInput) -> int:
 
 
 def _characters(layout: Rows, item: WorkItemInput) -> int:
-    """Count the characters of all texts that are built from a work item. A repeated text counts each time."""
+    """Count the characters of all texts of a work item, as often as they are tokenised."""
     options, query = item.options, len(query_of(item))
     around = len(options.prefix) + len(options.suffix)
     once = query + len(options.query_prefix) + len(options.query_suffix)
@@ -298,28 +299,30 @@ def _characters(layout: Rows, item: WorkItemInput) -> int:
             once += length
     if layout.pairs:
         once += sum(len(source.pair or "") for source in item.inputs)
-    # to read an id takes about as long as to read a character
+    # a token id counts as one character: reading it takes about as long
     return once + sum(len(source.text or source.tokens or "") + around for source in item.inputs)
 
 
 def effort_of(layout: Rows, item: WorkItemInput) -> int:
-    """Return the effort of building the rows of a work item, in characters to read."""
+    """Return how long building the rows of a work item takes, as a number of characters to tokenise."""
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
 def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
-    """Return a text inside its prompt. If there is no text, `empty` is used."""
+    """Return the text of an input between its prompts. `empty` replaces a missing text."""
     return options.prefix + (source.text or empty) + options.suffix
 
 
 def texts_of(item: WorkItemInput) -> list[str]:
-    """Return the texts for a model that reads texts, one per row."""
+    """Return the texts of a work item for a model that also reads the text, one for each row."""
     query = [item.query.text or ""] if item.query else []
     return [*query, *(prompted(source, item.options) for source in item.inputs)]
 
 
 def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
-    """Return each text up to the last token of its row. This differs from the whole text if its end was truncated."""
+    """Return each text, up to the end of the last token in its row: a text whose end was truncated is shorter than
+    before.
+    """
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
         for text, row in zip(texts, rows, strict=True)
@@ -327,7 +330,7 @@ def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
 
 
 def types_of(rows: Sequence[TokenRow]) -> bytes:
-    """Return the concatenated token types of rows, uint8; empty if no row has types."""
+    """Return the token types of all rows, concatenated, uint8. Empty if no row has types."""
     if all(row.types is None for row in rows):
         return b""
     return np.concatenate(
@@ -336,14 +339,14 @@ def types_of(rows: Sequence[TokenRow]) -> bytes:
 
 
 def offsets_of(rows: Sequence[TokenRow]) -> bytes:
-    """Return the concatenated token offsets of rows, int32; empty if the rows have none."""
+    """Return the token offsets of all rows, concatenated, int32. Empty if no row has offsets."""
     offsets = [row.offsets for row in rows if row.offsets is not None]
     return np.concatenate(offsets).tobytes() if offsets else b""
 
 
 class BatchPart(NamedTuple):
-    """Rows of one work item that run, and the work that they were made from, limited to the inputs that run. `context`
-    is its trace context. `asker` identifies its client (`messages.WorkItem`). `chunked` is that of `WorkRows`.
+    """Rows of one work item in a batch, and the data from which they were built, both without inputs that do not run.
+    `context`: its trace context. `asker`: its client, see `messages.WorkItem`. `chunked`: as in `WorkRows`.
     """
 
     rows: Sequence[TokenRow]
@@ -353,8 +356,8 @@ class BatchPart(NamedTuple):
     chunked: tuple[ChunkedRows, ...] = ()
 
     def image_keys(self) -> bytes:
-        """Return the cache keys of the images of its rows: digests of the client and the pixels; zeros if the client is
-        unknown.
+        """Return the keys of its images in the adapter's cache, concatenated: digests of client and pixels, so that
+        clients do not share cached images. Zeros if the client is unknown.
         """
         images = [image for row in self.rows for image in row.images]
         if not self.asker:
@@ -375,7 +378,9 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the frame of a batch of work items in one forward pass, for the loaded copy with this fingerprint."""
+    """Return the frame that lets the adapter run these work items in one forward pass. `fingerprint`: of the loaded
+    copy of the model.
+    """
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []
@@ -434,8 +439,8 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """Return the options that the adapter needs. The prompts are already in the ids, and the variant is in the
-    fingerprint.
+    """Return the options without those that the adapter does not need: prompts, which are in the ids already, and the
+    variant.
     """
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
     if not (prompts or options.variant):

@@ -1,11 +1,11 @@
-"""Decoding of sound files to the features that a model reads. The functions are pure and use libsndfile and soxr. Only
-media workers import the module, because decoders are C code that reads the data of clients.
+"""Decoding of sound files to the features that a model reads, with libsndfile and soxr. Only the media worker processes
+import this module, because decoders are C code that reads the data of clients.
 
-    magic ──► header ──► limits ──► decode ──► mean of the channels ──► the model's rate ──► its length ──► features
+    first bytes ──► header ──► limits ──► decode ──► one channel ──► the model's rate ──► its length ──► features
 
-The supported formats are in FORMATS. A sound is resampled like in `librosa.load` (soxr, high quality). The features
-equal the features of transformers' feature extractors, computed without torch. For a sound that fits into the model's
-window, they are equal bit for bit. For a longer sound, another part of it may be read (`contracts/media/sounds.py`).
+FORMATS has the supported formats. A sound is resampled as in `librosa.load` (soxr, high quality). The features are
+those of transformers' feature extractors, computed without torch. For a sound that fits into the model's window, they
+are equal bit for bit. Of a longer sound, another part may be read (`contracts/media/sounds.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.media.media import fault
 from sie_contracts.media.sounds import MAX_SECONDS, Shape, SoundHeader, SoundRecipe, check
 
-# test of the first bytes, and the format names of libsndfile that fit it
+# (test of a file's first bytes, names of this format in libsndfile)
 _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
     (lambda head: head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE", frozenset({"WAV", "WAVEX", "RF64"})),
     (lambda head: head.startswith(b"fLaC"), frozenset({"FLAC"})),
@@ -33,17 +33,17 @@ _MAGIC: tuple[tuple[Callable[[bytes], bool], frozenset[str]], ...] = (
     (lambda head: head.startswith(b"ID3") or (head[:1] == b"\xff" and head[1:2] >= b"\xe0"), frozenset({"MP3"})),
 )
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
-_UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile reports this number or a larger one if the length is unknown
-_BLOCK_FRAMES = 4096  # frames of a spectrogram that are transformed in one step: this needs 50 MB
+_UNKNOWN_LENGTH = 1 << 62  # samples per channel; libsndfile reports this number or more if the length is unknown
+_BLOCK_FRAMES = 4096  # number of frames of a spectrogram that are transformed at a time, which takes 50 MB
 _LEAST_POWER = 1e-10
-_RANGE = 8.0  # range of relative levels, in powers of ten
+_RANGE = 8.0  # levels that are further below the loudest one are raised to this distance, in powers of ten
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 
 class Spectrograms(NamedTuple):
-    """Features of a sound, float32 [views, frames, bins], and the length of the sound in seconds."""
+    """Features of a sound, float32 [views, frames, bins]. `seconds`: length of the file."""
 
     values: Float32
     seconds: float
@@ -53,15 +53,15 @@ class Spectrograms(NamedTuple):
         return Shape(*self.values.shape)
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the features and their shape."""
+        """Return the SHA-256 of the shape and the features."""
         digest = hashlib.sha256(b"%d x %d x %d\n" % self.shape)
         digest.update(self.values.tobytes())
         return digest.digest()
 
 
 def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Spectrograms:
-    """Return the features of a file, or of the part of it that begins at `from_s`. Raises InvalidInput
-    with reason invalid_media. Its message begins with the cause: too_large or undecodable.
+    """Return the features of a sound file, or of its part from the second `from_s` on. Raises InvalidInput with the
+    reason invalid_media; its message begins with too_large or undecodable.
     """
     try:
         samples, seconds = _decoded(data, recipe.rate, from_s)
@@ -70,13 +70,13 @@ def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Sp
         raise
     except MemoryError as error:
         raise fault("too_large", "decoding the sound takes more memory than a media worker has") from error
-    except Exception as error:  # decoders may raise any exception for a damaged file
+    except Exception as error:  # decoders raise exceptions of any class for a damaged file
         raise fault("undecodable", "the sound file is damaged or incomplete") from error
 
 
 def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, float]:
-    """Return one channel at this rate, and the length of the file in seconds. With `from_s`, only samples of the part
-    that begins at this time are returned.
+    """Return the samples as one channel at this rate, and the length of the file in seconds. With `from_s`, return only
+    samples from this second on.
     """
     if not data:
         raise fault("undecodable", "the sound file is empty")
@@ -84,7 +84,7 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
     if kinds is None:
         raise fault("undecodable", f"the first bytes are of no sound format that is read: {', '.join(FORMATS)}")
     with soundfile.SoundFile(io.BytesIO(data)) as file:
-        if file.format not in kinds:  # any format may follow a tag
+        if file.format not in kinds:  # the first bytes may be an ID3 tag, which can stand before any format
             raise fault("undecodable", "the sound file is of another format than its first bytes say")
         if file.frames >= _UNKNOWN_LENGTH:
             raise fault("undecodable", "the header of the sound file does not say how long the sound is")
@@ -101,14 +101,14 @@ def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, flo
     samples = own if header.rate == rate else soxr.resample(own, header.rate, rate, quality="HQ")
     if not len(samples):
         raise fault("undecodable", "the sound file holds no samples")
-    # a file may be shorter than its header says; then the end of the file is reached earlier
+    # the file may be shorter than its header says: if its end was read, count the samples
     is_cut = len(channels) == most
     return samples, header.seconds if is_cut else (first + len(channels)) / header.rate
 
 
 def features(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Return the features of a sound of one channel at the recipe's rate, [views, frames, bins]. Source: transformers,
-    ClapFeatureExtractor, WhisperFeatureExtractor.
+    """Return the features of one channel at the recipe's rate, float32 [views, frames, bins]. Source: transformers,
+    ClapFeatureExtractor and WhisperFeatureExtractor.
     """
     if recipe.whole and len(samples) > recipe.window:
         return _spectrogram(samples, recipe)[None]
@@ -122,7 +122,7 @@ def features(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Extend a sound that is shorter than the model's window to the length of the window."""
+    """Extend a sound to the length of the model's window, by repeating it or by silence, as the recipe says."""
     times = recipe.window // len(samples)
     if recipe.filling == "repeat" and len(samples) < recipe.window:
         return np.tile(samples, times + 1)[: recipe.window]
@@ -132,8 +132,8 @@ def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 
 def _views(whole: Float32, frames: int) -> Float32:
-    """Return four views of a longer sound: the whole sound in `frames` frames, and one part from each third of the
-    possible starts, beginning in the middle of the third.
+    """Return four views of a long sound: the whole sound shrunk to `frames` frames, and three parts of this length,
+    from its beginning, middle and end. For each part, the middle of a third of the possible starts is taken.
     """
     if len(whole) == frames:
         return np.stack([whole] * 4)
@@ -143,8 +143,8 @@ def _views(whole: Float32, frames: int) -> Float32:
 
 
 def _shrunk(whole: Float32, frames: int) -> Float32:
-    """Shrink a spectrogram to `frames` frames. Each frame is interpolated between the two nearest ones. Source: torch,
-    bilinear interpolation without aligned corners; the results are equal within 1e-5.
+    """Shrink a spectrogram to `frames` frames by interpolation between the two nearest frames. Source: torch, bilinear
+    interpolation without aligned corners; the results are equal within 1e-5.
     """
     scale = np.float32(len(whole)) / np.float32(frames)
     places = np.maximum((np.arange(frames, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), 0)
@@ -156,8 +156,8 @@ def _shrunk(whole: Float32, frames: int) -> Float32:
 
 
 def _spectrogram(samples: Float32, recipe: SoundRecipe) -> Float32:
-    """Return the level of each band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which computes one
-    frame after the other.
+    """Return the level in each frequency band, [frames, bins]. Source: transformers, audio_utils.spectrogram, which is
+    slower, as it computes one frame at a time.
     """
     in_decibels = recipe.levels == "decibels"
     half = recipe.fft // 2
@@ -184,8 +184,8 @@ def _hann(length: int) -> Float64:
 
 @functools.lru_cache(maxsize=16)
 def _bands(recipe: SoundRecipe) -> Float64:
-    """Return the share of each frequency in each band, [frequencies, bins]. Source: transformers,
-    audio_utils.mel_filter_bank, which is based on librosa and torchaudio.
+    """Return the weight of each frequency in each band, [frequencies, bins]. Source: transformers,
+    audio_utils.mel_filter_bank, after librosa and torchaudio.
     """
     to_mel, to_hertz = _SCALES[recipe.scale]
     low, high = (to_mel(np.array([edge], np.float64))[0] for edge in (recipe.low, recipe.high))
@@ -209,7 +209,7 @@ def _htk_to_hertz(mels: Float64) -> Any:
 
 
 def _slaney_to_mel(hertz: Float64) -> Any:
-    """Convert hertz to mels: proportional up to 1,000 Hz, logarithmic above."""
+    """Convert hertz to mels of the Slaney scale: linear up to 1,000 Hz, logarithmic above."""
     mels = 3.0 * hertz / 200.0
     above = hertz >= 1000.0
     mels[above] = 15.0 + np.log(hertz[above] / 1000.0) * (27.0 / np.log(6.4))

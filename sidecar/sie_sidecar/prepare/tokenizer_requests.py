@@ -1,8 +1,8 @@
-"""Requests that a model's tokenizer answers without a batch: the tokens of texts, their number, and the text of ids.
-The functions are pure.
+"""Requests that need only a model's tokenizer, and no batch: tokenize and decode. The functions have no state.
 
-tokenize text ──► ids, texts and places of all its tokens; nothing is cut tokenize, count text or ids ──► number of
-tokens that an encode would read of it, before it cuts decode ids ──► text
+tokenize             text       ──► ids, texts and byte positions of all its tokens, not truncated
+tokenize with count  text, ids  ──► number of tokens that encode would read, before truncation
+decode               ids        ──► text
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from sie_sidecar.prepare.rows import MAX_CHARACTERS, WorkItemInput, bad_token
 from sie_sidecar.prepare.tokens import ModelTokenizer
 
 OPERATIONS: tuple[Operation, ...] = ("tokenize", "decode")
-# characters of one work item: each listed token needs some 500 bytes here and 40 in the result
+# maximum number of characters of a work item: each token needs some 500 bytes in this process, and 40 in the result
 MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: WorkItemInput) -> int:
-    """Return the effort of the answer, in characters to read."""
+    """Return how long the answer takes, as a number of characters to tokenise."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
 
 
 def answer(tokenizer: ModelTokenizer, operation: Operation, item: WorkItemInput) -> tuple[Outcome, ...]:
-    """Return one outcome per input. Raises InvalidInput for a work item that is too large for memory."""
+    """Return one outcome for each input. Raises InvalidInput if the work item is too large for memory."""
     options = item.options
     handler = _decoded if operation == "decode" else _counted if options.parameters.get("count") else _tokenized
     most = MAX_TOLD_CHARACTERS if handler is _tokenized else MAX_CHARACTERS
@@ -97,8 +97,8 @@ def _tokenized(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """Convert the tokenizer's encoding of a text to the map in the answer. The text of a token is its source text; the
-    text of a special token is its name.
+    """Convert the encoding of a text to the fields of the answer. The text of a token is the part of the text that it
+    covers; for a special token it is the name.
     """
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
@@ -113,7 +113,7 @@ def _columns(text: str, encoding: Encoding) -> Ok:
 
 
 def _byte_places(text: str) -> list[int]:
-    """Return the UTF-8 offset of each code point, and of the end."""
+    """Return for each code point its position in the UTF-8 text in bytes, and at last the length in bytes."""
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     return list(accumulate(widths.tolist(), initial=0))

@@ -1,8 +1,8 @@
-"""Token ids of texts: the Rust tokenizer runs in threads, batched across requests. Texts are truncated here, and the
-truncation is reported.
+"""Token ids of texts. The Rust tokenizer runs in threads, with texts of several requests in one call. Texts are
+truncated here, and each truncation is reported.
 
-A tokenizer is immutable, and releases the interpreter while it works, so all threads use one instance. The ids are
-truncated afterwards, which costs less than one instance per limit.
+A tokenizer is immutable and releases the interpreter lock while it works, so all threads share it. Ids are truncated
+after tokenising, because a tokenizer for each limit would cost more.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sie_sidecar.prepare.long_text import FIRST_CHARACTERS_PER_TOKEN, SENTINEL, 
 
 Ids = NDArray[np.int32]
 T = TypeVar("T")
-# characters of up to 1.5 ms of tokenising: the longest time for which all work gathered together may block the event
-# loop. Below this limit, a thread would answer later and block the loop for the same time (bench/results/tokens.md).
+# characters of all texts gathered together that are tokenised on the event loop, which takes up to 1.5 ms. For so few,
+# a thread would answer later and would hold the interpreter lock for the same time (bench/results/tokens.md).
 INLINE_CHARACTERS = 4096
-THREAD_CHARACTERS = 65536  # characters of small work items that one thread tokenises in one call
+THREAD_CHARACTERS = 65536  # characters of short texts that one thread tokenises in one call
 _MAX_CHARACTERS_PER_TOKEN = 64
-LONG_CHARACTERS = 4096  # characters; texts up to this length are never read in pieces
+LONG_CHARACTERS = 4096  # characters; a text of at most this length is always tokenised as a whole
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids of one text, int32 [length]. `full` is the length before truncation.
+    """Token ids of one text, int32 [length]. `full`: length before truncation.
 
-    If a long text was truncated with END or START, `full` is not exact: it is some number larger than the length of the
-    ids, because the remaining text is not read.
+    For a long text that was truncated with END or START, `full` is only some number above the length, because the rest
+    of the text was not read.
     """
 
     ids: Ids
@@ -51,7 +51,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class PairTemplate:
-    """Special tokens around two texts, and the token type of each part: before, left, between, right, after."""
+    """Special tokens before, between and after two texts. `types`: token types of the five parts: before, first text,
+    between, second text, after.
+    """
 
     first: Ids
     middle: Ids
@@ -64,11 +66,11 @@ class PairTemplate:
 
 
 class ModelTokenizer:
-    """Tokenizer of one loaded model, from its serialised form. Texts of more than `long_characters` characters may be
-    read in pieces.
+    """Tokenizer of one loaded model. `serialised`: the tokenizer as JSON bytes. Texts of more than `long_characters`
+    characters may be read in pieces.
 
-    `first` and `last` are the special tokens around a text, `pair` are the special tokens around two texts. Raises
-    ValueError if they cannot be determined.
+    `first` and `last`: special tokens before and after a text. `pair`: those around two texts. Raises ValueError if
+    they cannot be found.
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
@@ -82,15 +84,15 @@ class ModelTokenizer:
 
     @cached_property
     def pair(self) -> PairTemplate:
-        """Template of models that read two texts."""
+        """Return the special tokens around two texts. Raises ValueError if the tokenizer has no template for pairs."""
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
-        """Return the ids of each text without special tokens, at most `room`. With NONE, the caller must refuse a text
-        that was truncated.
+        """Return the ids of each text without special tokens, truncated to `room`. With NONE they are truncated too,
+        and the caller must refuse the text.
 
-        The time for a text that is many times longer than the room depends only on the kept part. With NONE, the whole
-        text is read, in limited memory. See `long_text`.
+        A very long text costs only the time for the part that is kept. With NONE it is read to its end, with limited
+        memory. See `long_text`.
         """
         from_end = truncate == "START"
         least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -110,11 +112,11 @@ class ModelTokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens; nearly always one more than the largest id."""
+        """Return the number of tokens. The largest id is nearly always one less."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def first_unknown(self, ids: Sequence[int]) -> int | None:
-        """Return the position of the first number that is not a token id, or None."""
+        """Return the index of the first number that is not a token id. None if all are token ids."""
         vocabulary = self.vocabulary
         if not ids or (min(ids) >= 0 and max(ids) < vocabulary):
             return None
@@ -127,8 +129,8 @@ class ModelTokenizer:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
 
     def content(self, ids: Sequence[int]) -> Ids:
-        """Return the ids of a text that a client sent, without the special tokens around them. All ids must be
-        known.
+        """Return the ids that a client sent for a text, without special tokens at the start and end. All must be valid
+        token ids.
         """
         content = np.array(ids, np.int32)
         if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
@@ -138,8 +140,9 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of a prompt before and after a text that the client sent as ids. The prompt is tokenised
-        together with a placeholder word if the ids of this word stay the same, else alone.
+        """Return the ids of a prompt before and after a text that was sent as ids. The prompt is tokenised next to a
+        placeholder word, so that its ids are those next to a text; if this changes the ids of the word, it is tokenised
+        alone.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])
@@ -152,18 +155,18 @@ class ModelTokenizer:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def whole(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
-        """Return all tokens of each text, with their offsets in code points. With `special`, the tokens around every
-        text are included.
+        """Return all tokens of each text with their offsets in code points. With `special`, special tokens are
+        added.
         """
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        """Return the text of these ids, all of which must be known."""
+        """Return the text of these ids. All must be valid token ids."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Encode texts like `contents`, but with special tokens: at most `limit` tokens (0: the model's own limit), and
-        all special tokens in any case.
+        """Return the ids of each text with special tokens, truncated to `limit` (0: the model's limit). Special tokens
+        are never truncated.
         """
         special = len(self.first) + len(self.last)
         room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
@@ -173,8 +176,8 @@ class ModelTokenizer:
         ]
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """Encode texts like `contents`, and return the offsets of each token in its text: int32 [length, 2], in code
-        points.
+        """Return the ids of each text, truncated like in `contents`, and the offsets of each token in the text: int32
+        [length, 2], in code points.
         """
         spans = []
         heads = [self._head(text, room) if truncate == "END" else text for text in texts]
@@ -185,8 +188,8 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Return the head of a long text that certainly has more than `room` tokens, cut at a position that changes
-        none of them; else the whole text.
+        """Return the beginning of a long text, if its ids are the first ids of the whole text and more than `room`.
+        Otherwise return the whole text.
         """
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
@@ -194,14 +197,14 @@ class ModelTokenizer:
         return head if len(self._tokenizer.encode(head, add_special_tokens=False).ids) > room else text
 
     def prefix_of(self, text: str, room: int) -> str:
-        """Return the part of the text that its first `room` tokens cover."""
+        """Return the beginning of the text, up to its first `room` tokens."""
         read = text[: room * _MAX_CHARACTERS_PER_TOKEN]
         offsets = self._tokenizer.encode(read, add_special_tokens=False).offsets
         return text[: offsets[room][0]] if len(offsets) > room else read
 
 
 def cut(ids: Ids, room: int, truncate: Truncate) -> Ids:
-    """Return the first `room` ids, or with START the last ones."""
+    """Return the first `room` ids; if `truncate` is START, the last ones."""
     room = max(0, room)
     return ids[max(0, len(ids) - room) :] if truncate == "START" else ids[:room]
 
@@ -219,7 +222,7 @@ def _pair(tokenizer: Tokenizer) -> PairTemplate:
 
 
 def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
-    """Return the special tokens before and after every text, int32. Raises ValueError if they cannot be determined."""
+    """Return the special tokens before and after a text, int32. Raises ValueError if they cannot be found."""
     encoding = tokenizer.encode(SENTINEL)
     content = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
     if not content:
@@ -229,7 +232,7 @@ def _special(tokenizer: Tokenizer) -> tuple[Ids, Ids]:
 
 
 class _ThreadWork(NamedTuple):
-    """Work that runs in a thread together with other work, and the future of its result."""
+    """Call that waits for a thread, with the future of its result. `characters`: its size."""
 
     characters: int
     work: Callable[[], Any]
@@ -237,11 +240,11 @@ class _ThreadWork(NamedTuple):
 
 
 class TokenizerPool:
-    """Threads that tokenise texts of all models. `run` belongs to one event loop.
+    """Threads that tokenise the texts of all models, for one event loop.
 
-    Small work that is requested in one iteration of the loop runs in one thread. To change to a thread and back takes
-    as long as to read 500 characters, and threads with little work block each other and the loop by the interpreter's
-    lock.
+    Short calls that are requested in the same iteration of the loop share one thread. Moving a call to a thread and
+    back takes as long as tokenising 500 characters. Threads with short calls also hold up each other and the event loop
+    by the interpreter lock.
     """
 
     def __init__(self, workers: int) -> None:
@@ -249,8 +252,8 @@ class TokenizerPool:
         self._parts: list[_ThreadWork] = []
 
     async def run(self, characters: int, work: Callable[[], T], together: int = 0) -> T:
-        """Run `work`, which reads `characters` characters. It runs in a thread, unless it and all work gathered with it
-        (`together`) are so short that a thread would take longer.
+        """Return the result of `work`, which tokenises `characters` characters. It is called in a thread, unless it and
+        everything gathered with it (`together`) has so few characters that a thread would take longer.
         """
         if max(characters, together) <= INLINE_CHARACTERS:
             return work()
@@ -267,7 +270,7 @@ class TokenizerPool:
         for some in _in_threads(parts):
             try:
                 running = loop.run_in_executor(self._executor, _run_all, some)
-            except RuntimeError as error:  # the pool of threads is closed
+            except RuntimeError as error:  # the pool was closed
                 _hand_out(some, [error] * len(some))
             else:
                 running.add_done_callback(functools.partial(_on_run, some))
@@ -277,7 +280,9 @@ class TokenizerPool:
 
 
 def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
-    """Group the parts by thread: small neighbours are in one group, up to THREAD_CHARACTERS characters."""
+    """Group calls by thread: a long call is alone, and short neighbours share a thread, up to THREAD_CHARACTERS
+    characters.
+    """
     some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:
@@ -292,12 +297,12 @@ def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
 
 
 def _run_all(parts: Sequence[_ThreadWork]) -> list[Any]:
-    """Run all parts and return the result of each, or its exception."""
+    """Call all of these functions in this thread. Return the result or the exception of each."""
     results: list[Any] = []
     for part in parts:
         try:
             results.append(part.work())
-        except Exception as error:  # noqa: BLE001 raised where this part is awaited
+        except Exception as error:  # noqa: BLE001 raised where the caller awaits it
             results.append(error)
     return results
 
@@ -312,7 +317,7 @@ def _on_run(parts: Sequence[_ThreadWork], running: asyncio.Future[list[Any]]) ->
 
 def _hand_out(parts: Sequence[_ThreadWork], results: Sequence[Any]) -> None:
     for part, result in zip(parts, results, strict=True):
-        if part.done.done():  # the caller of this part was cancelled
+        if part.done.done():  # its caller was cancelled, so nobody waits for the result
             continue
         if isinstance(result, Exception):
             part.done.set_exception(result)

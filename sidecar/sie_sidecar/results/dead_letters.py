@@ -1,5 +1,5 @@
-"""Dead letters: work that was given up is copied completely to a separate stream before its message leaves the queue.
-`sie dlq` reads it.
+"""Dead letters: the whole message of work that was given up is copied to a separate stream, before it is removed from
+the queue. `sie dlq` reads this stream.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie.sidecar.dead_letters")
 
 
 class DeadLetterWriter:
-    """Writer of dead letters. All letters are written for the worker's own `pool`, because they must outlive a
-    reservation. `now_s` returns the broker's time.
+    """Writes dead letters to the stream of the worker's own `pool`, also for work of a reservation, whose streams are
+    removed at its end. `now_s` returns the time of the broker's clock.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Store a delivery with the reason why it was given up. Several attempts store it only once. Return False, with
-        an error in the log, if it is lost.
+        """Store the message of a delivery, and the error for which it was given up. Return False if this failed; the
+        error is logged. The message is stored only once, even if this is called several times.
 
-        After ATTEMPTS failures it is lost: otherwise its message would never be settled, and would be delivered again
-        until its stream drops it.
+        After ATTEMPTS failures the letter is lost: the message must be acknowledged at some time, as it would otherwise
+        be delivered again and again.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(
@@ -63,18 +63,20 @@ class DeadLetterWriter:
                 await self._queue.publish(topology.dead_letter_subject(self._pool), data, name, PUBLISH_TIMEOUT_S)
             except BrokerError as failure:
                 if attempt + 1 < ATTEMPTS:
-                    await asyncio.sleep(PAUSE_S)  # pause between attempts, because the broker may be unreachable
+                    await asyncio.sleep(PAUSE_S)  # the broker may be unreachable for a while
                     continue
-                _logger.error("dead letter %s is lost: %s", name, failure)
+                _logger.error("dead letter %s could not be stored and is lost: %s", name, failure)
                 self._metrics.dead_letters.labels("lost").inc()
                 return False
             break
-        _logger.error("work was given up, see `sie dlq show %s`: %s %s", name, error.code, error.reason)
+        _logger.error(
+            "work was given up and is now a dead letter, see `sie dlq show %s`: %s %s", name, error.code, error.reason
+        )
         self._metrics.dead_letters.labels("kept").inc()
         failpoint("dead_letters.published")
         return True
 
 
 def letter_id(stream: str, delivery: Delivery) -> str:
-    """Return the id of a dead letter. It is the same for every delivery of one message."""
+    """Return the id of the dead letter for a delivery. It is the same for each delivery of one message."""
     return hashlib.sha256(f"{stream} {delivery.sequence} {delivery.sent_s:.6f}".encode()).hexdigest()[:12]

@@ -1,21 +1,21 @@
-"""End of work items. `Leases` has the leases of their messages. `ResultDelivery` sends a result as a request to the
-gateway's inbox, and repeats it until the result is confirmed or the budget ends. Only then the message is acked.
-`Settle` does this once for each work item.
+"""End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats it until the
+gateway confirms it or the budget ends; only then the message is acknowledged. `Settle` does this once for each work
+item. `Leases` has the leases of the messages.
 
-result of a usual size ──► one request ──► taken, duplicate or unknown
-larger ──► parts, one after the other, each sent until it is confirmed ──► part ... part, taken
-              last one confirmed as `part`: the gateway misses some, or the whole is damaged; all parts are sent again,
-              a few times
+    result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
+    larger result ──► parts, one after the other, each repeated until it is confirmed ──► the last one: taken
+                      if even the last one is confirmed only as a part, the gateway misses some or the data is damaged:
+                      all parts are sent again, a few times
 
-`LeaseLedger` records the leased deliveries of this worker in a file that outlives a killed process. So the next process
-returns them to the queue at once, instead of after their leases have lapsed.
+`LeaseLedger` records the leased deliveries in a file that outlives the process. If the process is killed, the next one
+returns these deliveries to the queue at once, before their leases have ended.
 
-hold ──► a slot of the mapped file ──► drop clears it
-kill -9 ──► the next process reads the slots and releases them
+    delivery leased ──► record in a slot of the file ──► lease ended: slot cleared
+    process killed  ──► the next process reads the slots and returns the deliveries
 
-The file is mapped memory, fully reserved at the start. A write copies at most 512 bytes and needs no system call. The
-kernel keeps the memory when the process dies, and a disk that fills up later cannot stop a write. The file need not
-survive a crash of the machine: the leases have lapsed when the machine is up again.
+The file is mapped into memory and has its full size from the start. A record is at most 512 bytes and is written
+without a system call. The kernel keeps it if the process dies, and a disk that becomes full later does no harm. The
+file need not survive a crash of the machine, as the leases have ended when the machine runs again.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ from sie_sidecar.results.dead_letters import DeadLetterWriter
 
 CONFIRM_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-# bytes of one message: with a limit of 8 MiB at the broker, 32 MiB took 0.83 s, in parts of 1 MiB 0.20 s (nats-py 2.16,
-# 2 busy cores)
+# bytes of one part: 32 MiB took 0.20 s in parts of 1 MiB, and 0.83 s in parts of 8 MiB (nats-py 2.16, two busy cores)
 MAX_BYTES = 1 << 20
-MAX_ROUNDS = 3  # number of times that all parts of one result are sent
+MAX_ROUNDS = 3  # maximum number of times that all parts of one result are sent
 
 
 class ResultDelivery:
-    """Sends results and settles their messages."""
+    """Sends results to gateways, then acknowledges their messages."""
 
     def __init__(self, bus: Bus, leases: Leases, metrics: SidecarMetrics, clock: Callable[[], float]) -> None:
         self._bus = bus
@@ -76,10 +75,10 @@ class ResultDelivery:
         deadline_s: float,
         before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Deliver a result and settle its message. `before_ack` runs in between.
+        """Send a result, call `before_ack`, and acknowledge the message.
 
-        An error is sent only while this worker has the lease: a worker that lost it must not answer for the present
-        holder. A success is always sent.
+        A result with errors only is sent only while this worker has the lease: after that, another worker may have the
+        work and succeed. A result with a success is always sent.
         """
         verdict = await self._answer(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -102,7 +101,7 @@ class ResultDelivery:
         if len(data) <= min(MAX_BYTES, self._bus.max_payload):
             try:
                 verdict = await self._deliver(item, data, deadline_s, fence)
-            except PayloadTooBig:  # after a reconnect, the broker has a lower limit
+            except PayloadTooBig:  # the broker's limit has become lower with a reconnect: send it in parts
                 verdict = "part"
         if verdict == "part":
             verdict = await self._deliver_parts(item, data, deadline_s, fence)
@@ -114,7 +113,9 @@ class ResultDelivery:
         return await self._answer(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result that is too large for one message. Return `part` if the gateway never had all parts."""
+        """Send a result that is too large for one message. Return the gateway's verdict; it is `part` if the gateway
+        did not get all parts.
+        """
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -129,18 +130,18 @@ class ResultDelivery:
                     verdict = await self._deliver(item, messages.encode(part), deadline_s, fence)
                     if verdict != "part":
                         return verdict
-            except PayloadTooBig:  # after a reconnect, the broker has a lower limit
+            except PayloadTooBig:  # the broker's limit has become lower with a reconnect: send smaller parts
                 continue
             _logger.error(
-                "request %s: a result of %d bytes was incomplete at the gateway, so it is sent again",
+                "request %s: its result of %d bytes did not arrive complete at the gateway and is sent again",
                 item.request,
                 len(data),
             )
         return verdict
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send one message until it is confirmed. Return the verdict, `unconfirmed`, or `fenced` if the lease `fence`
-        was lost. Raises PayloadTooBig.
+        """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
+        or `fenced` when the lease `fence` is lost. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -152,26 +153,28 @@ class ResultDelivery:
                 return messages.decode_confirmation(answer).verdict
             except (NoResponder, BrokerUnavailable) as error:
                 if self._clock() + pause_s >= deadline_s:
-                    _logger.warning("a result of request %s was not confirmed in time: %s", item.request, error)
+                    _logger.warning(
+                        "request %s: the gateway did not confirm its result in time: %s", item.request, error
+                    )
                     return "unconfirmed"
             except msgspec.DecodeError:
-                _logger.error("request %s: the answer of its inbox is not a confirmation", item.request)
+                _logger.error(
+                    "request %s: the gateway answered its result with an unreadable confirmation", item.request
+                )
                 return "unconfirmed"
-            await asyncio.sleep(pause_s)  # pause between attempts, because the gateway may be unreachable
+            await asyncio.sleep(pause_s)  # the gateway may be unreachable for a while
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def part_bytes(item: WorkItem, digest: str, size_bytes: int, message_bytes: int) -> int:
-    """Return the bytes of a result that fit into a message of this size, in addition to the fields that identify the
-    part.
-    """
+    """Return how many bytes of a result fit into a message of this size, besides the fields that identify the part."""
     frame = Fragment(item.request, item.chunk, item.attempt, size_bytes, size_bytes, digest, b"")
-    # msgpack encodes a length of up to 4 GiB with four bytes more than the length zero
+    # the encoded length of the bytes takes up to four bytes more than that of no bytes
     return max(1, message_bytes - len(messages.encode(frame)) - 4)
 
 
 def failed(result: WorkResult, error: SIEError) -> WorkResult:
-    """Return the result of the same chunk with this error for every input."""
+    """Return a result for the same inputs as `result` in which every input has this error."""
     info = error.info()
     return msgspec.structs.replace(result, outcomes=tuple(Failed(info) for _ in result.outcomes), block=b"")
 
@@ -181,7 +184,9 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items. Each work item is settled once; later calls have no effect."""
+    """Ends work items: it answers them, cancels them or returns them to the queue. Only the first call for a work item
+    has an effect.
+    """
 
     def __init__(
         self,
@@ -206,20 +211,20 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Answer the work items with any error that is raised in the context, so that no work item is lost with its
-        task.
+        """Answer the work items with the error if the context raises one, so that a failed task never leaves a request
+        without an answer.
         """
         try:
             yield
         except SIEError as error:
             self.answer_all(flights, error)
         except Exception:
-            _logger.exception("the worker failed while %s", doing)
+            _logger.exception("an unexpected error was raised while %s", doing)
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items that should still run: not cancelled, not late, and planned with the present entry.
-        Late and outdated work items are answered.
+        """Return the work items that should run. Cancelled ones are left out. Late ones, and those whose model was
+        changed since they were published, are answered.
         """
         now_s = self._clock()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
@@ -230,8 +235,8 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Answer work that was planned with an old entry of its model. The gateway plans it again with the present
-        entry.
+        """Answer work items that were published for an old entry of their model. The gateway then publishes them for
+        the new entry.
         """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
@@ -251,8 +256,8 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with one outcome per input, whose arrays are in `block`. `done` and `note` describe its
-        batch.
+        """Answer a work item with one outcome for each input; `block` has their arrays. `done` and `note` describe the
+        batch in which it ran, if it ran.
         """
         if flight.settled:
             return
@@ -282,7 +287,7 @@ class Settle:
             stages,
             batch,
         )
-        self._inventory.let_model_go(flight)  # the lease is needed until the result is confirmed, but the model is not
+        self._inventory.let_model_go(flight)  # the model is not needed while the result is sent, but the lease is
         self._work.start(self._answer(flight, result, hosted.name if hosted else "other"), "answer")
 
     async def _answer(self, flight: InFlight, result: WorkResult, name: str) -> None:
@@ -295,8 +300,8 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return the step between the answer to the client and the ack of the message: work that was given up becomes a
-        dead letter. Return None for other work.
+        """Return the call that writes a dead letter, to be made between the result and the ack of the message. None if
+        the work item was neither given up nor has inputs that crash adapters.
         """
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
@@ -308,7 +313,9 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Reject a message that cannot be decoded, and write it to the dead letters."""
+        """Write a message that cannot be decoded to the dead letters, then terminate it, so that it is not delivered
+        again.
+        """
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -317,14 +324,14 @@ class Settle:
         await self._leases.refuse(lease, error.message)
 
     async def hand_back(self, flight: InFlight) -> None:
-        """Return a work item to the queue, because another worker may be able to run it."""
+        """Return a work item to the queue, for another worker."""
         if not flight.settled:
             self._withdraw(flight, "handed_back")
             await self._leases.hand_back(flight.lease, HAND_BACK_DELAY_S)
             self._remove(flight)
 
     def cancel(self, flight: InFlight) -> None:
-        """Settle a work item that no request waits for."""
+        """Acknowledge a work item for which no request waits any more."""
         self._withdraw(flight, "cancelled")
         self._work.start(self._finish_cancelled(flight), "cancelled")
 
@@ -344,18 +351,24 @@ class Settle:
         self._inventory.remove(flight)
 
 
-SLOTS = 4096  # largest number of recorded leases; further leases are not returned early, but lapse
+# maximum number of leases in the file; if the process is killed, deliveries without a record come back only when their
+# leases end
+SLOTS = 4096
 SLOT_BYTES = 512
 _MAGIC = b"SIElease"
-_HEADER = struct.Struct("<8sd")  # magic, broker time of the last renewal of all leases
-_SLOT = struct.Struct("<IHd")  # checksum of the later fields, bytes of the reply, broker time of the delivery
+_HEADER = struct.Struct("<8sd")  # fields: magic bytes, time of the last renewal of all leases by the broker's clock
+# fields: checksum of the other fields and the ack subject, length of the ack subject in bytes, time of the delivery by
+# the broker's clock
+_SLOT = struct.Struct("<IHd")
 _EMPTY = bytes(_SLOT.size)
 _SIZE = (1 + SLOTS) * SLOT_BYTES
 _leases_logger = logging.getLogger("sie.sidecar.leases")
 
 
 class LeaseLedger:
-    """File of leases. One process at a time writes it. `now_s` returns the broker's time in seconds."""
+    """File with the leased deliveries of a worker. One process at a time writes it. `now_s` returns the time of the
+    broker's clock.
+    """
 
     def __init__(self, path: Path, file: int, now_s: Callable[[], float]) -> None:
         self.path = path
@@ -365,7 +378,9 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Record a delivery by its ack subject. Return its slot for `clear`, or 0 if it could not be noted."""
+        """Record a delivery by its ack subject. Return the number of its record, which `clear` needs; 0 if there is no
+        room for it.
+        """
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0
@@ -375,21 +390,19 @@ class LeaseLedger:
         return slot
 
     def clear(self, slot: int) -> None:
-        """Clear the slot of a delivery whose lease has ended."""
+        """Clear the record of a delivery whose lease has ended. 0 means that it was not recorded."""
         if slot:
             self._map[slot * SLOT_BYTES : slot * SLOT_BYTES + _SLOT.size] = _EMPTY
             self._free.append(slot)
 
     def renewed(self) -> None:
-        """Record that all leased deliveries were renewed now."""
+        """Record that all leases were renewed now."""
         _HEADER.pack_into(self._map, 0, _MAGIC, self._now_s())
 
     def take_over(self, within_s: float) -> list[str]:
-        """Return the ack subjects of deliveries that an earlier process leased and renewed at most `within_s` seconds
-        ago, the oldest first, and clear the ledger.
-
-        Leases with an older renewal may belong to another worker by now. Unreadable entries are left out, with one line
-        in the log.
+        """Return the ack subjects of the deliveries that an earlier process had leased, the oldest first, and clear the
+        file. `within_s`: leases whose last renewal is longer ago are left out, as another worker may have the delivery
+        by now. Unreadable records are left out with a line in the log.
         """
         readable: list[tuple[float, str]] = []
         broken = 0
@@ -404,13 +417,17 @@ class LeaseLedger:
             elif self._now_s() - max(held_s, renewed_s) < within_s:
                 readable.append((held_s, data.decode()))
         if broken:
-            _leases_logger.warning("%s: %d entries cannot be read, their leases will lapse", self.path, broken)
+            _leases_logger.warning(
+                "%s: %d records of leased deliveries are damaged; these are delivered again only when their leases end",
+                self.path,
+                broken,
+            )
         self._map[:] = bytes(_SIZE)
         self.renewed()
         return [reply for _, reply in sorted(readable)]
 
     def close(self) -> None:
-        """Stop writing. The file is removed if no delivery is leased."""
+        """Close the file, and remove it if no delivery is leased."""
         if len(self._free) == SLOTS:
             self.path.unlink(missing_ok=True)
         self._map.close()
@@ -422,8 +439,8 @@ def _checksum(held_s: float, data: bytes) -> int:
 
 
 def _reserve(file: int) -> None:
-    """Write an empty ledger with every byte: a hole in the file could not be filled on a full disk, and a write to it
-    would raise a signal.
+    """Write every byte of an empty file, so that the disk has room for all of it. Otherwise, on a full disk, writing to
+    the mapped memory would raise a signal that ends the process.
     """
     empty = _HEADER.pack(_MAGIC, 0.0).ljust(_SIZE, b"\0")
     if os.pwrite(file, empty, 0) < _SIZE:
@@ -431,8 +448,8 @@ def _reserve(file: int) -> None:
 
 
 def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
-    """Open the ledger at `path`, and create it if it does not exist. Return None, with one line in the log, if the file
-    cannot be used: work continues without it.
+    """Open the file, or create it. Return None with a line in the log if that is impossible: the worker can work
+    without it.
     """
     file = -1
     try:
@@ -441,24 +458,26 @@ def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
         size = os.fstat(file).st_size
         if size != _SIZE or os.pread(file, len(_MAGIC), 0) != _MAGIC:
             if size:
-                _leases_logger.warning("%s is not a ledger of leases and is created again", path)
+                _leases_logger.warning("%s is not a file of leased deliveries and is replaced by a new one", path)
                 os.ftruncate(file, 0)
             _reserve(file)
         return LeaseLedger(path, file, now_s)
     except OSError as error:
         _leases_logger.warning(
-            "%s: %s; if this process is killed its work waits for the end of its leases", path, error.strerror or error
+            "%s: %s; if this process is killed, its work is delivered again only when its leases end",
+            path,
+            error.strerror or error,
         )
         if file >= 0:
             os.close(file)
         return None
 
 
-FENCE = 0.8  # part of ack_wait after which a lease without a renewal counts as lost
+FENCE = 0.8  # part of ack_wait after which a lease that was not renewed counts as lost
 
 
 class Leases:
-    """Leased deliveries of this worker. They are recorded in its ledger if it has one."""
+    """Leased deliveries of this worker, also recorded in `ledger` if there is one."""
 
     def __init__(
         self,
@@ -468,15 +487,16 @@ class Leases:
         ledger: LeaseLedger | None = None,
         flushed: Callable[[float], Awaitable[None]] | None = None,
     ) -> None:
-        """Create the object without leases. `flushed` returns when the broker has received all sent data, or raises
-        BrokerError after the given seconds.
+        """Create the object without leases. `is_alive` returns True if the adapter answers. `flushed(seconds)` returns
+        when the broker has received all sent data, and raises BrokerError after these seconds.
         """
         self._ack_wait_s = ack_wait_s
         self._ledger = ledger
         self._is_alive = is_alive
         self._flushed = flushed
         self._clock = clock
-        self._held: dict[tuple[str, int], Lease] = {}  # by pool and sequence: the stream of each pool counts from 1
+        # the key is (pool, sequence), because the stream of each pool has its own sequences
+        self._held: dict[tuple[str, int], Lease] = {}
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -487,11 +507,10 @@ class Leases:
         return lease
 
     def adopt(self, delivery: Delivery) -> Lease | None:
-        """Renew and return the lease of work that is in flight and was delivered again. Return None for new work."""
+        """If this delivery is of work that is in flight here, renew its lease and return it. Otherwise return None."""
         lease = self._held.get(_place(delivery))
-        if (
-            lease is None or lease.delivery.data != delivery.data
-        ):  # sequences start at 1 again in a stream that was lost and created again
+        # equal sequences do not prove that it is the same message: a stream that was lost and created again starts at 1
+        if lease is None or lease.delivery.data != delivery.data:
             return None
         lease.delivery, lease.renewed_s = delivery, self._clock()
         if self._ledger:
@@ -500,7 +519,7 @@ class Leases:
         return lease
 
     async def release_left(self, queue: Queue) -> int:
-        """Return the deliveries that an earlier process of this worker had leased when it was killed to the queue.
+        """Return the deliveries to the queue that an earlier process of this worker had leased when it was killed.
         Return their number.
         """
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
@@ -511,10 +530,10 @@ class Leases:
                 await queue.release(reply)
                 count += 1
             except ValueError as error:
-                _leases_logger.warning("the ledger of leases: %s", error)
+                _leases_logger.warning("the file of leased deliveries has an invalid ack subject: %s", error)
             except BrokerError as error:
                 _leases_logger.warning(
-                    "deliveries of the earlier process are delivered again only after their leases have lapsed: %s",
+                    "work of the killed process was not returned to the queue and waits until its leases end: %s",
                     error,
                 )
                 break
@@ -527,15 +546,15 @@ class Leases:
         return len(self._held)
 
     def is_mine(self, lease: Lease) -> bool:
-        """Return True if it is certain that no other worker has a lease of this work yet."""
+        """Return True if certainly no other worker has got this delivery meanwhile."""
         return self.left_s(lease) > 0
 
     def left_s(self, lease: Lease) -> float:
-        """Return the seconds for which `is_mine` stays true without a renewal."""
+        """Return the seconds for which `is_mine` remains True without a renewal."""
         return lease.renewed_s + FENCE * self._ack_wait_s - self._clock()
 
     def drop(self, lease: Lease) -> None:
-        """Remove a lease without sending a message to the broker."""
+        """Remove a lease here; nothing is sent to the broker."""
         if self._ledger:
             self._ledger.clear(lease.slot)
             lease.slot = 0
@@ -545,14 +564,12 @@ class Leases:
                 self.empty.set()
 
     async def finish(self, lease: Lease) -> None:
-        """Ack work that has ended: its result is confirmed, or no request waits for it."""
+        """Acknowledge a message whose result was confirmed, or for which no request waits."""
         self.drop(lease)
         await self._settle(lease.delivery.ack())
 
     async def hand_back(self, lease: Lease, delay_s: float = 0.0) -> bool:
-        """Return a message to the queue, because another worker may be able to run it. Return False, without sending a
-        message, if the lease was lost.
-        """
+        """Return a message to the queue, for another worker. If the lease was lost, send nothing and return False."""
         mine = self.is_mine(lease)
         self.drop(lease)
         if mine:
@@ -560,7 +577,7 @@ class Leases:
         return mine
 
     async def refuse(self, lease: Lease, reason: str) -> None:
-        """Terminate a message that no worker can process."""
+        """Terminate a message that no worker can process, if its lease was not lost."""
         mine = self.is_mine(lease)
         self.drop(lease)
         if mine:
@@ -571,13 +588,13 @@ class Leases:
         try:
             await results
         except BrokerError as error:
-            _leases_logger.warning("a settlement was not sent, the work will be delivered again: %s", error)
+            _leases_logger.warning("a message could not be acknowledged and will be delivered again: %s", error)
 
     async def renew_all(self) -> None:
-        """Renew every lease if the adapter is alive: other workers must get the work of a dead adapter.
+        """Renew all leases if the adapter answers. If it does not, other workers must get the work.
 
-        A renewal counts from the time when it was sent, but only after the broker has received it: data that is sent
-        into a dead connection renews no lease.
+        The new time is the time of sending, and counts only when the broker has received the renewals: data sent into a
+        dead connection renews nothing.
         """
         if not self._held or not self._is_alive():
             return
@@ -598,8 +615,8 @@ class Leases:
             self._ledger.renewed()
 
     async def run(self) -> None:
-        """Renew the leases every third of the ack wait until cancelled, so that one lost renewal does not end a lease.
-        Leases are also renewed during a drain.
+        """Renew the leases every third of the ack wait, so that one lost renewal does no harm. Runs until cancelled,
+        also during a drain.
         """
         due_s = self._clock()
         while True:

@@ -1,8 +1,7 @@
-"""Spans of work at a worker that traces: the work item with its stages below the span of its request, and the batch
-that it ran in.
+"""Trace spans of a worker. Each work item has a span below its request's span; its stages are spans below it. Each
+batch has a span below the first traced work item in it, with links to the others.
 
-The span of a batch is below the first traced work item in it, and linked to all traced ones. The adapter adds to a
-batch the steps of the device, and to each work item `inference` and `postprocess`.
+The adapter adds spans for its steps to the batch, and `inference` and `postprocess` to each work item.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
     from sie_sidecar.device.in_flight import InFlight
 
-# spans of a work item in their order, each with its stage in the timing of a reply
+# pairs: name of the span, and name of the same stage in the timing of a reply; in the order of time
 _PARTS = (
     ("fetch", "queue"),
     ("load", "load"),
@@ -33,7 +32,7 @@ _PARTS = (
 
 
 def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
-    """Begin the span of a delivered work item. Return None if the message has no trace context."""
+    """Begin the span of a delivered work item. Return None if its request is not traced."""
     if not item.traceparent:
         return None
     own: dict[str, str | int] = {
@@ -49,8 +48,8 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Yield a span for the batch of these work items; None if none of them is traced. The span ends when the batch is
-    answered or fails.
+    """Yield the span of a batch of these work items; None if none of them is traced. The span ends when the context
+    ends.
     """
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
@@ -67,7 +66,7 @@ def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
 
 
 def sealed(span: Span, note: BatchNote, model: str) -> None:
-    """Set the attributes of the span of a batch that is sent to the adapter."""
+    """Set the size of a batch as attributes of its span."""
     values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
     span.set(
         {"sie.batch": note.id, "sie.model": model, **{f"sie.batch.{name}": value for name, value in values.items()}}
@@ -75,7 +74,7 @@ def sealed(span: Span, note: BatchNote, model: str) -> None:
 
 
 def settled(span: Span, stages: Stages, outcomes: Sequence[Outcome], batch: str) -> None:
-    """End the span of a work item with its outcome and its stages."""
+    """Set the stages and the outcome of a work item on its span, and end it."""
     if span.is_recording:
         stage_times = msgspec.structs.asdict(stages)
         at_ns = span.ns_before(stages.worker_ms / 1000)

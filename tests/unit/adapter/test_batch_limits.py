@@ -154,7 +154,7 @@ def test_a_corrupt_file_is_put_aside_with_a_warning(device: Device, caplog: pyte
         device.restart()
         caplog.clear()
         assert device.batch_limits.limit(KEY) is None
-        assert "learnt again" in caplog.text
+        assert "measured again" in caplog.text
         assert device.path.with_suffix(".corrupt").read_bytes() == content
     device.batch_limits.failed(KEY, 100)
     device.restart()

@@ -76,5 +76,5 @@ def test_a_table_with_fewer_rows_than_tokens_is_refused(tmp_path: Path) -> None:
 def test_an_entry_of_another_width_is_refused(tmp_path: Path) -> None:
     folder = model2vec(tmp_path / "m")
     entry = msgspec.structs.replace(inspected(folder), outputs={"dense": 7})
-    with pytest.raises(ModelLoadFailed, match=r"outputs\.dense is 7, the model's is 6 wide"):
+    with pytest.raises(ModelLoadFailed, match=r"outputs\.dense is 7, the vectors of the model are 6 wide"):
         StaticEmbedding(folder, entry, entry.load, compute())

@@ -71,9 +71,9 @@ def test_a_prompt_is_what_the_checkpoint_and_the_request_say(
 @pytest.mark.parametrize(
     ("rules", "asked", "message"),
     [
-        (FORCED, ("xx", ""), "language: the model has de, en"),
-        (FORCED, ("", "sing"), "task: the model has transcribe, translate"),
-        ({}, ("en", ""), "language: the model has none to choose"),
+        (FORCED, ("xx", ""), "language: supported by the model: de, en"),
+        (FORCED, ("", "sing"), "task: supported by the model: transcribe, translate"),
+        ({}, ("en", ""), "language: supported by the model: none"),
         ({"is_multilingual": False}, ("", "transcribe"), "one language and one task"),
     ],
     ids=range(4),

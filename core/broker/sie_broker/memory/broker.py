@@ -1,4 +1,4 @@
-"""Buckets of the server in this process, the whole server, and its connections."""
+"""Buckets of the in-process server, the whole server, and its connections."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HELD_ENTRIES = 4096
 
 
 class MemoryBucket:
-    """Last entry of each key, in order of revision. A removed key remains as an entry without a value.
+    """Bucket: the last entry of each key, in order of revision. A removed key remains as an entry without a value.
 
-    `age` removes entries that were written `max_age_s` ago or removed `removed_age_s` ago, unless these limits are 0.
-    Each reader calls `age` first.
+    `age` drops entries that were written more than `max_age_s` seconds ago, or removed more than `removed_age_s`
+    seconds ago; 0 means never. Every read calls `age` first.
     """
 
     def __init__(self, created: str, clock: Callable[[], float], max_age_s: float, removed_age_s: float) -> None:
@@ -130,8 +130,8 @@ class MemoryKeyValue:
 
 
 class MemoryWatch:
-    """Watch of a bucket. Entries wait in order for one task, which runs only while entries wait. Entries that were
-    written while the connection was lost are read after the reconnect.
+    """Watch of a bucket. Its entries are queued for one task, which runs only while the queue has entries. After a
+    reconnect, the watch reads the entries that were written meanwhile.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class MemoryWatch:
             self._run()
 
     def catch_up(self) -> None:
-        """Read the entries that were written but not queued here."""
+        """Read the entries that were written while the connection was lost."""
         if self._connection.live:
             self._held.extend(self._bucket.since(self._held[-1].revision if self._held else self._last))
             self._run()
@@ -190,7 +190,7 @@ class MemoryWatch:
 
 
 class MemoryStore(MemoryConnection):
-    """Implementation of the protocol `Store`."""
+    """Store whose buckets are in this process."""
 
     _server: MemoryServer
 
@@ -212,13 +212,13 @@ class MemoryStore(MemoryConnection):
 
 
 class MemoryBroker(MemoryAdministration, MemoryStore):
-    """Implementation of the protocol `Broker`. `MemoryServer.connect` creates it."""
+    """Broker inside this process: all protocols over one connection. `MemoryServer.connect` creates it."""
 
     _server: MemoryServer
 
 
 class MemoryServer(Exchange):
-    """State for all connections: streams, buckets and the routing of core messages."""
+    """Server: streams, buckets, and the routing of messages between its connections."""
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Connections to the server in this process, and their core messages. Each connection can be lost and restored."""
+"""Connections to the in-process server, and the messages between them that are not stored. A test can lose and restore
+each connection.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 
 
 class Exchange(StreamServer):
-    """Streams, and the routing of core messages between the connections.
+    """Streams, and the routing of other messages between the connections.
 
-    `lose_answers` is the number of coming publishes whose answer is lost: the message is stored, but its publisher gets
-    BrokerUnavailable.
+    `lose_answers`: for this many publishes, the message is stored, but the publisher gets BrokerUnavailable instead of
+    an answer.
     """
 
     def __init__(
@@ -44,15 +46,15 @@ class Exchange(StreamServer):
         self._turn = 0
 
     def loses_answer(self) -> bool:
-        """Return whether the answer to this publish is to be lost, and count it."""
+        """Return whether the answer to this publish must be lost; if so, decrease `lose_answers`."""
         if not self.lose_answers:
             return False
         self.lose_answers -= 1
         return True
 
     def disconnect(self) -> None:
-        """Lose every connection, like a broker that dies: requests in flight fail, and open pulls end. Leases
-        continue.
+        """Lose all connections at once, as when a broker dies: requests in flight fail and open pulls end. Leases
+        remain.
         """
         for connection in list(self._connections):
             connection.disconnect()
@@ -65,12 +67,12 @@ class Exchange(StreamServer):
         self._connections.discard(connection)
 
     def new_inbox(self) -> str:
-        """Return a new subject for one answer."""
+        """Return a new reply subject for one answer."""
         self._tokens += 1
         return f"_INBOX.{self._tokens}"
 
     def advise(self, stream: str, name: str, *, exists: bool) -> None:
-        """Send the notice that a consumer was created or deleted."""
+        """Publish the notice that a consumer was created or deleted."""
         self.route(CoreMessage(f"{ADVISORY}.{'CREATED' if exists else 'DELETED'}.{stream}.{name}", b""))
 
     def listen(self, listener: Listener) -> None:
@@ -90,8 +92,8 @@ class Exchange(StreamServer):
             self._exact.pop(listener.subject, None)
 
     def route(self, message: CoreMessage) -> int:
-        """Deliver a message to all listeners, and to one listener of each queue group. Returns the number of
-        receivers.
+        """Deliver a message to all subscriptions without a queue group, and to one subscription of each queue group.
+        Returns the number of receivers.
         """
         inbox = self.inboxes.get(message.subject)
         if inbox is not None:
@@ -122,22 +124,22 @@ class Exchange(StreamServer):
 
 
 class Settlement(Protocol):
-    """A delivery whose ack waits for a connection."""
+    """Delivery whose ack is delayed until there is a connection."""
 
     def settle(self) -> None: ...
 
 
 class WatchReader(Protocol):
-    """A watch of a bucket, with the methods that its connection calls."""
+    """Watch of a bucket: the methods that its connection calls."""
 
     def catch_up(self) -> None:
-        """Read the entries that were missed. Called after a reconnect."""
+        """Read the entries that the watch missed; called after a reconnect."""
 
     def abandon(self) -> None: ...
 
 
 class MemoryConnection:
-    """A connection to a server in this process. It can be lost and restored alone."""
+    """Connection to an in-process server. Each connection can be lost and restored separately."""
 
     def __init__(self, server: Exchange, name: str) -> None:
         self.name = name
@@ -159,7 +161,7 @@ class MemoryConnection:
 
     @property
     def live(self) -> bool:
-        """Return whether there is a connection. `connected` is False also if one of its tasks crashed."""
+        """Return whether the connection exists. `connected` is also False if a task of the connection crashed."""
         return self._live
 
     @property
@@ -211,10 +213,10 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns the remaining part of `timeout_s`. Raises BrokerUnavailable when that time is
-        over."""
-        # Other tasks may run now, as during a network round trip: a caller that sends requests in a loop must not block
-        # them.
+        """Wait until the connection exists. Returns the seconds that are left of `timeout_s`. Raises BrokerUnavailable
+        when none are left.
+        """
+        # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:
             return timeout_s
@@ -229,15 +231,15 @@ class MemoryConnection:
         return timeout_s - (time.monotonic() - start_s)
 
     def require(self) -> None:
-        """Raise BrokerUnavailable if there is no connection."""
+        """Raise BrokerUnavailable if the connection is lost or closed."""
         if not self._live:
             raise BrokerUnavailable(
                 f"{self.name}: {'the connection to the broker is closed' if self._closed else 'no connection'}"
             )
 
     def acknowledge(self, delivery: Settlement) -> None:
-        """Settle a delivery now, or after the next reconnect. Without a connection, an ack is stored and sent later,
-        unlike other messages: a late ack is still correct.
+        """Acknowledge a delivery now, or after the next reconnect. Other messages are not sent later, but a late ack is
+        still correct.
         """
         if self._live:
             delivery.settle()
@@ -247,8 +249,8 @@ class MemoryConnection:
             self._late_acks.append(delivery)
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection. The task is cancelled at close. If the task crashes, the connection
-        counts as not connected.
+        """Run `work` as a task of this connection, which is cancelled when the connection is closed. If the task
+        crashes, the connection counts as not connected.
         """
         return self._tasks.start(work, name)
 
@@ -261,11 +263,11 @@ class MemoryConnection:
                 f"a message of {len(data)} bytes is above the broker's max_payload of {self.max_payload}"
             )
         if not subject or " " in subject:
-            raise ValueError(f"{subject!r} is not a subject")
+            raise ValueError(f"{subject!r} is not a subject: expected words joined by dots, without blanks")
 
 
 class MemoryBus(MemoryConnection):
-    """Implementation of the protocol `Bus`."""
+    """Bus between the connections to the in-process server."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         self.require()
@@ -311,7 +313,7 @@ class MemoryBus(MemoryConnection):
 
 
 class Listener:
-    """A subscription. Its messages wait in order for one task, which runs only while messages wait."""
+    """Subscription. Its messages are queued for one task, which runs only while the queue has messages."""
 
     def __init__(
         self,
@@ -341,7 +343,9 @@ class Listener:
         if len(self._held) >= self._max_messages or self._held_bytes + len(message.data) > self._max_bytes:
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
-                log.error("%s: %d messages dropped: the handler is too slow", self.subject, self._dropped)
+                log.error(
+                    "%s: %d messages were dropped, because their handler is too slow", self.subject, self._dropped
+                )
             if self._on_dropped is not None:
                 self._on_dropped(message.subject)
             return

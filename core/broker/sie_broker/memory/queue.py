@@ -1,4 +1,4 @@
-"""The streams of the server in this process as a queue, and the administration of these streams."""
+"""Queue over the streams of the in-process server, and the administration of these streams."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ _NEVER_UPDATED = {"storage", "subject"}
 
 
 class MemoryDelivery:
-    """A leased message. A consumer process can settle the message also after its lease has passed to another
-    process.
-    """
+    """Leased message. A process can still acknowledge it after another process has leased the message."""
 
     __slots__ = (
         "_connection",
@@ -84,7 +82,7 @@ class MemoryDelivery:
             consumer.stream.remove(self.sequence)
 
     def _held(self) -> Consumer | None:
-        """Return the consumer. Return None if the consumer is gone or the message is settled: a settlement then has no
+        """Return the consumer if it still exists and the message was not removed; otherwise None, and an ack has no
         effect.
         """
         consumer = self._consumer
@@ -93,7 +91,9 @@ class MemoryDelivery:
 
 
 def parse_reply(reply: str) -> tuple[str, str, int]:
-    """Return the stream, the consumer and the sequence that the `reply` of a delivery names. Raises ValueError."""
+    """Return the stream, the consumer and the sequence in the `reply` of a delivery. Raises ValueError for any other
+    text.
+    """
     tokens = reply.split(".")
     if len(tokens) != 6 or tokens[:2] != ["$JS", "ACK"]:
         raise ValueError(f"{reply[:70]!r} names no delivery")
@@ -142,10 +142,10 @@ class MemoryPulls:
         try:
             self._handler(delivery)
         except Exception:
-            log.exception("pulls on %s: the handler failed", self._stream)
+            log.exception("pulls on stream %s: the handler of a delivery failed", self._stream)
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls to the consumer's line, if the consumer exists."""
+        """Add the credit of these pulls to the consumer's queue of credits, if the consumer exists."""
         entry = self._credits.get(name)
         stream = self._server.streams.get(self._stream)
         consumer = stream.consumers.get(name) if stream is not None else None
@@ -173,7 +173,7 @@ class MemoryPulls:
 
 
 class MemoryQueue(MemoryBus):
-    """Implementation of the protocol `Queue`."""
+    """Queue whose streams are in this process."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         if not self._live:
@@ -181,7 +181,7 @@ class MemoryQueue(MemoryBus):
         self._check(subject, data)
         published = self._server.stream_of(subject).store(subject, data, message_id)
         if self._server.loses_answer():
-            raise BrokerUnavailable(f"{subject}: the answer was lost")
+            raise BrokerUnavailable(f"{subject}: the broker's answer was lost; the message may be stored")
         return published
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls:
@@ -243,7 +243,7 @@ class MemoryQueue(MemoryBus):
 
 
 class MemoryAdministration(MemoryQueue):
-    """Implementation of the protocol `Administration`."""
+    """Queue whose streams and consumers can also be created, updated and deleted, all in this process."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         await self.reach(API_TIMEOUT_S)

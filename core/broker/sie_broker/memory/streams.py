@@ -1,5 +1,5 @@
-"""Streams and their consumers: the stored messages, the leases with their ends, and the order in which credits are
-served.
+"""Streams and consumers of the in-process server: stored messages, leases with their ends, and credits, which are the
+numbers of deliveries that connections have requested.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 def overlap(first: str, second: str) -> bool:
-    """Return whether a subject exists that matches both patterns."""
+    """Return whether any subject matches both patterns."""
     left, right = first.split("."), second.split(".")
     for a, b in zip(left, right, strict=False):
         if ">" in (a, b):
@@ -45,7 +45,9 @@ def overlap(first: str, second: str) -> bool:
 
 
 class Timers:
-    """Callbacks that are due at times of the server's clock. `run_due` runs them; one timer of the loop calls it."""
+    """Callbacks for times of the server's clock. `run_due` runs the callbacks that are due; a timer of the event loop
+    calls it.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -88,13 +90,13 @@ class Message:
 
 
 class Puller(Protocol):
-    """Pull requests of one connection for the consumers of one stream, with the methods that the stream calls."""
+    """Pulls of one connection on one stream: the methods that the stream calls."""
 
     def attach(self, name: str) -> None:
-        """Add these pulls to the queue of this consumer, if they have credit for it."""
+        """Add the credit of these pulls to the consumer's queue of credits, if there is any."""
 
     def detach(self, name: str) -> None:
-        """Remove these pulls from the queue of this consumer."""
+        """Remove the credit of these pulls from the consumer's queue of credits."""
 
     def attach_all(self) -> None: ...
 
@@ -103,12 +105,12 @@ class Puller(Protocol):
     def abandon(self) -> None: ...
 
     def deliver_leased(self, consumer: Consumer, message: Message) -> None:
-        """Pass this leased message to the handler of the pulls."""
+        """Pass a leased message to the handler of the pulls."""
 
 
 class DeliveryCredit:
-    """Credit of one connection at one consumer. `left`: the number of deliveries that it still accepts. `queued`: true
-    while it is in the consumer's queue of credits.
+    """Credit of one connection at one consumer. `left`: number of deliveries that the connection still accepts.
+    `queued`: whether it is in the consumer's queue of credits.
     """
 
     __slots__ = ("left", "pulls", "queued")
@@ -120,15 +122,15 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """A consumer. Each message that matches its filter has one state: waiting, leased, or due again. The consumer
-    serves its credits in rotation.
+    """Consumer. A message that matches its filter is either waiting, leased, or must be delivered again. Connections
+    with credit get messages in turn.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
         self.spec = spec
         self.stream = stream
         self.waiting: OrderedDict[int, None] = OrderedDict()
-        self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> end of the lease, earliest end first
+        self.leases: OrderedDict[int, float] = OrderedDict()  # sequence -> time at which the lease ends, earliest first
         self.again: dict[int, float] = {}
         self.again_order: list[tuple[float, int]] = []
         self.delivered: dict[int, int] = {}
@@ -143,7 +145,7 @@ class Consumer:
         )
 
     def drop(self, sequence: int) -> None:
-        """Remove all data about a message that has left the stream."""
+        """Drop all data about a message that was removed from the stream."""
         self.waiting.pop(sequence, None)
         self.delivered.pop(sequence, None)
         self.leases.pop(sequence, None)
@@ -165,7 +167,9 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease the next message. Messages that are due again are leased before messages that were never delivered."""
+        """Lease the next message and return it; None if there is none. Messages that must be delivered again come
+        before messages that were never delivered.
+        """
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -223,12 +227,12 @@ class Stream:
             return Published(self._ids[message_id][0], duplicate=True)
         count = self.counts.get(subject, 0)
         if 0 < spec.max_per_subject <= count:
-            raise StreamFull(f"{subject}: maximum messages per subject exceeded")
+            raise StreamFull(f"{subject}: the stream has the maximum number of messages of this subject")
         size = len(subject) + len(data) + len(message_id) + _MESSAGE_OVERHEAD_BYTES
         while spec.retention == "limits" and self.messages and 0 < spec.max_bytes < self.bytes + size:
             self.remove(next(iter(self.messages)))
         if 0 < spec.max_bytes < self.bytes + size:
-            raise StreamFull(f"{subject}: maximum bytes exceeded")
+            raise StreamFull(f"{subject}: the stream has its maximum of bytes")
         self.last_sequence += 1
         message = Message(self.last_sequence, subject, data, self.server.wall_clock(), now_s, size)
         self.messages[message.sequence] = message
@@ -265,10 +269,10 @@ class Stream:
 
     def add_consumer(self, spec: ConsumerSpec) -> Consumer:
         if not any(overlap(spec.subject, subject) for subject in self.spec.subjects):
-            raise BrokerError(f"{spec.name}: {spec.subject} is no subject of {spec.stream}")
+            raise BrokerError(f"{spec.name}: stream {spec.stream} does not store the subject {spec.subject}")
         for consumer in self.consumers.values():
             if overlap(spec.subject, consumer.spec.subject):
-                raise BrokerError(f"{spec.name}: its filter overlaps that of {consumer.spec.name}")
+                raise BrokerError(f"{spec.name}: its filter overlaps the filter of consumer {consumer.spec.name}")
         consumer = self.consumers[spec.name] = Consumer(spec, self)
         if "*" in spec.subject or ">" in spec.subject:
             self._wide.append(consumer)
@@ -316,9 +320,9 @@ def normal(spec: StreamSpec, field: str) -> object:
 
 
 class StreamServer:
-    """Streams for all connections.
+    """Streams of an in-process server.
 
-    `clock` is the time source for ack waits, delays, ages and windows. A test that passes its own clock calls `run_due`
+    `clock`: time for ack waits, delays, ages and duplicate windows. A test that passes its own clock calls `run_due`
     after each change of the clock.
     """
 
@@ -338,7 +342,7 @@ class StreamServer:
         self.timers.run_due()
 
     def stamp(self) -> str:
-        """Return a creation time that never repeats."""
+        """Return a creation time for a stream or bucket, as a text that is never the same twice."""
         self._stamps += 1
         return f"{self.wall_clock():.6f}-{self._stamps}"
 
@@ -368,7 +372,7 @@ class StreamServer:
     def add_stream(self, spec: StreamSpec) -> Stream:
         for existing in self.streams.values():
             if any(overlap(first, two) for first in spec.subjects for two in existing.spec.subjects):
-                raise BrokerError(f"{spec.name}: its subjects overlap those of {existing.spec.name}")
+                raise BrokerError(f"{spec.name}: its subjects overlap the subjects of stream {existing.spec.name}")
         stream = self.streams[spec.name] = Stream(self, spec)
         return stream
 
@@ -378,8 +382,8 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with all messages and consumers. The effect is the same as of `delete_stream`, or of a
-        restart of a broker with memory storage.
+        """Remove a stream with its messages and consumers. The effect is that of `delete_stream`, or of a restart of a
+        broker with memory storage.
         """
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
@@ -389,14 +393,16 @@ class StreamServer:
             pulls.detach_all()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add the credit of open pulls to a new consumer: pulls may have requested credit before the consumer
-        existed.
+        """Add the credit of open pulls to a new consumer, because pulls may request deliveries before their consumer
+        exists.
         """
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 
     def serve(self, consumer: Consumer) -> None:
-        """Deliver messages of this consumer on the next iteration of the loop, after the caller has finished."""
+        """Schedule deliveries of this consumer for the next iteration of the event loop, after the caller has
+        finished.
+        """
         if consumer.credits:
             if not self._dirty:
                 asyncio.get_running_loop().call_soon(self._deliver)

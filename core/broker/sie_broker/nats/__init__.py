@@ -1,13 +1,14 @@
-"""The broker over NATS JetStream.
+"""Broker over NATS JetStream.
 
     NatsConnection < NatsBus < JetStream < NatsQueue < NatsAdministration < NatsBroker
                                          < NatsStore                      < NatsBroker
 
-Every answer (publish ack, reply of a request, JetStream API) comes back on one inbox of the connection and is matched
-by its token. Deliveries come back on an inbox of their `Pulls`, which is renewed after each reconnect. So a pull of the
-former connection, which may still be open at the broker, cannot be filled in addition to the pull that replaced it. No
-operation waits without a bound. An operation in flight fails at once when the connection is lost. An operation that
-starts without a connection waits for the next connection until its time-out.
+Every answer (publish ack, reply of a request, JetStream API) arrives on one inbox of the connection and is matched by
+its token. Deliveries arrive on an inbox of their `Pulls`, which gets a new inbox after each reconnect. So a pull of the
+former connection, which may still be open at the broker, cannot be filled in addition to the pull that replaced it.
+
+No operation waits without a time-out. An operation in flight fails at once when the connection is lost. An operation
+that starts without a connection waits for the next connection until its time-out.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ __all__ = ["PULL_EXPIRES_S", "NatsBroker", "NatsDelivery", "connect"]
 
 
 class NatsBroker(NatsAdministration, NatsStore):
-    """Implementation of the protocol `Broker`. `connect` creates it."""
+    """Broker over NATS: all protocols over one connection. `connect` creates it."""
 
 
 async def connect(
     url: str, *, name: str, timeout_s: float = 10.0, password: Secret | None = None, user: str = ""
 ) -> Broker:
-    """Connect to `url` (several servers of a cluster: joined by commas). The server lists the connection as `name`.
+    """Connect to `url`; several servers of a cluster are separated by commas. The server lists the connection as
+    `name`.
 
-    `password` is the password of the user in `url`, if `url` has a user without a password. With `user`, it is the
-    password of `user`, and both replace the credentials of `url`.
+    `password`: the password of the user in `url`, if `url` has a user without a password. With `user`, it is the
+    password of `user`, and both replace the credentials in `url`.
 
-    Raises BrokerUnavailable if no server accepts in time. After that, the connection is kept for ever. A lost
-    connection is detected at once, or within 15 s if the peer is silent, and is tried again every 0.1 to 1 s. No log
-    and no error contains the credentials of `url`.
+    Raises BrokerUnavailable if no server accepts within the time-out. After that, the connection is restored whenever
+    it is lost, without a limit of attempts: a loss is detected at once, or within 15 s if the peer is silent, and an
+    attempt is made every 0.1 to 1 s. No log line or error contains the credentials in `url`.
     """
     broker = NatsBroker(name)
     await broker.open(url, timeout_s, password, user)

@@ -1,4 +1,4 @@
-"""The JetStream API: its replies as structs, its error codes as exceptions, and the configurations of streams and
+"""JetStream API: its replies as structs, its error codes as exceptions, and the configurations of streams and
 consumers.
 """
 
@@ -20,15 +20,15 @@ from sie_broker import (
 )
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-# Pulls that may wait at a consumer. Each top-up is a separate pull: a few dozen per busy worker and consumer.
-# The broker's default of 512 would cause refused pulls in a large pool.
+# Pull requests that may wait at one consumer. With the broker's default of 512, some would be refused in a large pool:
+# a busy worker has a few dozen of them, because each increase of its credit is a separate pull.
 _MAX_WAITING_PULLS = 8192
 
 _VERSION_KEY = "sie.topology"
 _FULL = {10076, 10077}
 NO_STREAM, NO_CONSUMER, NO_MESSAGE = 10059, 10014, (10037, 10043, 10057)
 STREAM_EXISTS, CONSUMER_EXISTS = 10058, 10148
-CONSUMER_GONE = {NO_CONSUMER, 10149}  # a request about a consumer that is being deleted fails with one of these codes
+CONSUMER_GONE = {NO_CONSUMER, 10149}  # codes for a request about a consumer that does not exist or is being deleted
 _WRONG_SEQUENCE, _BATCH_INCOMPLETE = {10071, 10164}, 10176
 _SPEC_FIELDS = {
     "max_age": "max_age_s",
@@ -38,17 +38,17 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
-# the files of a consumer of an earlier topology remain until it is deleted
+# not compared: the broker does not let an older consumer change from files to memory, so it keeps its files
 _NEVER_COMPARED = {"metadata", "mem_storage"}
-# Some server versions accept an update to a filter that overlaps another one.
+# not updated: some server versions accept a filter that overlaps another consumer's filter
 NEVER_UPDATED = {
     "filter_subject",
     "ack_policy",
 }
 
 
-# With these settings, a stream copies messages from other streams or subjects, or publishes its messages again on other
-# subjects. Streams of SIE do not use these settings.
+# With these settings, a stream copies messages from other streams, or publishes its messages again on other subjects.
+# All streams of SIE have None for them.
 _TO_ITSELF = dict.fromkeys(("republish", "mirror", "sources", "subject_transform"))
 
 
@@ -76,7 +76,7 @@ class StreamInfo(msgspec.Struct):
     config: dict[str, Any]
     state: ApiState
     total: int = 0
-    ts: datetime | None = None  # time at which the stream's leader answered, by the leader's clock
+    ts: datetime | None = None  # wall clock of the stream's leader when it answered
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ class StoredAnswer(msgspec.Struct):
 
 
 class Refusal(BrokerError):
-    """Error of a request that the JetStream API refused. `number` is its error code."""
+    """Refusal of a request by the JetStream API. `number`: its error code."""
 
     def __init__(self, act: str, error: ApiError) -> None:
         super().__init__(f"{act}: {error.description} ({error.err_code})")
@@ -142,7 +142,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 def stream_config(spec: StreamSpec) -> dict[str, Any]:
-    # The broker refuses a window for message ids that is longer than the age limit of messages.
+    # the broker refuses a duplicate window that is longer than the age limit of the messages
     window_s = min(spec.duplicate_window_s, spec.max_age_s) if spec.max_age_s else spec.duplicate_window_s
     return {
         "name": spec.name,
@@ -172,27 +172,27 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_deliver": -1,
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
-        # The broker keeps the leases of a consumer in memory.
-        # In files, each busy consumer writes its leases ten times per second, which costs the broker 10 times the CPU
-        # of the work itself at 200 consumers (bench/broker.py).
-        # Without files, a broker that dies delivers the leased messages again.
+        # The broker keeps the leases of a consumer in memory. If it is killed, it delivers the leased messages again.
+        # In files, each busy consumer would write its leases ten times per second.
+        # At 200 consumers, this costs the broker 10 times the CPU of the work itself (bench/broker.py).
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
 
 
 def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration that updates an existing stream or consumer. Its other settings and foreign metadata are
-    unchanged.
+    """Return the configuration for an update of a stream or consumer. Settings that `desired` does not have, and
+    metadata of other programs, stay unchanged.
     """
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
-        config["mem_storage"] = current.get("mem_storage", False)  # the broker refuses to change this setting
+        # the broker refuses to change this setting of an existing consumer
+        config["mem_storage"] = current.get("mem_storage", False)
     return config
 
 
 def bucket_config(name: str, bucket: str) -> dict[str, Any]:
-    """Return the settings that are equal for all buckets. Size and storage are not included."""
+    """Return the settings that all buckets have in common, without size and storage."""
     return {
         "name": name,
         "subjects": [f"$KV.{bucket}.>"],
@@ -208,8 +208,8 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """Return the settings of `desired` whose values at the broker differ. The broker leaves out values that are
-    zero.
+    """Return the names of the settings in `desired` that have another value at the broker. A setting that the broker
+    omits has the value zero or empty.
     """
     return [
         name
@@ -219,12 +219,12 @@ def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
 
 
 def difference(current: dict[str, Any], desired: dict[str, Any]) -> str | None:
-    """Return the first of the `differences`; None if there is none."""
+    """Return the first name that `differences` returns; None if there is none."""
     return next(iter(differences(current, desired)), None)
 
 
 def version_of(config: dict[str, Any]) -> int:
-    """Return the topology version that created or last updated the stream or consumer; 0 if SIE did not create it."""
+    """Return the topology version that last created or updated the stream or consumer; 0 if it is not from SIE."""
     text = (config.get("metadata") or {}).get(_VERSION_KEY, "")
     return int(text) if text.isdigit() else 0
 

@@ -1,5 +1,5 @@
-"""Connection to a NATS server or cluster: opening, state, and the assignment of answers to requests. `NatsBus` adds
-core NATS, whose messages are delivered at most once.
+"""Connection to a NATS server or cluster: opening it, its state, and matching answers to requests. `NatsBus` adds
+messages that are not stored (core NATS) and are delivered at most once.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ log = logging.getLogger("sie.broker")
 _CLOSE_TIMEOUT_S = 2.0
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# Bytes of the client's send buffer, more than any burst between two iterations of the loop.
-# When the buffer is full, a publisher waits for the socket.
+# Bytes of the client's send buffer. It is larger than any burst within one iteration of the event loop.
+# While the buffer is full, a publisher waits.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pulls, with the methods that their connection calls. The inbox of the pulls ends with the connection on
-    which it was created.
+    """Open pull requests: the methods that their connection calls. Their inbox, the subject on which deliveries arrive,
+    is lost with its connection.
     """
 
     def abandon(self) -> None:
-        """Discard all pulls and send no message: the connection is closed."""
+        """Discard all pulls without sending a message, because the connection was closed."""
 
     async def retire(self) -> None:
-        """Leave the inbox: the connection is lost."""
+        """Give up the inbox, because the connection was lost."""
 
     def wake(self) -> None:
-        """Resume the pulls after a reconnect."""
+        """Send the pull requests again after a reconnect."""
 
 
 class Answers:
-    """Requests in flight, by the last token of their reply subject. All requests use one inbox."""
+    """Requests in flight, by token, which is the last part of their reply subject. All replies arrive on one inbox."""
 
     def __init__(self, inbox: str) -> None:
         self.inbox = inbox
@@ -65,7 +65,7 @@ class Answers:
         self._token = 0
 
     def expect(self, subject: str) -> tuple[str, asyncio.Future[Any]]:
-        """Return a new token and the future of its answer. The caller passes the token to `remove` afterwards."""
+        """Return a new token and the future for its answer. The caller must pass the token to `remove` afterwards."""
         self._token += 1
         token = str(self._token)
         answer = self._waiting[token] = asyncio.get_running_loop().create_future()
@@ -76,8 +76,8 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests on a subject to which this user may not publish: they get no answer. Returns whether the
-        subject had requests.
+        """Fail the requests in flight on a subject to which this user may not publish, because they get no answer.
+        Returns whether there were any.
         """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
@@ -96,14 +96,14 @@ class Answers:
             answer.set_result(message)
 
     def fail(self, reason: str) -> None:
-        """Fail all requests in flight with BrokerUnavailable."""
+        """Let all requests in flight raise BrokerUnavailable."""
         for answer in list(self._waiting.values()):
             if not answer.done():
                 answer.set_exception(BrokerUnavailable(reason))
 
 
 class NatsConnection:
-    """A connection to a NATS server or cluster. `open` it before use."""
+    """Connection to a NATS server or cluster. Call `open` before any other method."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -113,13 +113,13 @@ class NatsConnection:
         self._client: Any = Client()
         self._transport = Transport()
         self._client._transport = self._transport
-        self._opened = False  # whether `open` has ever succeeded
+        self._opened = False  # True after the first success of `open`
         self._live = False
         self._closed = False
         self._up = asyncio.Event()
         self._failed_attempts = 0
         self._dropped = 0
-        # subscription of the client -> callback for a dropped message
+        # client's subscription -> callback for a dropped message
         self._droppers: dict[Any, Callable[[str], None]] = {}
         self._answers = Answers("")
         self._inboxes: set[PullInbox] = set()
@@ -129,7 +129,7 @@ class NatsConnection:
     # ---- opening and closing of the connection
 
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
-        """Connect as `sie_broker.nats.connect` describes."""
+        """Connect to a server, as described in `sie_broker.nats.connect`."""
         servers, credentials = split(url, password)
         if user and password is not None:
             credentials = {"user": user, "password": password.reveal()}
@@ -144,8 +144,7 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # keep the earlier error if the deadline ended this attempt early: the earlier error has more
-                    # information
+                    # an attempt that the deadline cut short says less than the error before it, so keep that one
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -163,8 +162,8 @@ class NatsConnection:
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Connect once; the client tries each server once or twice. The client's own retry loop would never end, also
-        after a cancellation (nats-py 2.16).
+        """Try once to connect; the client then tries each server once or twice. The client's own retries would never
+        end, not even after a cancellation (nats-py 2.16).
         """
         self._client = Client()
         self._client._transport = self._transport = Transport()
@@ -193,7 +192,7 @@ class NatsConnection:
         )
 
     async def _hang_up(self) -> None:
-        """End the connection. Abort the transport if the peer does not read the buffered bytes."""
+        """Close the connection. If the peer does not read the bytes that are still buffered, abort the transport."""
         closing = asyncio.get_running_loop().create_task(self._client.close())
         await asyncio.wait({closing}, timeout=HANG_UP_S)
         self._transport.abort()
@@ -203,14 +202,16 @@ class NatsConnection:
         await self._transport.wait_closed()
 
     async def close(self) -> None:
-        """Send the buffered messages, then close the connection and stop all its tasks. Open pulls and watches are
-        stopped without a drain: call their `stop` first.
+        """Send the buffered messages, close the connection, and stop its tasks. Open pulls and watches end without a
+        drain, so call their `stop` first.
         """
         if self._live:
             try:
                 await self.flush(_CLOSE_TIMEOUT_S)
             except BrokerError as error:
-                log.warning("%s: closed without a confirmation that everything was sent: %s", self.name, error)
+                log.warning(
+                    "%s: the connection was closed, but the last messages may not have been sent: %s", self.name, error
+                )
         self._closed = True
         self._live = False
         self._up.set()
@@ -224,7 +225,7 @@ class NatsConnection:
 
     @property
     def live(self) -> bool:
-        """Return whether there is a connection. `connected` is False also if a task of the connection crashed."""
+        """Return whether the connection exists. `connected` is also False if a task of the connection crashed."""
         return bool(self._live and self._client.is_connected)
 
     @property
@@ -233,9 +234,7 @@ class NatsConnection:
 
     @property
     def server(self) -> tuple[str, bool]:
-        """Return the version of the server and whether it has JetStream. The server reported both when it accepted the
-        connection.
-        """
+        """Return the server's version, and whether it has JetStream, as reported when it accepted the connection."""
         info = self._client._server_info
         return str(info.get("version", "")), bool(info.get("jetstream"))
 
@@ -244,8 +243,8 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for a connection. Returns the remaining part of `timeout_s`. Raises BrokerUnavailable when that time is
-        over.
+        """Wait until the connection exists. Returns the seconds that are left of `timeout_s`. Raises BrokerUnavailable
+        when none are left.
         """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
@@ -260,14 +259,14 @@ class NatsConnection:
         return timeout_s - (loop.time() - start_s)
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection. The task is cancelled at close. If the task crashes, the connection
-        counts as not connected.
+        """Run `work` as a task of this connection, which is cancelled when the connection is closed. If the task
+        crashes, the connection counts as not connected.
         """
         return self._tasks.start(work, name)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Register pulls until `remove`. The connection calls their methods when it is lost, connected again or
-        closed.
+        """Register open pull requests until `remove` is called. The connection calls their methods when it is lost,
+        restored or closed.
         """
         self._inboxes.add(inbox)
 
@@ -279,7 +278,7 @@ class NatsConnection:
             self._dropped += 1
             if self._dropped == 1 or self._dropped % 1000 == 0:
                 log.error(
-                    "%s: %d messages dropped, the last on %s: its handler is too slow",
+                    "%s: %d messages were dropped, the last on subject %s, because its handler is too slow",
                     self.name,
                     self._dropped,
                     error.subject,
@@ -323,7 +322,7 @@ class NatsConnection:
         self._reconnect_handlers.reconnected()
 
     async def _on_closed(self) -> None:
-        if self._opened and not self._closed:  # `open` reports a failed attempt itself
+        if self._opened and not self._closed:  # during `open`, its caller gets the error
             log.critical("%s: the connection is closed for good: %s", self.name, self._client.last_error)
             self._closed = True
             self._up.set()
@@ -331,13 +330,12 @@ class NatsConnection:
     # ---- messages and answers
 
     async def flush(self, timeout_s: float = 2.0) -> None:
-        # Send an echo instead of the client's own flush: after a flush that times out, the client's reader ends
-        # (nats-py 2.16).
+        # not the client's own flush: after its time-out, the client's reader would end (nats-py 2.16)
         await self.roundtrip(f"{self._answers.inbox}echo", b"", timeout_s)
 
     async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Send over the present connection. Raises BrokerUnavailable without a connection: a message is not stored for
-        a later connection, because its content may be outdated then.
+        """Send a message now. Raises BrokerUnavailable without a connection. Nothing is kept for the next connection,
+        because the content may be outdated then.
         """
         if not self._live:
             raise BrokerUnavailable(f"{self.name}: no connection to the broker")
@@ -345,13 +343,13 @@ class NatsConnection:
         try:
             await self._client.publish(subject, data, reply, headers)
         except BadSubjectError:
-            raise ValueError(f"{subject!r} is not a subject") from None
+            raise ValueError(f"{subject!r} is not a subject: expected words joined by dots, without blanks") from None
         except NatsError as error:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Without a connection, an ack is stored and sent later, unlike other messages: a late ack is
-        still correct.
+        """Send an ack. Without a connection, it is kept and sent after the reconnect, because a late ack is still
+        correct.
         """
         if self._closed:
             raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
@@ -363,8 +361,8 @@ class NatsConnection:
     async def roundtrip(
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Any:
-        """Send with a reply subject and return the first message that arrives on it, which may be a status message.
-        Raises BrokerUnavailable.
+        """Send a message with a reply subject, and return the first message on that subject, which may be a status
+        message. Raises BrokerUnavailable.
         """
         if not self._live:
             timeout_s = await self.reach(timeout_s)
@@ -380,7 +378,7 @@ class NatsConnection:
 
 
 def _check_size(limit: int, data: bytes, headers: dict[str, str] | None) -> None:
-    # The server closes the connection of a client that sends a larger message, so the message is refused here.
+    # refuse a larger message here, because the server would close the connection
     size = len(data)
     if headers is not None:
         size += 12 + sum(len(key) + len(value.encode()) + 4 for key, value in headers.items())
@@ -393,18 +391,18 @@ def is_no_responder(answer: Any) -> bool:
 
 
 def _pattern(subject: str) -> re.Pattern[str]:
-    """Return a pattern that matches the subjects of a subscription.
+    """Return a pattern for the subjects that a subscription may receive.
 
-    A user that may pull from a stream chooses the subject on which the deliveries arrive, and no permission checks that
-    choice. A delivery keeps the subject of its first publish. So the pattern distinguishes deliveries from messages
-    that were published on a subject of this subscription.
+    A user with the right to pull from a stream chooses the subject on which deliveries arrive, and no permission limits
+    that choice. But a delivery still has the subject on which it was first published. So the pattern tells such
+    deliveries apart from messages that were published to this subscription.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))
 
 
 class NatsBus(NatsConnection):
-    """Implementation of the protocol `Bus`."""
+    """Bus over core NATS, which does not store messages."""
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         await self.post(subject, data, reply)
@@ -432,12 +430,15 @@ class NatsBus(NatsConnection):
         async def arrived(message: Any) -> None:
             if pattern.fullmatch(message.subject) is None:
                 log.error(
-                    "%s: a delivery of %s arrived on %s and was dropped", self.name, message.subject[:200], subject
+                    "%s: a message published to %s arrived on the subscription %s and was dropped",
+                    self.name,
+                    message.subject[:200],
+                    subject,
                 )
                 return
             try:
                 await handler(CoreMessage(message.subject, message.data, message.reply))
-            except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001  `log_failure` logs it
+            except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 `log_failure` logs each exception
                 log_failure(handler_name, error)
 
         await self.reach(API_TIMEOUT_S)
@@ -450,7 +451,7 @@ class NatsBus(NatsConnection):
                 pending_bytes_limit=held_bytes or HELD_BYTES,
             )
         except BadSubjectError:
-            raise ValueError(f"{subject!r} is not a subject") from None
+            raise ValueError(f"{subject!r} is not a subject: expected words joined by dots, without blanks") from None
         except NatsError as error:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
         if on_dropped is not None:
@@ -463,10 +464,10 @@ class NatsBus(NatsConnection):
         return _NatsSubscription(self, subscription)
 
     async def drain(self, subscription: Any) -> None:
-        """End a subscription of the client. Messages that the broker sent before it received the UNSUB are handled
-        first, for at most STOP_TIMEOUT_S seconds.
+        """End a subscription of the client. Messages that the broker sent before it received the UNSUB are still
+        handled, for at most STOP_TIMEOUT_S seconds.
         """
-        # At the time-out the task is not cancelled: the client does not survive a cancelled flush (nats-py 2.16).
+        # The task is not cancelled at the time-out: the client does not survive a cancelled flush (nats-py 2.16).
         self._droppers.pop(subscription, None)
         task = self.own(self._drained(subscription), "drain")
         await asyncio.wait({task}, timeout=STOP_TIMEOUT_S)
@@ -474,9 +475,9 @@ class NatsBus(NatsConnection):
             log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
 
     async def _drained(self, subscription: Any) -> None:
-        # The client's own drain sends its PING before its UNSUB and drops the messages that arrive in between: under
-        # load, 4 messages of a credit of 16 (nats-py 2.16). So this UNSUB is sent first.
-        # The echo of `flush` arrives after every message that the broker sent on the subscription.
+        # The client's own drain sends its PING before its UNSUB, and drops the messages that arrive in between.
+        # Under load, these were 4 messages of a credit of 16 (nats-py 2.16). So the UNSUB is sent here first.
+        # The echo of `flush` then arrives after every message that the broker sent on the subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()

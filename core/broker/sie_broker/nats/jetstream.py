@@ -39,29 +39,29 @@ from sie_contracts.wire.topology import streams_subject
 
 log = logging.getLogger("sie.broker")
 
-PULL_EXPIRES_S = 5.0  # seconds: longest life of a pull
-# A consumer process that hangs reads no data and closes no connection.
-# Its open pulls accept deliveries until they expire, and each of these deliveries then waits for the ack wait.
-# So a pull for several deliveries of work expires early.
-# It always expires before the ack wait (at least 3 s), so that no message is delivered to the hanging process twice.
-# A pull for a single delivery may last longer: each quiet model has one.
+PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
+# Seconds after which a pull for several deliveries of work expires.
+# A process that hangs neither reads nor closes its connection, so its open pulls still get deliveries.
+# Each of these deliveries waits for the end of the ack wait, so the pull must expire early.
+# It expires before the ack wait (at least 3 s), so that no message is delivered to the hanging process twice.
+# A pull for a single delivery may last longer, because each quiet model has such a pull.
 WORK_EXPIRES_S = 1.0
-# Pulls expire at whole ticks, so that one iteration of the loop renews the pulls of many consumers.
+# Seconds between the times at which pulls may expire. So one iteration of the loop renews the pulls of many consumers.
 # 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
-# A server closes a connection that has 64 MiB unsent (its `max_pending`), so a pull for several deliveries also has a
-# limit in bytes.
-# The limit must be at least the size of the largest message with its subjects: the server counts the subjects as well.
+# Limit in bytes for a pull of several deliveries: a server closes a connection with 64 MiB unsent (its `max_pending`).
+# The limit must be at least the size of the largest message with its subjects, which the server counts too.
 PULL_BYTES = 4 << 20
 _SUBJECT_BYTES = 64 << 10
-# seconds after the expiry. The broker answers an expired pull within milliseconds, so a silent pull is lost.
+# seconds after its expiry when a pull counts as lost; the broker reports an expired pull within milliseconds
 _PULL_LATE_S = 1.0
-_LOG_EVERY_S = 10.0  # seconds between log lines about consumers that do not exist yet after a restart of the broker
-_SWEEP_S = 0.25  # seconds between searches for late pulls: the number of timers must not grow with the message rate
+_LOG_EVERY_S = 10.0  # seconds between two log lines about consumers that do not exist yet after a restart of the broker
+# seconds between two searches for lost pulls; one timer serves all pulls, so their number does not grow with the load
+_SWEEP_S = 0.25
 
 
 def parse_reply(reply: str) -> list[str]:
-    """Return consumer, deliveries, sequence, consumer sequence, time and pending of an ack subject. The subject
+    """Return consumer, deliveries, sequence, consumer sequence, time and pending from an ack subject. The subject
     `$JS.ACK[.domain.account].stream.consumer.…` has 9 tokens or at least 11. Raises ValueError for any other subject.
     """
     tokens = reply.split(".")
@@ -72,7 +72,7 @@ def parse_reply(reply: str) -> list[str]:
 
 
 class NatsDelivery:
-    """A leased message. Its sequence, time and counts are parsed from the ack subject."""
+    """Leased message. Its sequence, time and counts are read from the ack subject."""
 
     __slots__ = (
         "_connection",
@@ -89,7 +89,7 @@ class NatsDelivery:
     )
 
     def __init__(self, connection: NatsConnection, message: Any) -> None:
-        """Parse a message. Raises ValueError for a message that no consumer sent."""
+        """Parse a message of the client. Raises ValueError for a message that is not a delivery."""
         self.consumer, *numbers = parse_reply(message.reply)
         self.delivered, self.sequence, self.consumer_sequence, sent_ns, self.pending = map(int, numbers)
         self.sent_s = sent_ns / 1e9
@@ -113,11 +113,11 @@ class NatsDelivery:
 
 
 class _PullCredit:
-    """Open pulls of one consumer.
+    """Counts of the open pulls of one consumer.
 
-    `issued` counts every delivery that was ever requested. `settled` counts the deliveries that arrived, and the ones
-    that the broker reported as undelivered. The difference may still arrive. The broker fills several pulls of a
-    consumer in rotation, so a delivery cannot be assigned to one of them; the sums are exact.
+    `issued`: number of all deliveries that were ever requested. `settled`: number of those that arrived, or that the
+    broker reported as not delivered. The difference may still arrive. The broker fills several pulls of a consumer in
+    turn, so it is unknown which pull a delivery belongs to, but the sums are exact.
     """
 
     __slots__ = ("consumer", "credit", "index", "issued", "retry", "retry_s", "settled", "single", "written_off")
@@ -128,9 +128,9 @@ class _PullCredit:
         self.credit = 0
         self.issued = 0
         self.settled = 0
-        # True: the next message exceeds the byte limit of a pull. A pull for one message has no byte limit.
+        # True: pull only one message, without a byte limit, because the next message exceeds the limit
         self.single = False
-        # value of `issued` when the pulls were last written off: the statuses of these pulls are ignored
+        # value of `issued` when pulls were last given up as lost; later statuses of those pulls are ignored
         self.written_off = 0
         self.retry: asyncio.TimerHandle | None = None
         self.retry_s = 0.0
@@ -153,11 +153,11 @@ def _expiry(now_s: float, longest_s: float) -> float:
 
 
 class NatsPulls:
-    """The open pulls of one connection on the consumers of a stream. One task issues pulls. One timer finds pulls that
-    the broker did not end.
+    """Open pull requests of one connection to the consumers of a stream. One task sends them. One timer finds lost
+    pulls, whose end the broker did not report.
 
-    `on_break` is called when deliveries may have been lost in transit or a consumer is gone. A queue needs no such
-    call, because the ack wait covers lost deliveries. A watch needs it.
+    `on_break` is called when deliveries may have been lost, or when a consumer is gone. A watch needs this. A queue
+    does not, because its lost deliveries are delivered again after the ack wait.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class NatsPulls:
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> None:
-        """Start the task that issues pulls. `expires_s` applies to pulls for more than one delivery."""
+        """Start the task that sends pull requests. `expires_s` is for pulls of more than one delivery."""
         self._bus = bus
         self._expires_s = expires_s
         self._client = client
@@ -219,7 +219,7 @@ class NatsPulls:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def abandon(self) -> None:
-        """Discard all pulls, and send no message to the broker."""
+        """Discard all open pull requests without sending a message to the broker."""
         self._stopping = True
         for entry in self._credits.values():
             if entry.retry is not None:
@@ -231,19 +231,19 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """Leave the inbox: later deliveries to it may be lost. Messages that have arrived on it are handled before this
-        method returns.
+        """Give up the inbox; deliveries that arrive on it later may be lost. Deliveries that have already arrived are
+        handled before this method returns.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
                 if subscription.pending_msgs:
-                    # the handler does not block: one iteration of the loop handles the messages that have arrived
+                    # one iteration of the event loop handles all arrived deliveries, because the handler does not block
                     await asyncio.sleep(0)
             try:
                 await subscription.unsubscribe()
             except NatsError as error:
-                log.info("an inbox of pulls ended with its connection: %s", error)
+                log.info("an inbox for deliveries was lost with its connection: %s", error)
         for entry in list(self._credits.values()):
             entry.write_off(entry.issued)
             self._consider(entry)
@@ -265,8 +265,8 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Top-ups leave many small pulls, which become one pull again here. With 200 consumers and a credit of 16,
-        # separate renewals of the small pulls cost 5 % of an idle core.
+        # Replace many small pulls, which increases of the credit have left, by one pull.
+        # With 200 consumers and a credit of 16, separate renewals of the small pulls cost 5 % of an idle core.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -277,15 +277,15 @@ class NatsPulls:
             if self._stopping:
                 return
             if self._silent >= 2:
-                log.warning("pulls on %s receive neither messages nor statuses: opening a new inbox", self._stream)
+                log.warning("pulls on stream %s get neither messages nor statuses: opening a new inbox", self._stream)
                 self._silent = 0
                 await self.retire()
             if not self._bus.live:
-                continue  # this task is resumed by the next connection
+                continue  # the next connection wakes this task
             try:
                 await self._issue()
             except (BrokerUnavailable, NatsError) as error:
-                log.info("pulls on %s wait for a connection: %s", self._stream, error)
+                log.info("pulls on stream %s wait for a connection: %s", self._stream, error)
                 self._dirty = dict.fromkeys(self._credits.values())
 
     async def _issue(self) -> None:
@@ -302,7 +302,7 @@ class NatsPulls:
             if missing <= 0 or entry.retry is not None:
                 continue
             if self._stopping or self._subscription is not subscription:
-                # the inbox was retired in the meantime: all missing deliveries are requested again on the next inbox
+                # the inbox was given up meanwhile; the next inbox requests all missing deliveries again
                 return
             if entry.single:
                 missing, entry.single = 1, False
@@ -329,8 +329,8 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Write off the deliveries of expired pulls that have not arrived and that the broker did not report as
-        undelivered. New pulls then request them again.
+        """Give up expired pulls as lost if their deliveries neither arrived nor were reported as not delivered. New
+        pulls then request these deliveries again.
         """
         loop = asyncio.get_running_loop()
         self._watchdog = None
@@ -369,12 +369,12 @@ class NatsPulls:
         try:
             self._handler(delivery)
         except Exception:
-            log.exception("pulls on %s: the handler failed", self._stream)
+            log.exception("pulls on stream %s: the handler of a delivery failed", self._stream)
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
-        """Handle the status of a pull that ended. 408: the pull expired. 404: there are no messages. 409: the consumer
-        is gone or moves, or the byte limit of the pull is used up. 503: no server has the consumer. 100 is a heartbeat
-        and ends no pull.
+        """Handle the status message of a pull. 408: the pull expired. 404: there are no messages. 409: the consumer is
+        gone or moves, or the byte limit of the pull is used up. 503: no server has the consumer. 100 is only a
+        heartbeat, not an end.
         """
         parts = token.split("_")
         status = headers.get("Status", "")
@@ -385,13 +385,14 @@ class NatsPulls:
         if entry is None or issued <= entry.written_off:
             return
         reason = headers.get("Description", "").strip()
-        if reason == "Batch Completed":  # only a pull with a byte limit gets this status, after its last delivery
+        # nothing to count: only a pull with a byte limit gets this status, after its last delivery
+        if reason == "Batch Completed":
             return
         left = headers.get("Nats-Pending-Messages")
         if left is not None:
             entry.settle(int(left))
         elif status == "409" and ("Deleted" in reason or "Leadership" in reason):
-            # every pull of the consumer ended, and the status does not contain the number of missing deliveries
+            # all pulls of the consumer ended, and the status does not say how many deliveries are missing
             entry.write_off(issued)
         else:
             entry.settle(requested)
@@ -409,7 +410,10 @@ class NatsPulls:
         if not entry.retry_s and now_s >= self._logged_s + _LOG_EVERY_S:
             self._logged_s = now_s
             log.warning(
-                "pulls on %s: %s: %s; trying again until the consumer exists", self._stream, entry.consumer, reason
+                "pulls on stream %s, consumer %s: %s; trying again until the consumer exists",
+                self._stream,
+                entry.consumer,
+                reason,
             )
         entry.retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, entry.retry_s * 2))
         if entry.retry is None:
@@ -422,8 +426,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Number of buckets that are read at the same time. Each read has the bytes of one pull in flight.
-# Together they stay far below the number of unsent bytes that a server allows for one connection.
+# Number of buckets that are read at the same time. Each read has up to one pull in flight.
+# Together they stay far below the unsent bytes that a server allows per connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
@@ -443,14 +447,14 @@ def publish_ack(subject: str, answer: Any) -> Ack:
     try:
         ack = _decode_ack(answer.data)
     except msgspec.DecodeError as error:
-        raise BrokerError(f"{subject}: the answer is not that of a stream: {error}") from error
+        raise BrokerError(f"{subject}: the answer is no acknowledgement of a stream: {error}") from error
     if ack.error is not None:
         raise error_of(subject, ack.error)
     return ack
 
 
 class JetStream(NatsBus):
-    """Calls to JetStream that queue, administration and store have in common."""
+    """Calls to JetStream that queue, administration and store share."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -465,8 +469,8 @@ class JetStream(NatsBus):
         return self.open_pulls(stream, handler, expires_s=WORK_EXPIRES_S)
 
     async def api(self, verb: str, body: object, kind: type[_T]) -> _T:
-        """Send one request to the JetStream API. Raises BrokerUnavailable, or the BrokerError that belongs to the error
-        code.
+        """Send one request to the JetStream API and return its decoded reply. Raises BrokerUnavailable, or the
+        BrokerError for the API's error code.
         """
         answer = await self.roundtrip(f"$JS.API.{verb}", msgspec.json.encode(body), API_TIMEOUT_S)
         if is_no_responder(answer):
@@ -480,7 +484,7 @@ class JetStream(NatsBus):
             raise BrokerError(f"{verb}: the broker's answer cannot be decoded: {error}") from error
 
     async def find(self, verb: str, body: object, kind: type[_T], *absent: int) -> _T | None:
-        """Send a request like `api`, but return None if the error code is one of `absent`."""
+        """Send a request like `api`, but return None if its error code is in `absent`."""
         try:
             return await self.api(verb, body, kind)
         except Refusal as refusal:
@@ -498,9 +502,9 @@ class JetStream(NatsBus):
         return state_of(info)
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
-        """Return the stream; create it if it does not exist. The owner of streams creates it from `request`. Without an
-        owner, this process creates it from `config`. Two concurrent callers get the same stream. Returns None if the
-        stream was deleted in the meantime.
+        """Return the stream. If it does not exist, the owner of streams creates it from `request`; without an owner,
+        this process creates it from `config`. Two callers at once get the same stream. Returns None if the stream was
+        deleted meanwhile.
         """
         name = request.name
         info = await self.stream_info(name)
@@ -514,9 +518,9 @@ class JetStream(NatsBus):
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Send a request to the owner of streams to create or update a stream. Returns False if this process is the
-        owner, if there is no owner, or if this user may not send such requests. A broker without users, or with the
-        users of an older version, lets each process create streams. Raises BrokerError.
+        """Ask the owner of streams to create or update a stream. Returns False if this process must do it itself: it is
+        the owner, no owner is connected, or this user may not send such requests (a broker without users, or with those
+        of an older version). Raises BrokerError.
         """
         if self.owns_streams:
             return False
@@ -527,7 +531,9 @@ class JetStream(NatsBus):
         if is_no_responder(answer):
             return False
         if answer.data:
-            raise BrokerError(f"the owner of streams does not create {request.name}: {answer.data.decode()}")
+            raise BrokerError(
+                f"the config service, the owner of streams, refuses to create {request.name}: {answer.data.decode()}"
+            )
         return True
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
@@ -540,7 +546,7 @@ class JetStream(NatsBus):
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> NatsPulls:
-        """Open pulls; see `NatsPulls`."""
+        """Open the pull requests of this connection on a stream; see `NatsPulls`."""
         pulls = NatsPulls(self, self._client, stream, handler, on_break, expires_s)
         self.attach(pulls)
         return pulls

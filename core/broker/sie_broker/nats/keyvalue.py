@@ -1,4 +1,4 @@
-"""Buckets: maps with revisions, stored as streams with one message per key. Watches read them in order."""
+"""Buckets: maps with revisions, stored as streams with one message per key. A watch reads the entries in order."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ log = logging.getLogger("sie.broker")
 
 _WATCH_CREDIT = 256
 _WATCH_KEPT_S = 30.0
-_WATCH_CHECK_S = 2.0  # seconds of silence after which a watch checks, with one request, whether it missed entries
+_WATCH_CHECK_S = 2.0  # seconds without entries after which a watch asks the broker whether it missed any
 _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 
 class NatsKeyValue:
-    """A bucket: the stream `KV_<bucket>` with one message per key. A removed key remains as a message that marks the
-    removal, for `removed_age_s` seconds, or for ever if that is 0.
+    """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key marks the
+    removal. It is kept for `removed_age_s` seconds, or for ever if that is 0.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
         self._jetstream = jetstream
         self._removal = {"KV-Operation": "DEL"}
         if removed_age_s:
-            self._removal["Nats-TTL"] = f"{max(1, round(removed_age_s))}s"  # a broker refuses a TTL below one second
+            self._removal["Nats-TTL"] = f"{max(1, round(removed_age_s))}s"  # the broker refuses a TTL below one second
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
 
@@ -52,7 +52,7 @@ class NatsKeyValue:
         return entry if entry is not None and entry.value is not None else None
 
     async def _last(self, key: str) -> Entry | None:
-        # Read from the leader: a replica that answers a direct get may lack the last write of this process.
+        # read from the leader, because a replica may lack the last write of this process
         query = {"last_by_subj": self._prefix + key}
         stored = await self._jetstream.find(f"STREAM.MSG.GET.{self._stream}", query, StoredAnswer, *NO_MESSAGE)
         if stored is None:
@@ -68,7 +68,7 @@ class NatsKeyValue:
         return sorted(await self._read(revision + 1), key=lambda entry: entry.revision)
 
     async def _read(self, first: int, within: str = "") -> list[Entry]:
-        """Return all entries from revision `first` on, also the entries of removed keys."""
+        """Return the last entry of each key that was written at revision `first` or later, including removed keys."""
         entries: dict[str, Entry] = {}
         complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -97,14 +97,14 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. The total time has no limit, because a bucket may be large. The read fails if
-        no entry arrives for API_TIMEOUT_S seconds. Raises BrokerUnavailable.
+        """Wait until a read is complete. The total time has no limit, because a bucket may be large, but API_TIMEOUT_S
+        seconds without a new entry raise BrokerUnavailable.
         """
         before = -1
         while not complete.done():
             if len(entries) == before:
                 raise BrokerUnavailable(
-                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that lasts, its "
+                    f"{self._stream}: {before} keys were read, then none for {API_TIMEOUT_S} s; if that persists, its "
                     f"files are damaged: run `sie repair {self._stream}`"
                 )
             before = len(entries)
@@ -122,7 +122,7 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # A removed key also counts as a key that does not exist, but the marker of its removal has a revision.
+                # the key may have been removed: it then counts as missing, but the marker of its removal has a revision
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -176,8 +176,8 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a consumer that reads from revision `first`, for one reader. Returns its name and the number of
-        messages that it has to read.
+        """Create a consumer for one reader, which starts at revision `first`. Returns the consumer's name and the
+        number of messages to read.
         """
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
@@ -201,7 +201,7 @@ class NatsKeyValue:
             await self._jetstream.delete_consumer(self._stream, name)
         except BrokerError as error:
             log.info(
-                "%s: reader %s was not deleted; the broker drops it after %s s: %s",
+                "stream %s: consumer %s was not deleted; the broker drops it after %s s: %s",
                 self._stream,
                 name,
                 _WATCH_KEPT_S,
@@ -214,8 +214,8 @@ class NatsKeyValue:
 
 
 class _KeyValueWatch:
-    """Watch that reads a bucket in order. When entries may have been missed, a new reader starts after the last handled
-    revision.
+    """Watch of a bucket. It reads the entries in order through a consumer, the reader. If entries may have been missed,
+    it creates a new reader that starts after the last handled revision.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class _KeyValueWatch:
         self._reader = ""
         self._read = 0
         self._checked = (0, 0)
-        self._held: deque[NatsDelivery] = deque()  # queue of at most _WATCH_CREDIT deliveries
+        self._held: deque[NatsDelivery] = deque()  # at most _WATCH_CREDIT deliveries that are not handled yet
         self._retry_s = 0.0
         self._stopping = False
         self._wake = asyncio.Event()
@@ -245,10 +245,10 @@ class _KeyValueWatch:
     async def open(self) -> None:
         state = await self._jetstream.stream_state(self._stream)
         if self._created and self._created != state.created:
-            self._last = 0  # the bucket was lost and created again: all entries are new
+            self._last = 0  # a new bucket with this name, so all entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # entries up to this revision that were not read have expired, so they are not missing
+            # there is nothing left to read: entries up to this revision have expired
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0
@@ -297,7 +297,7 @@ class _KeyValueWatch:
                 await self._check()
 
     async def _woken(self) -> bool:
-        """Wait until there is work. Returns False after _WATCH_CHECK_S seconds of silence."""
+        """Wait for a wake-up and return True; return False after _WATCH_CHECK_S seconds without one."""
         try:
             async with asyncio.timeout(_WATCH_CHECK_S):
                 await self._wake.wait()
@@ -307,25 +307,27 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Detect a reader that exists but delivers no entries: a broker that was killed may have kept pulls that it
-        never fills.
-        """
+        """Check for missed entries: after its broker was killed, a reader may exist whose pulls are never filled."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
             if is_behind and state.created == self._created and not await self._bucket.reaches(self._last + 1):
-                # these entries expired, or were lost with a damaged file: no reader will deliver them
-                log.info("%s: the entries after revision %d do not exist any more", self._stream, self._last)
+                # no reader will deliver these entries: they expired, or were lost with a damaged file
+                log.info("stream %s: the entries after revision %d do not exist any more", self._stream, self._last)
                 self._last, is_behind = state.last_sequence, False
         except BrokerError as error:
-            log.info("a watch of %s could not be checked: %s", self._stream, error)
+            log.info("the watch of stream %s could not check for missed entries: %s", self._stream, error)
             return
         if not is_behind:
             return
         if state.created != self._created or (not self._held and self._checked == (self._last, state.last_sequence)):
-            log.warning("a watch of %s missed the entries after revision %d: reading again", self._stream, self._last)
-            await self._pulls.retire()  # the inbox of these pulls may receive no more messages
-        # A watch may be behind for a moment. Only an equal state at two checks is a fault.
+            log.warning(
+                "the watch of stream %s missed the entries after revision %d and reads them again",
+                self._stream,
+                self._last,
+            )
+            await self._pulls.retire()  # the present inbox may never get these entries
+        # a watch may be behind for a moment, so only two checks with the same result are a fault
         self._checked = (self._last, state.last_sequence)
 
     async def _reopen(self) -> None:
@@ -333,14 +335,14 @@ class _KeyValueWatch:
             await self.open()
         except BrokerError as error:
             if not self._retry_s:
-                log.warning("a watch of %s cannot continue yet: %s", self._stream, error)
+                log.warning("the watch of stream %s cannot continue yet: %s", self._stream, error)
             self._retry_s = min(MAX_RETRY_S, max(FIRST_RETRY_S, self._retry_s * 2))
             spread = 0.5 + secrets.randbelow(1000) / 1000
             asyncio.get_running_loop().call_later(self._retry_s * spread, self._wake.set)
 
 
 class NatsStore(JetStream):
-    """Implementation of the protocol `Store`."""
+    """Store whose buckets are streams of JetStream."""
 
     async def key_value(
         self,
@@ -366,7 +368,7 @@ class NatsStore(JetStream):
         )
         info = await self.create_stream(request, {**desired, **chosen})
         if info is None:
-            raise BrokerUnavailable(f"{name} was deleted while it was opened")
+            raise BrokerUnavailable(f"{name} was deleted by another process while it was opened")
         field = difference(info.config, desired)
         if field is not None:
             raise mismatch(name, field, info.config, desired)

@@ -1,5 +1,5 @@
-"""Steps of operator commands at the broker: the present streams and consumers, their differences from the topology of
-this version, and the steps that change them.
+"""Steps of operator commands at the broker: the differences of its streams and consumers from the topology of this
+version, and the steps that remove them.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
@@ -51,8 +51,8 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class Step:
-    """A change of one stream or consumer. A step with the action `refuse` is not run: `reason` has the cause and the
-    remedy.
+    """Planned change of one stream or consumer. With the action `refuse`, the change is not made, and `reason` has the
+    cause and the remedy.
     """
 
     action: Literal["create", "update", "refuse"]
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Facts:
-    """State of a work stream. `info` is None if the stream does not exist."""
+    """State of a stream and its consumers. `info` is None if the stream does not exist."""
 
     info: StreamInfo | None
     consumers: list[ConsumerInfo]
@@ -87,18 +87,16 @@ async def read_facts(broker: NatsAdministration, stream: str) -> Facts:
 
 
 async def damage(broker: NatsBroker, info: StreamInfo) -> str:
-    """Return the evidence that the files of a stream are damaged; an empty text if there is none. Raises
-    BrokerError.
-    """
+    """Return a text that shows how a stream's files are damaged; empty if they are not. Raises BrokerError."""
     name, state = str(info.config["name"]), info.state
     bucket = name.removeprefix("KV_")
     if bucket == name:
         if not state.messages or await broker.first_stored(name) is not None:
             return ""
-        later = await broker.stream_state(name)  # messages may have been removed after the first read
+        later = await broker.stream_state(name)  # read again, because messages may have been removed meanwhile
         is_same = later.messages and later.first_sequence == state.first_seq
         return f"none of its {later.messages} messages can be read" if is_same else ""
-    if state.num_subjects != state.messages:  # a bucket has exactly one message per key
+    if state.num_subjects != state.messages:  # in an intact bucket, each key has exactly one message
         return f"it has {state.num_subjects} keys and {state.messages} entries"
     try:
         await NatsKeyValue(broker, bucket).entries()
@@ -108,7 +106,7 @@ async def damage(broker: NatsBroker, info: StreamInfo) -> str:
 
 
 async def salvage(broker: NatsBroker, stream: str) -> list[Entry]:
-    """Return the entries of a damaged bucket that can be read, in order of their revisions. Raises BrokerError."""
+    """Return the readable entries of a damaged bucket, in order of their revisions. Raises BrokerError."""
     bucket, prefix = stream.removeprefix("KV_"), f"$KV.{stream.removeprefix('KV_')}."
     entries: list[Entry] = []
     for subject in await broker.subject_counts(stream, ">"):
@@ -122,16 +120,16 @@ async def salvage(broker: NatsBroker, stream: str) -> list[Entry]:
 
 
 async def remake(broker: NatsBroker, info: StreamInfo) -> None:
-    """Delete a stream and create it again, empty, with its configuration. Raises BrokerError."""
+    """Delete a stream with its messages, and create it again with the same configuration. Raises BrokerError."""
     name = str(info.config["name"])
     await broker.delete_stream(name)
-    # the stream exists already if the owner created it for another process in this time
+    # the owner of streams may have created it again already, for another process
     await broker.find(f"STREAM.CREATE.{name}", info.config, StreamInfo, STREAM_EXISTS)
 
 
 def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
-    """Return the steps from the present state to the topology of this version, the stream first. Empty if there is no
-    difference.
+    """Return the steps that change the stream and its consumers to the topology of this version, the stream first.
+    Empty if nothing differs.
     """
     if facts.info is None:
         return [Step("create", "stream", spec.name, spec.name, config=stream_config(spec))]
@@ -177,7 +175,7 @@ def _consumer_step(info: ConsumerInfo, stream: str, ack_wait_s: float) -> Iterab
 
 
 def served_by(filter_subject: str, ack_wait_s: float) -> ConsumerSpec | None:
-    """Return the consumer that should have this filter; None if no consumer should have it."""
+    """Return the consumer that this version creates for a filter subject; None if it creates none."""
     try:
         return consumer_of(f"{filter_subject[:-1]}x" if filter_subject.endswith(".*") else filter_subject, ack_wait_s)
     except ValueError:
@@ -233,7 +231,7 @@ def _fixed(changes: tuple[FieldChange, ...]) -> str:
 
 
 async def apply(broker: NatsAdministration, step: Step) -> None:
-    """Apply a step whose action is not `refuse`. Raises BrokerError."""
+    """Create or update the stream or consumer of a step. The caller must leave out refusals. Raises BrokerError."""
     if step.kind == "stream":
         await broker.api(f"STREAM.{step.action.upper()}.{step.name}", step.config, StreamInfo)
         return

@@ -1,4 +1,4 @@
-"""Streams of JetStream as a queue, and their administration."""
+"""Queue over the streams of JetStream, and the administration of these streams."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from sie_broker.nats.jetstream import JetStream, parse_reply
 from sie_contracts.wire.records import StreamRequest
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-_ENSURE_ATTEMPTS = 10  # attempts to create a consumer that other processes delete at the same time
+_ENSURE_ATTEMPTS = 10  # attempts to create a consumer, because another process may delete it at the same time
 
 
 class NatsQueue(JetStream):
-    """Implementation of the protocol `Queue`. Its base class `JetStream` publishes and pulls."""
+    """Queue over the streams of JetStream. Its base class `JetStream` publishes and pulls."""
 
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -77,7 +77,7 @@ class NatsQueue(JetStream):
     async def server_time(self, stream: str) -> float:
         info = await self.api(f"STREAM.INFO.{stream}", {}, StreamInfo)
         if info.ts is None:
-            raise BrokerError(f"{stream}: this broker does not send its time")
+            raise BrokerError(f"{stream}: this broker does not report its time; upgrade nats-server")
         return info.ts.timestamp()
 
     async def consumers(self, stream: str) -> list[str]:
@@ -100,7 +100,9 @@ class NatsQueue(JetStream):
 
 
 class NatsAdministration(NatsQueue):
-    """Implementation of the protocol `Administration`, and the infos that operator commands show."""
+    """Queue over JetStream whose streams and consumers can also be created, updated and deleted. Operator commands use
+    its methods that return full configurations.
+    """
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         desired = stream_config(spec)
@@ -151,11 +153,14 @@ class NatsAdministration(NatsQueue):
             except Refusal as refusal:
                 if refusal.number not in CONSUMER_GONE:
                     raise
-        raise BrokerUnavailable(f"consumer {spec.name}: it was deleted {_ENSURE_ATTEMPTS} times while it was created")
+        raise BrokerUnavailable(
+            f"consumer {spec.name}: other processes deleted it in {_ENSURE_ATTEMPTS} attempts to create it"
+        )
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Create or update a consumer once. Raises Refusal with a code of CONSUMER_GONE if it is deleted at the same
-        time."""
+        """Try once to create or update a consumer. Raises Refusal with a code in CONSUMER_GONE if another process
+        deletes it meanwhile.
+        """
         desired = consumer_config(spec)
         verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
         create = {"stream_name": spec.stream, "action": "create", "config": desired}

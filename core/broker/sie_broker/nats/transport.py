@@ -1,5 +1,5 @@
-"""Addresses and credentials of servers, the pauses between connection attempts, and a TCP transport whose close does
-not wait for a silent peer.
+"""Addresses and credentials of servers, the pauses between attempts to connect, and the TCP transport for the
+client.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Transport(TcpTransport):  # type: ignore[misc]
-    """TCP transport whose close does not wait for a silent peer, because a wait for unsent bytes would delay the
-    reconnect by minutes.
+    """TCP transport of the client. Its close does not wait until a silent peer has read the unsent bytes, because that
+    would delay the reconnect by minutes.
     """
 
     def __bool__(self) -> bool:
-        # The client would replace a transport that is not connected yet by a transport of its own class (nats-py 2.16).
+        # always true, else the client replaces a transport without a connection by one of its own class (nats-py 2.16)
         return True
 
     async def connect(self, *arguments: Any, **options: Any) -> None:
-        self.abort()  # the client does not close a failed attempt that is only partly connected (nats-py 2.16)
+        self.abort()  # end the last attempt, which the client leaves open if it failed halfway (nats-py 2.16)
         await super().connect(*arguments, **options)
 
     def abort(self) -> None:
@@ -43,20 +43,20 @@ class Transport(TcpTransport):  # type: ignore[misc]
     async def wait_closed(self) -> None:
         if self._io_writer is None:
             return
-        # This needs a separate task: a cancelled wait would cancel `wait_closed` for all other waiters (Python 3.11).
+        # wait in a separate task: if the wait were cancelled here, all other waiters would be too (Python 3.11)
         closed = asyncio.get_running_loop().create_task(super().wait_closed())
         await asyncio.wait({closed}, timeout=HANG_UP_S)
         self.abort()
         await asyncio.wait({closed}, timeout=HANG_UP_S)
         if closed.done() and not closed.cancelled() and closed.exception() is not None:
-            log.debug("a connection ended with %r", closed.exception())
+            log.debug("a connection to the broker was closed with the error %r", closed.exception())
 
 
 def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
-    """Return the server addresses without credentials, and one set of credentials for all of them: the addresses that
-    the broker announces have no credentials.
+    """Return the server addresses without credentials, and the credentials separately. The same credentials are used
+    for all servers, because the addresses that the broker announces have none.
 
-    `password` is the password of a user whom the URL names without one. Without a password, a single name is a token.
+    `password`: the password of a user in `url` that has none. A single name in `url` without a password is a token.
     """
     servers: list[str] = []
     credentials: dict[str, str] = {}
@@ -65,10 +65,10 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
         try:
             port = parsed.port or 4222
         except ValueError:
-            raise ValueError("a broker URL has a port that is not a number") from None
+            raise ValueError("the port in a broker URL is not a number from 0 to 65535") from None
         host = parsed.hostname
         if not host or parsed.scheme not in ("nats", "tls"):
-            raise ValueError("a broker URL is nats://host:port or tls://host:port")
+            raise ValueError("a broker URL must be nats://host:port or tls://host:port")
         servers.append(f"{parsed.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
         if parsed.username and parsed.password is not None:
             credentials = {"user": unquote(parsed.username), "password": unquote(parsed.password)}
@@ -80,11 +80,10 @@ def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str
 
 
 def inbox_prefix(credentials: Mapping[str, str]) -> str:
-    """Return the inbox prefix of a user. It contains the user's name, so that permissions of the server can exclude
-    other users.
+    """Return the prefix of a user's inboxes. It contains the user's name, so that the server's permissions can keep
+    other users from reading them.
 
-    A character of the name that is not allowed in a token of a subject becomes `-`. Without a user, the prefix is the
-    default of the client library.
+    Characters that are not allowed in a subject become `-`. Without a user, the prefix is the client library's default.
     """
     user = _NO_TOKEN.sub("-", credentials.get("user", ""))
     return f"_INBOX.{user}" if user else "_INBOX"

@@ -1,9 +1,9 @@
-"""The hub as a source of snapshots: one listing of the commit, then its files by the download engine.
+"""Download of a snapshot from the hub: one request lists the files of a commit, then the selected files are fetched.
 
     listing ──► selected files ──► download.py ──► manifest
 
-The hub's own client downloads a file from the start if its process ended (huggingface_hub 2.4), and reads every answer
-to its end. So only its sessions and its errors are used.
+The hub's own client (huggingface_hub 2.4) fetches a file from the start again if the process ended during the download,
+and it reads a response of any length. So only its HTTP sessions and its exceptions are used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from sie_store.weights.selection import Wanted, of_lora
 
 _T = TypeVar("_T")
 
-# One request reads all missing bytes of a file: the hub limits the number of requests, and redirects each to a signed
-# URL.
+# part_bytes=0: one request reads all missing bytes of a file, because the hub limits the number of requests and
+# redirects each of them to a new signed URL
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
-LISTING_S = 30.0  # time limit for one listing
-MAX_LORA_BYTES = 4 << 30  # a client may name any LoRA: its files must not use up the disk space for models
+LISTING_S = 30.0  # seconds in which the hub must have sent the whole listing
+# largest size of all files of a LoRA: a client may name any LoRA, and it must not use up the disk space for models
+MAX_LORA_BYTES = 4 << 30
 
 
 class _Lfs(msgspec.Struct):
@@ -53,18 +54,18 @@ class _Listing(msgspec.Struct):
     siblings: tuple[_Sibling, ...] = ()
 
 
-# created at import: if two threads use a type for the first time at the same time, the process crashes
+# created at import: msgspec crashes the process if two threads use a type for the first time at the same time
 _listings = msgspec.json.Decoder(_Listing)
 
 
 def hub_fetch(repository: str, revision: str, select: Wanted) -> Fetch:
-    """Return the function that fetches the files of a commit that `select` accepts, for `LocalCache.obtain`."""
+    """Return a function for `LocalCache.obtain`. It fetches those files of a commit that `select` accepts."""
     return functools.partial(_fetch, repository, revision, select)
 
 
 def commit_of(repository: str, revision: str | None = None, *, label: str = "") -> str:
-    """Return the present commit of a branch or tag; without `revision`, of the main branch. `label` names it in logs
-    and errors. Raises FetchFailed.
+    """Return the id of the commit to which a branch or tag points now; without `revision`, the main branch. `label` is
+    the name of the model in logs and errors. Raises FetchFailed.
     """
     label = label or (f"{repository}@{revision}" if revision else repository)
 
@@ -120,17 +121,18 @@ async def _listing(session: Any, repository: str, revision: str | None) -> _List
             async for piece in response.aiter_raw():
                 data += piece
                 if len(data) > MAX_MANIFEST_BYTES:
-                    raise StoreError(f"the listing has more than {MAX_MANIFEST_BYTES} bytes")
+                    raise StoreError(f"the hub's listing of files has more than {MAX_MANIFEST_BYTES} bytes")
         return _listings.decode(data)
     except TimeoutError as error:
-        raise StoreError(f"the listing was not complete within {LISTING_S:g} s") from error
+        raise StoreError(f"the hub's listing of files was not complete within {LISTING_S:g} s") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StoreError(f"the answer is not the listing of a repository: {str(error)[:200]}") from error
+        raise StoreError(f"the hub's answer is not the listing of a repository: {str(error)[:200]}") from error
 
 
 async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> RemoteFile:
-    """Describe a file of the listing. If a mirror leaves out the size, it is read from the headers of the file. A large
-    file has a SHA-256, any other file the digest of a git blob; a mirror may leave out both.
+    """Return the size and the digest of a file in the listing. If a mirror's listing has no sizes, they are read from
+    the headers of a HEAD request. The digest is a SHA-256 for a file in LFS, else the digest of the git blob; a mirror
+    may send neither.
     """
     name = sibling.rfilename
     if sibling.size is not None:
@@ -138,8 +140,8 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
         return RemoteFile(name, sibling.size, sha256, blob)
 
     async def header(*names: str) -> str:
-        """Return the first of these headers in the answer of the hub, or of the server to which it redirects; an empty
-        text if there is none.
+        """Return the value of the first of these headers that the hub, or the server to which it redirects, sends; an
+        empty text if neither sends one.
         """
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
             answers = (*response.history, response)
@@ -153,8 +155,8 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
 
 
 def _session() -> Any:
-    """Return a session of the hub's client that reads only the requested bytes of an answer. The client's own hook,
-    which is removed, reads the whole body of an error.
+    """Return an HTTP session of the hub's client without the client's response hook: that hook reads the whole body of
+    an error response, whatever its length.
     """
     from huggingface_hub import get_async_session
 
@@ -170,8 +172,9 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
     """
     from huggingface_hub import constants, get_token, hf_raise_for_status
 
-    # The client's own headers are not used: with them, it downloads a list of any length.
-    # Compression is not requested: a range would count compressed bytes, and few bytes may become very many.
+    # The client's function for headers is not used: to name the running agent, it may download a list of any length.
+    # No compression is requested: a byte range would count compressed bytes, and a small body could expand to
+    # gigabytes.
     headers = {"User-Agent": f"sie/{sie_contracts.__version__}", "Accept-Encoding": "identity"}
     if token := get_token():
         headers["Authorization"] = f"Bearer {token}"
@@ -181,12 +184,12 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
         async with session.stream(method, url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
             hf_raise_for_status(response)
             if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise StoreError("the answer is compressed, although compression was not requested")
+                raise StoreError("the hub's answer is compressed, although compression was not requested")
             yield response
 
 
 class _Hub:
-    """Files of one commit below `url`, as a source of the download engine."""
+    """Source of the download engine: the files of one commit, at URLs below `url`."""
 
     limits = LIMITS
 
@@ -195,7 +198,8 @@ class _Hub:
 
     async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
         async with _answered(self._session, f"{self._url}/{quote(file.path)}", start=start) as response:
-            at = start if response.status_code == 206 else 0  # a mirror without range requests sends the whole file
+            # a mirror without range requests sends the whole file: skip its bytes before `start`
+            at = start if response.status_code == 206 else 0
             async for data in response.aiter_raw():
                 if piece := data[max(0, start - at) :]:
                     yield piece
@@ -208,7 +212,7 @@ class _Hub:
 
 
 async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
-    """Return the result of a call of the hub. The call is repeated if another attempt may help."""
+    """Call the hub and return the result. The call is repeated after a StoreError, up to LIMITS.tries times."""
     tries = 0
     while True:
         try:
@@ -220,12 +224,13 @@ async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
 
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
-    """Convert a failure that may disappear into StoreError. The text of the StoreError is safe for a log. The text of
-    its cause contains the URL, which may be signed or contain a password.
+    """Convert a failure that another attempt may not meet (no connection, time-out, status 408, 425, 429, 5xx) into
+    StoreError. The text of the StoreError is safe for a log. The text of its cause contains the URL, which may be
+    signed or contain a password.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # the base class of connection errors of the library that the hub's client is built on
+    # the HTTP library's base class of errors, which connection errors have too; the library is not imported by name
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield

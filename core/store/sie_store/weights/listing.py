@@ -1,5 +1,5 @@
-"""Checks whether a snapshot that SIE did not put into the cache is complete. The hub's own client may have put it
-there, in this or an older version, or a person copied it.
+"""Checks whether all files of a snapshot are in the cache, for a snapshot that SIE did not download itself: any version
+of the hub's own client may have downloaded it, or a person may have copied it.
 
     is_listed_whole   compare the files with the listing that the hub's client keeps of a commit (trees/COMMIT.json):
                       each file must exist with its size
@@ -15,19 +15,20 @@ import msgspec
 from sie_store.weights.selection import Wanted
 
 _HEADER_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
+_MAX_HEADER_BYTES = 100_000_000  # largest header in bytes that the safetensors format allows
 # exceptions of the decoder for bad syntax, bad UTF-8 and too deep nesting
 _NO_JSON = (
     msgspec.DecodeError,
     UnicodeDecodeError,
     RecursionError,
 )
-_NO_FILES = ("Normalize",)  # modules of sentence-transformers without a folder in a repository
+# module types of sentence-transformers that have no files, so a repository need not have a folder for them
+_NO_FILES = ("Normalize",)
 
 
 def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted) -> bool:
-    """Return whether the snapshot has all files that `select` accepts, by the listing of the hub's client. `cache`:
-    the folder `hub`.
+    """Return whether the snapshot has every file that `select` accepts, with the size in the listing that the hub's
+    client stored; False if no listing is stored. `cache` is the folder `hub` of HF_HOME.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
@@ -42,7 +43,9 @@ def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Return the evidence that a snapshot without a listing is not complete; an empty text if there is none."""
+    """Return why a snapshot without a listing is not complete, as a text for an error message; an empty text if nothing
+    shows that a file is missing.
+    """
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"
@@ -84,8 +87,8 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Return the fault of a safetensors file; an empty text if its length is correct. The header has the position at
-    which the last tensor ends.
+    """Return the fault of a safetensors file; an empty text if its length is correct. The correct length follows from
+    the header, which says where the last tensor ends.
     """
     try:
         size = path.stat().st_size

@@ -1,7 +1,8 @@
 """File locks between the processes of a node: a shared lock for each process that uses a snapshot, an exclusive lock
 for the process that fetches or removes it.
 
-The kernel releases a lock when its process ends, for any reason. Locks also work between threads of one process.
+The kernel releases a lock when its process ends, for any reason. Locks also exclude each other between threads of one
+process.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """A lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise two
-    processes could hold the lock.
+    """A lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise one
+    process could lock a new file while another still holds the lock on the removed file.
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """Hold the lock on `descriptor`. `is_use`: the mtime of the file is set when the lock begins and ends."""
+        """Hold the lock on `descriptor`. With `is_use`, the mtime of the file is set at acquisition and release, so it
+        shows when the snapshot was last used.
+        """
         self._descriptor = descriptor
         self._is_use = is_use
         self._touch()
 
     def write(self, data: bytes) -> None:
-        """Write a note into the file for processes that wait. The note is left out if the disk is full or the file
-        belongs to another user, because no process relies on it.
+        """Write a note into the lock's file, for processes that wait for the lock. Errors (a full disk, a file of
+        another user) are ignored, because the note is only information.
         """
         if self._descriptor is None:
             return
@@ -42,11 +45,11 @@ class Lock:
 
     def _touch(self) -> None:
         if self._descriptor is not None and self._is_use:
-            with contextlib.suppress(OSError):  # the file belongs to another user, on a shared disk
+            with contextlib.suppress(OSError):  # utime fails on a file of another user, on a shared disk
                 os.utime(self._descriptor)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock. A second call does nothing."""
         self._touch()
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -65,11 +68,11 @@ class Lock:
 
 
 def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
-    """Acquire the lock at `path`; None while another lock excludes it. Never waits. Raises OSError.
+    """Acquire the lock at `path` without waiting; return None if another lock excludes it. Raises OSError.
 
-    The file of another user is locked without writing to it. A network file system may refuse this for an exclusive
-    lock. In a folder without write permission, a shared lock has no effect: a user who cannot write there cannot remove
-    any file either.
+    A file that this process may not write to is opened for reading; a network file system may refuse an exclusive lock
+    on it. If the file cannot be opened or created at all, a shared lock is returned that locks nothing, so that a
+    snapshot in a read-only folder can be used.
     """
     refused: OSError | None = None
     try:

@@ -20,12 +20,13 @@ MANIFEST = "sie-manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_FILES = 10_000  # largest number of files of one snapshot
-MAX_NAME_BYTES = 255 - len(PART)  # bytes of the name of a file or folder; PART is added while it is fetched
+# longest name of a file or folder, in bytes: a disk allows 255, and a file has PART at its end during the download
+MAX_NAME_BYTES = 255 - len(PART)
 _PIECE_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-# characters of a repository's name: the name of its folder in a cache may have at most 255 bytes
+# largest number of characters in a repository's name: its folder in a cache may have a name of at most 255 bytes
 MAX_REPOSITORY_CHARS = 200
 
 Origin = Literal["hub", "cluster", "archive", "found"]
@@ -37,8 +38,8 @@ class ManifestError(ValueError):
 
 
 class FetchFailed(Exception):
-    """Error of a source of weights that could not deliver a snapshot. `error_class` becomes the class of the failed
-    load; NETWORK may be tried again.
+    """Error of a source of weights that could not deliver a snapshot. `error_class` becomes the error class of the
+    model's load; after NETWORK, the load may be tried again.
     """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
@@ -57,9 +58,9 @@ class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Files of a snapshot, by their path below its folder, with `/`.
 
-    `revision` is the commit. `left_out`: files of the repository that were not selected when it was fetched; for a
-    model that needs one of them, the snapshot is not complete. `origin`: source of this copy; a `found` copy was
-    written by another program, and is never removed to free space.
+    `revision` is the commit. `left_out`: files of the repository that were not selected for this copy; for a model that
+    needs one of them, the snapshot is not complete. `origin`: the source of this copy. A copy with `found` was written
+    by another program, and is never removed to free space.
     """
 
     repository: str
@@ -75,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(fact.bytes for fact in self.files.values())
 
 
-# created at import: if two threads use a type for the first time at the same time, the process crashes
+# created at import: msgspec crashes the process if two threads use a type for the first time at the same time
 _manifest = msgspec.json.Decoder(Manifest)
 
 
@@ -100,8 +101,8 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError unless both names can be part of a path: the names may be from an entry, a bucket or an
-    archive.
+    """Raise ManifestError unless both names are safe as parts of a path. They come from model entries, buckets and
+    archives, so a stranger may have chosen them.
     """
     is_long = len(repository) > MAX_REPOSITORY_CHARS
     if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
@@ -112,7 +113,7 @@ def check_names(repository: str, revision: str) -> None:
 
 def is_safe(name: str) -> bool:
     """Return whether a file name is safe. The file must stay below the folder of its snapshot. The name must differ
-    from the names of the manifest and of incomplete files, must fit a disk, and must be printable.
+    from the names of the manifest and of incomplete files, must not be too long for a disk, and must be printable.
     """
     parts = name.split("/")
     if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):
@@ -121,13 +122,15 @@ def is_safe(name: str) -> bool:
 
 
 def check_paths(names: Collection[str]) -> None:
-    """Raise ManifestError unless files with these names can exist together below one folder."""
+    """Raise ManifestError if a name is not safe, if a name is a file and also a folder, or if there are more than
+    MAX_FILES names.
+    """
     if len(names) > MAX_FILES:
         raise ManifestError(f"a snapshot has at most {MAX_FILES} files, this one has {len(names)}")
     files = frozenset(names)
     for name in names:
         if not is_safe(name):
-            raise ManifestError(f"it names the file {name[:200]!r}: expected a path below its folder, with /")
+            raise ManifestError(f"the snapshot names the file {name[:200]!r}: expected a path below its folder, with /")
         for folder in PurePosixPath(name).parents:
             if str(folder) in files:
                 raise ManifestError(f"{str(folder)[:200]!r} is a file and a folder")
@@ -148,8 +151,8 @@ def _check(manifest: Manifest) -> None:
 
 
 def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
-    """Compute the SHA-256 of a file, in hex. `read` is called with the number of bytes of every piece. Raises
-    OSError.
+    """Compute the SHA-256 of a file, in hex. `read` is called after each piece with the number of bytes that were read.
+    Raises OSError.
     """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
@@ -168,8 +171,9 @@ def describe(
     origin: Origin = "found",
     read: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """Build the manifest of the present files in `folder`, except hidden files and a manifest. Reads every file that
-    `select` accepts; the other files are in `left_out`. Raises OSError, ManifestError.
+    """Build a manifest from the files that are in `folder`; hidden files and a manifest are ignored. Files that
+    `select` accepts are read for their digests; the names of all other files go into `left_out`. Raises OSError,
+    ManifestError.
     """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):

@@ -32,7 +32,7 @@ class FetchProgress:
         self._arrived_bytes = 0
         self._followed_per_s = 0.0
         self._started_s = self._logged_s = clock()
-        self._stepped_s = -STEP_EVERY_S  # with this value the first step is reported
+        self._stepped_s = -STEP_EVERY_S  # so far back that the first step is reported at once
         self.on_expect: Callable[[int], None] = lambda _: None
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
@@ -57,7 +57,7 @@ class FetchProgress:
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Show the progress of another process that fetches the snapshot."""
+        """Take over the figures of another process that fetches this snapshot, so that `state` returns them."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
@@ -87,7 +87,7 @@ class FetchProgress:
         _logger.info("fetched %s: %s", self.label, summary)
 
     def state(self) -> Fetched:
-        """Return the present progress."""
+        """Return the bytes that are present, the bytes of the whole snapshot, and the bytes per second."""
         with self._lock:
             return self._state(self._clock())
 

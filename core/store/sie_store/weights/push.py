@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("sie.store")
 
-MAX_PARTS = 9_000  # number of parts of one object; stores allow 10,000
+MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
 MIN_PART_BYTES = 8 << 20  # stores refuse parts below 5 MiB
-STALL_S = 180.0  # seconds: time limit for one part
-ROUNDS = 20  # rounds of check, write and check again
+STALL_S = 180.0  # time limit in seconds for the store to accept one part
+ROUNDS = 20  # a push is repeated at most this many times if other writers change the bucket meanwhile
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
 class PushRefused(Exception):
-    """Error for files that contradict the snapshot in the bucket, or their own manifest."""
+    """Error for files that differ from the files of the same commit in the bucket, or from their own manifest."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of a push: files written, files that were there already, and the bytes written."""
+    """Result of a push: number of files written, number of files that were in the bucket already, and bytes written."""
 
     written: int
     present: int
@@ -51,7 +51,7 @@ class Pushed:
 
 
 class Push:
-    """Push of the files in `manifest` from `folder`."""
+    """Push of the files in `manifest` from `folder` to the bucket."""
 
     def __init__(self, bucket: WeightBucket, folder: Path, manifest: Manifest, progress: FetchProgress) -> None:
         self._bucket, self._folder, self._manifest, self._progress = bucket, folder, manifest, progress
@@ -85,12 +85,16 @@ class Push:
                     )
             except WrittenMeanwhile as error:
                 _logger.info("%s: %s", self._what, error)
-            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311  # pushers must not retry at once
-        raise StoreError("other writers keep removing or replacing it")
+            # random, so that several pushers do not retry at the same moment
+            await asyncio.sleep(random.uniform(0, self._bucket.limits.pause_s))  # noqa: S311
+        raise StoreError(
+            "other writers removed or replaced files of this snapshot in the bucket again and again: push it later"
+        )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Read the manifest in the bucket and compare it with the files of this push. Returns the manifest or None, and
-        the mode of a write that replaces it. Raises PushRefused.
+        """Return the manifest in the bucket, None if there is none or if it will be replaced; and obstore's write mode,
+        which allows a write only if no other writer has changed the manifest. Raises PushRefused if its files differ
+        from the files of this push.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
@@ -105,17 +109,17 @@ class Push:
         ]
         if changed and not force:
             raise PushRefused(
-                f"{self._what} is there with another {changed[0]}, "
+                f"{self._what} is in the bucket with another content of {changed[0]}, "
                 f"SHA-256 {there.files[changed[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
                 f"{self._manifest.files[changed[0]].sha256[:16]}..: one commit has one content. Push it under another "
                 "name or revision, "
-                "or replace what is there with --force"
+                "or replace the files in the bucket with --force"
             )
         return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
-        """Return the files that must be written: files whose size in the bucket differs, and files without a proof that
-        they are correct.
+        """Return the names of the files to write: files that are missing in the bucket or have another size there, and
+        files for which neither the bucket's manifest nor the digest at the object proves the content.
         """
         if everything:
             return list(self._manifest.files)
@@ -128,7 +132,9 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Return whether an unfinished push wrote these bytes."""
+        """Return whether the object in the bucket has the file's digest as an attribute: then an unfinished push wrote
+        it.
+        """
         import obstore
 
         try:
@@ -165,8 +171,8 @@ class Push:
             await self._bucket.limits.repeated(functools.partial(self._stream, name, path, fact.bytes, attributes))
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
-        """Write an object. Raises WrittenMeanwhile if another writer wrote the object against `mode`. In a store that
-        cannot check `mode` the object is overwritten.
+        """Write an object. Raises WrittenMeanwhile if `mode` forbids it because another writer wrote the object first.
+        In a store that cannot check `mode`, the object is overwritten.
         """
         import obstore
         from obstore.exceptions import NotSupportedError
@@ -184,7 +190,9 @@ class Push:
             await self._bucket.limits.call(functools.partial(put, "overwrite"), STALL_S)
 
     async def _stream(self, name: str, path: Path, size: int, attributes: dict[str, str]) -> None:
-        """Write a large file in parts, some at a time. Raises StoreError, also if no part is accepted for STALL_S."""
+        """Write a large file in parts, several at the same time. Raises StoreError, also if the store accepts no part
+        within STALL_S seconds.
+        """
         import obstore
         from obstore.exceptions import BaseError
 
@@ -215,7 +223,7 @@ class Push:
                     )
             is_whole = True
         except TimeoutError as error:
-            raise StoreError(f"no part was accepted for {STALL_S:g} s") from error
+            raise StoreError(f"the store accepted no part of the file for {STALL_S:g} s") from error
         except BaseError as error:
             raise object_stores.failure(error) from error
         finally:

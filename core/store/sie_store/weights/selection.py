@@ -1,4 +1,4 @@
-"""Files of a repository that a model needs, and files that every load of its family needs."""
+"""Selection of a repository's files for a model, and the check that a folder has the files that its family needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FILES = (
     "colbert_linear.pt",
     "best.pt",
 )
-PICKLED = "pytorch_model.bin"  # read only as tensors, for the one family whose checkpoints have no other file
+# pickled checkpoint of the one family that has no safetensors; only tensors are read from it, no code is run
+PICKLED = "pytorch_model.bin"
 UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -29,8 +30,8 @@ Wanted = Callable[[str], bool]
 
 
 def _matching(patterns: tuple[str, ...]) -> Wanted:
-    """Return a test whether a file name matches one of the patterns. `*` also matches /, like in the patterns of the
-    hub's client.
+    """Return a function that tests whether a file name matches one of the patterns and none of UNREAD. `*` also matches
+    /, like in the patterns of the hub's client.
     """
 
     def select(name: str) -> bool:
@@ -46,8 +47,8 @@ of_lora = _matching(LORA_FILES)
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """Return a test by file name whether a load of `entry` may read a file. A family of another package may read any
-    file that is not in UNREAD.
+    """Return a function that tests whether loading `entry` may read the file with a given name. A family that another
+    package provides may read any file that is not in UNREAD.
     """
     if entry.family not in FAMILIES:
         return _matching(("*",))
@@ -65,8 +66,8 @@ def runs_code(entry: ModelEntry) -> bool:
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Return whether the folder has the files that every load of this family needs. A family from another package has
-    its own check.
+    """Return whether the folder has the files that every load of this family needs. If another package provides the
+    family, only the existence of the folder is checked.
     """
     if entry.family not in FAMILIES:
         return folder.is_dir()

@@ -43,7 +43,7 @@ _logger = logging.getLogger("sie.store")
 
 @dataclass(frozen=True)
 class Located:
-    """A folder of weights. No process removes it from the disk while the lease is open."""
+    """A folder of weights. `lease` is a file lock: no process removes the folder from the disk while it is held."""
 
     folder: Path
     lease: Lock = _NO_LEASE
@@ -56,8 +56,8 @@ class WeightSources:
     cache_folder: Path
     may_download: bool
     cluster: ClusterCache | None = None
-    cache: LocalCache = None  # type: ignore[assignment]  # by default without limits, in cache_folder
-    # creates the progress of a fetch, by the name of the snapshot
+    cache: LocalCache = None  # type: ignore[assignment]  # None: a cache in cache_folder, without limits
+    # called with the name of a snapshot, creates the progress of its fetch
     begin: Callable[[str], FetchProgress] = FetchProgress
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -146,8 +146,10 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
-                # the next source may have the snapshot
-                _logger.warning("%s: the cluster cache %s: %s", label, self.cluster.url, error.message)
+                # no exception: the next source may have the snapshot
+                _logger.warning(
+                    "%s was not fetched from the cluster cache %s: %s", label, self.cluster.url, error.message
+                )
         unverified = self.cache.place(weights.hub, revision)
         unfit = self.cache.flaw(weights.hub, revision)
         if not unfit and self._has_all(unverified, entry):
@@ -156,7 +158,7 @@ class WeightSources:
                     return self._fetched(entry, lease), None
                 except FetchFailed as error:
                     _logger.warning(
-                        "%s is used from the local cache, where no file is known to be missing: %s",
+                        "%s is used from the local cache, in which it seems complete, because its download failed: %s",
                         label,
                         error.message,
                     )
@@ -211,7 +213,7 @@ class WeightSources:
         return located
 
     def _fetched(self, entry: ModelEntry, lease: Lock) -> Located:
-        """Fetch the folder from the hub. Raises FetchFailed."""
+        """Fetch the files of the entry from the hub into the local cache. Raises FetchFailed."""
         weights, select, label = entry.weights, wanted_by(entry), _named(entry.weights)
         with self._reported(entry.id, label) as progress:
             fetch = hub_fetch(weights.hub, weights.revision, select)
@@ -240,8 +242,8 @@ class WeightSources:
                     del self._fetching[name]
 
     def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
-        """Return the folder of a LoRA. `name` is a path that the entry names; a folder in `models_dir` (./models), by
-        its path or its name; or a hub repository, as `name` or `name@commit`.
+        """Return the folder of a LoRA. `name` is one of: a path that the entry names; the path or the name of a folder
+        in `models_dir` (by default ./models); a hub repository, as `name` or `name@commit`.
 
         Raises LoraLoadFailed. Other paths are refused, because the name may be text of a client.
         """
@@ -294,8 +296,8 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
-                # the next source may have the snapshot
-                _logger.warning("%s: the cluster cache %s: %s", label, self.cluster.url, why)
+                # no exception: the next source may have the snapshot
+                _logger.warning("%s was not fetched from the cluster cache %s: %s", label, self.cluster.url, why)
         unverified = self.cache.place(repository, commit)
         fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
         if not self.may_download:
@@ -319,12 +321,12 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """Return the commit of a branch: the commit that the hub's client found last, else the only commit in the
-        cache, else the commit in the hub's answer.
+        """Return the commit of a branch: the one that the cache has recorded for it; else, without `branch`, the only
+        cached commit; else the commit that the hub names.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
-            raise ManifestError(f"{branch[:200]!r} is no branch")
+            raise ManifestError(f"{branch[:200]!r} is not the name of a branch")
         reference = place.parent.parent / "refs" / (branch or "main")
         with contextlib.suppress(OSError):
             return reference.read_text("utf-8").strip()
@@ -390,7 +392,7 @@ def private_name(lora: str) -> str:
 
 
 def named_loras(entry: ModelEntry) -> set[str]:
-    """Return the LoRAs in the entry itself, for all requests or in a profile."""
+    """Return the names of the LoRAs that the entry or one of its profiles uses."""
     return {name for name in (entry.run.lora, *(profile.run.lora for profile in entry.profiles.values())) if name}
 
 
