@@ -18,6 +18,8 @@ find . -type f -path './torch/bin/*' ! -name torch_shm_manager -delete
     -regex '.*(intel_gpu_plugin|intel_npu_plugin|npu_.*|(onnx|tensorflow|tensorflow_lite|paddle|gguf|jax)_frontend)\.so.*' -delete
 [ ! -d openvino ] || rm -f openvino/libs/cache.json
 
+# of phonenumbers where numbers belong to: 43 MB of names of places, networks and time zones, of which nothing is imported
+[ ! -d phonenumbers ] || rm -r phonenumbers/geodata phonenumbers/carrierdata phonenumbers/tzdata
 # of pyarrow what is for C++, for a protocol of its own and for stores, which obstore reads
 [ ! -d pyarrow ] || find pyarrow -type f -regextype egrep \
     -regex 'pyarrow/(include/.*|libarrow_(python_)?flight\.so.*|libarrow_s3\.so.*|_(flight|s3fs|gcsfs|azurefs|hdfs)\..*)' -delete

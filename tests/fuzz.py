@@ -100,6 +100,10 @@ VALID: dict[str, Any] = {
         "items": ["a"],
         "params": {"labels": ["b", "c"], "threshold": 0.5, "output_schema": {"type": "object"}},
     },
+    f"/v1/redact/{MODEL}": {
+        "items": ["a"],
+        "params": {"kinds": ["b", "iban"], "style": "hash", "key": "k" * 16, "region": "US", "offsets": "utf16"},
+    },
     "/v1/embeddings": {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64", "dimensions": 8, "user": "u"},
     "/embeddings": {"model": MODEL, "input": [[1, 2, 3], [4]], "encoding_format": "float"},
     "/v1/rerank": {

@@ -24,6 +24,7 @@ ROUTES = (
     "/v1/encode/{model}",
     "/v1/score/{model}",
     "/v1/extract/{model}",
+    "/v1/redact/{model}",
     "/v1/models",
     "/v1/models/{model}",
     "/v1/pools",

@@ -95,7 +95,7 @@ class Cluster:
         return cluster._with(written)
 
     def _with(self, written: Access) -> Cluster:
-        """Add the addresses and credentials of a `sie serve` that the user has not set."""
+        """Take each address and credential that the user has not set from a running `sie serve`."""
         sources = dict(self.sources)
         chosen = {
             name for name in _PARTS if sources[name] == "flag" or (sources[name] == "environment" and not self.is_named)

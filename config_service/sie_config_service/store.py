@@ -285,8 +285,8 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Read the stored replies among which a reply to this Idempotency-Key would be. `key`: digest of the
-        Idempotency-Key.
+        """Read the slot of an Idempotency-Key. Replies are stored in REPLY_SLOTS slots. A reply to this key is in
+        this slot. `key`: digest of the Idempotency-Key.
         """
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
@@ -510,7 +510,9 @@ class CatalogueStore:
 def _to_seed(
     present: Mapping[str, HeldModel], packaged: Mapping[str, tuple[ModelEntry | Alias, str]]
 ) -> list[CatalogueChange]:
-    """Return the changes that turn `present` into the models of the folders, except models written over the API."""
+    """Return the changes that make `present` equal to `packaged`, the models of the package and of the models folder.
+    Models that were written over the API stay as they are.
+    """
     changes: list[CatalogueChange] = []
     for model, (entry, source) in packaged.items():
         held, document = present.get(model, HeldModel()), normalised(entry)

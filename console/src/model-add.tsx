@@ -1,14 +1,16 @@
 import { useState } from "preact/hooks";
 import { ask } from "./api";
+import { useAsked } from "./asked";
 import { useAttempts } from "./attempts";
 import { program, quoted } from "./code";
 import { Copies } from "./copies";
 import { complaint, parsed } from "./json-map";
 import { href } from "./routes";
 import { Lacking, useScope } from "./session";
-import type { Model, Written } from "./types";
+import type { Cluster, Model, Written } from "./types";
 
 const EXAMPLE = "BAAI/bge-small-en-v1.5";
+const EVERY_MS = 60_000;
 const ENTRY = '{"id": "my/model", "weights": {"path": "/models/my-model"}, "family": "text-encoder", "outputs": {"dense": 384}, "max_tokens": 512}';
 
 /** How a model is added: by a command, which reads its files, or by its entry. `wished`: the model that somebody looked for. */
@@ -16,6 +18,7 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
   const [name, setName] = useState(wished);
   const [entry, setEntry] = useState("");
   const { isBusy, said, refusal, attempt } = useAttempts("a key with the scope config adds models");
+  const { value: cluster } = useAsked<Cluster>("/v1/cluster", EVERY_MS);
   const wanted = quoted(name.trim() || EXAMPLE);
   const wrong = complaint(entry);
   const mayWrite = useScope("config");
@@ -34,8 +37,8 @@ export function ModelAdd({ models, wished }: { models: Model[]; wished: string }
           Id of the Hugging Face Hub, or a folder
           <input id="add-name" value={name} placeholder={EXAMPLE} spellcheck={false} autocomplete="off" onInput={(event) => setName(event.currentTarget.value)} />
         </label>
-        <p>Then run this in a terminal on the machine of the server. It downloads the files of an id and pins their commit, or takes the files of a folder, and adds the model to this list within ten seconds. If the server was started with <code>--data-dir FOLDER</code>, add the same.</p>
-        <Copies title="" programs={[program(`sie pull ${wanted}`, "sie pull")]} open />
+        <p>Then run this in a terminal on the machine of the server. It downloads the files of an id and pins their commit, or takes the files of a folder, and adds the model to this list within ten seconds. Its name here is the id, or the name of the folder.</p>
+        <Copies title="" programs={[program(`sie pull ${wanted}${cluster?.data_dir ? ` --data-dir ${quoted(cluster.data_dir)}` : ""}`, "sie pull")]} open />
         <p role="status">{there && <>It is there: <a href={href("models", [there.id])}>{there.id}</a></>}</p>
         <details>
           <summary>By its entry, as JSON</summary>

@@ -32,7 +32,7 @@ export function ModelDetail({ model }: { model: Model }) {
         {model.tasks.map((task) => <a class="try" href={href("playground", [task, model.id])}>{`Try ${task} in the playground`}</a>)}
         {model.variant_of && <a href={href("models", [base(model)])}>{`Profile of ${base(model)}`}</a>}
       </p>
-      {model.last_error && <p class="bad">{`It could not be loaded: ${model.last_error.message}. Once that is mended, Load tries again, and so does the next request.`}</p>}
+      {model.last_error && <p class="bad">{`It could not be loaded: ${model.last_error.message}. ${retry(model)}`}</p>}
       {alias && <Alias alias={alias} />}
       <dl class="facts">
         {rows.filter(([, value]) => value).map(([name, value]) => <div><dt>{name}</dt><dd>{value}</dd></div>)}
@@ -48,6 +48,10 @@ export function ModelDetail({ model }: { model: Model }) {
     </article>
   );
 }
+
+/** What loads a model again that could not be loaded. */
+const retry = ({ id, last_error }: Model): string =>
+  last_error?.permanent ? `Requests are refused until a load by hand succeeds: once the fault is mended, press Load below (scope admin), or run sie models load ${id}.` : "The next request tries again, and so does Load.";
 
 function Hosts({ model, hosts }: { model: string; hosts: Model["hosts"] }) {
   return (
@@ -68,13 +72,13 @@ function Hosts({ model, hosts }: { model: string; hosts: Model["hosts"] }) {
           </tbody>
         </table>
       </div>
-      {hosts.map(({ worker, error }) => error && <p key={worker} class="bad">{`Load on ${worker} failed, ${failure(error)}`}</p>)}
+      {hosts.map(({ worker, error }) => error && <p key={worker} class="dim">{`Load on ${worker} failed, ${failure(error)}`}</p>)}
     </>
   );
 }
 
-const failure = ({ code, message, attempts, permanent }: NonNullable<Model["hosts"][number]["error"]>): string =>
-  `${code}: ${message} (${attempts} ${attempts === 1 ? "attempt" : "attempts"}${permanent ? ", not tried again" : ""})`;
+const failure = ({ code, attempts, permanent }: NonNullable<Model["hosts"][number]["error"]>): string =>
+  `${code}: ${attempts} ${attempts === 1 ? "attempt" : "attempts"}${permanent ? ", no further one by itself" : ""}`;
 
 function Download({ download: { worker, done_bytes, total_bytes, bytes_per_s } }: { download: Model["downloads"][number] }) {
   const known = total_bytes > 0;

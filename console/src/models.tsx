@@ -86,7 +86,7 @@ function ModelList({ models, total, route, onFind }: Props) {
         {choice("state", "State", STATES.map((each) => [each, each]))}
       </div>
       <ModelAdd key={route.query.get("add")} models={models} wished={route.query.get("add") ?? ""} />
-      <p class="dim">{`${groups.length} models${total > models.length ? `. ${total - models.length} more names, of models and profiles, are not listed: a search finds them` : ""}`}</p>
+      <p class="dim">{`${groups.length} ${groups.length === 1 ? "model" : "models"}${total > models.length && !task && !kind && !state ? `. ${total - models.length} more names, of models and profiles, are not listed: a search finds them` : ""}`}</p>
       {!groups.length && (
         <p>
           No model has all of this. Most that read several languages are described as multilingual, not by the names of the languages.

@@ -6,7 +6,7 @@ import type { Model } from "./types";
 
 const SHOWN = 60; // options; a search finds the rest
 const RECENT = 5;
-const FAILED = "Could not be loaded: the next request tries again";
+const FAILED = "Could not be loaded: the page of the model says why";
 const STORED = "sie.recent"; // names of models, which are no secret
 
 /** The names of the models that were used last. */

@@ -20,7 +20,7 @@ const ENTITIES: [string, string][] = [["Ada Lovelace", "person"], ["Charles Babb
 const lines = (verb: Verb): string[] => EXAMPLES[verb].split("\n");
 
 export function Example({ verb, model }: { verb: Verb; model?: Model | undefined }) {
-  const next = !model ? "Run asks a model" : model.state === "failed" ? `${model.id} could not be loaded${model.last_error ? `: ${model.last_error.message}` : ""}. Run tries again` : `Run asks ${model.id}, which is loaded first`;
+  const next = !model ? "Run asks a model" : model.state === "failed" ? `${model.id} could not be loaded${model.last_error ? `: ${model.last_error.message}` : ""}` : `Run asks ${model.id}, which is loaded first`;
   return (
     <article class="panel example">
       <h2>Example</h2>

@@ -87,7 +87,7 @@ export function Items({ reply, asked }: { reply: Reply; asked: Asked[] }) {
           <thead>
             <tr>
               <th scope="col">input</th><th scope="col" class="number">tokens</th><th scope="col">truncated</th>
-              {vectors && <><th scope="col">shape</th><th scope="col" class="number">norm</th><th scope="col">dtype</th></>}
+              {vectors && <><th scope="col">shape</th><th scope="col" class="number">norm</th><th scope="col">dtype</th><th scope="col">first values</th></>}
             </tr>
           </thead>
           <tbody>
@@ -108,12 +108,14 @@ export function Items({ reply, asked }: { reply: Reply; asked: Asked[] }) {
 
 export const placeOf = (id: string): number => Number(id.replace("item-", ""));
 
-function shape(item: NonNullable<Reply["items"]>[number] | undefined): [string, string, string] {
-  if (item?.dense) return [`${item.dense.values.length}`, norm(item.dense.values).toFixed(4), `${item.dense.dtype}${item.dense.source ? `, ${item.dense.source}` : ""}`];
-  if (item?.chunks) return [`${item.chunks.length} chunks`, "", item.chunks[0]?.dense?.dtype ?? ""];
-  if (item?.sparse) return [`${item.sparse.indices.length} of ${item.sparse.dims}`, norm(item.sparse.values).toFixed(4), "float32"];
-  if (!item?.multivector) return ["", "", ""];
+const first = (values: number[]): string => values.slice(0, 4).map((value) => value.toFixed(4)).join(", ");
+
+function shape(item: NonNullable<Reply["items"]>[number] | undefined): string[] {
+  if (item?.dense) return [`${item.dense.values.length}`, norm(item.dense.values).toFixed(4), `${item.dense.dtype}${item.dense.source ? `, ${item.dense.source}` : ""}`, first(item.dense.values)];
+  if (item?.chunks) return [`${item.chunks.length} chunks`, "", item.chunks[0]?.dense?.dtype ?? "", ""];
+  if (item?.sparse) return [`${item.sparse.indices.length} of ${item.sparse.dims}`, norm(item.sparse.values).toFixed(4), "float32", first(item.sparse.values)];
+  if (!item?.multivector) return ["", "", "", ""];
   const norms = item.multivector.values.map(norm);
   const [least, most] = [Math.min(...norms).toFixed(3), Math.max(...norms).toFixed(3)];
-  return [`${item.multivector.num_tokens} × ${item.multivector.token_dims}`, least === most ? least : `${least} to ${most}`, item.multivector.dtype];
+  return [`${item.multivector.num_tokens} × ${item.multivector.token_dims}`, least === most ? least : `${least} to ${most}`, item.multivector.dtype, first(item.multivector.values[0] ?? [])];
 }

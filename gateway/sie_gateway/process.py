@@ -158,7 +158,7 @@ async def serve(
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = ClusterStatus(
-        settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible
+        settings, broker, feed, placer, admission.peers, record.own, lag, nats_monitor_url, pools.visible, data_dir
     )
     keys = Keys(broker, settings.stream_replicas, clock) if settings.auth_mode == "token" else None
     gate = Gate(settings, keys, host)

@@ -4,12 +4,13 @@ import { invalid } from "./errors.js";
 import { Files } from "./files.js";
 import { Jobs } from "./jobs.js";
 import { type CallOptions, type ClientOptions, Session } from "./options.js";
+import { keyed } from "./redaction.js";
 import { stream } from "./streams.js";
 import type {
-  EncodeOptions, EncodeResult, ExtractOptions, ExtractResult, Health, Input, JsonOptions, Model, ModelFilters, Results,
-  ScoreOptions, ScoreResult, StatusFrame, StreamOptions,
+  EncodeOptions, EncodeResult, ExtractOptions, ExtractResult, Health, Input, JsonOptions, Model, ModelFilters,
+  RedactOptions, RedactResult, Results, ScoreOptions, ScoreResult, StatusFrame, StreamOptions,
 } from "./types.js";
-import { ENCODE, EXTRACT, perItem, score, type Verb } from "./verbs.js";
+import { ENCODE, EXTRACT, perItem, REDACT, score, type Verb } from "./verbs.js";
 import { watch } from "./watching.js";
 
 /**
@@ -48,6 +49,16 @@ export class SIEClient {
   extract(model: string, item: Input, options?: ExtractOptions): Promise<ExtractResult>;
   extract(model: string, items: Input | readonly Input[], options: ExtractOptions = {}): Promise<unknown> {
     return this.#each(EXTRACT, model, items, options);
+  }
+
+  /**
+   * One text (a result) or a list (a list of results, in order) without personal data; `restore(text, map)` gives a text
+   * back. An item that failed carries `error` and no text.
+   */
+  redact(model: string, items: readonly Input[], options?: RedactOptions): Promise<Results<RedactResult>>;
+  redact(model: string, item: Input, options?: RedactOptions): Promise<RedactResult>;
+  async redact(model: string, items: Input | readonly Input[], options: RedactOptions = {}): Promise<unknown> {
+    return this.#each(REDACT, model, items, { ...options, params: keyed(options.params) });
   }
 
   /** Vectors of items as they come, in their order. What `source` throws is thrown as it is. */
@@ -101,7 +112,7 @@ export class SIEClient {
     verb: Verb<R>,
     model: string,
     items: Input | readonly Input[],
-    { params, ...call }: EncodeOptions | ExtractOptions,
+    { params, ...call }: EncodeOptions | ExtractOptions | RedactOptions,
   ): Promise<R | Results<R>> {
     const found = await perItem(verb, model, listed(items), params, this.#session.forCall(call));
     if (Array.isArray(items)) return found;

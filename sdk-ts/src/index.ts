@@ -6,5 +6,6 @@ export type { Files, UploadOptions } from "./files.js";
 export type { Jobs, RowsOptions, SubmitOptions, WaitOptions } from "./jobs.js";
 export type { components } from "./openapi.js";
 export type { CallOptions, ClientOptions, Progress, WebSocketClass, WebSocketLike } from "./options.js";
+export { restore } from "./redaction.js";
 export type * from "./types.js";
 export { VERSION } from "./version.js";

@@ -10,6 +10,10 @@ type Schemas = components["schemas"];
 export type EncodeParams = Schemas["EncodeParams"];
 export type ScoreParams = Schemas["ScoreParams"];
 export type ExtractParams = Schemas["ExtractParams"];
+export type RedactParams = Schemas["RedactParams"];
+export type RedactedSpan = Schemas["RedactedSpan"];
+/** Undoes a redaction: it has all values that were replaced. */
+export type RestoreMap = Schemas["RedactionMap"];
 export type Model = Schemas["ModelInfo"];
 export type Health = Schemas["Health"];
 export type Worker = Schemas["WorkerInfo"];
@@ -49,6 +53,9 @@ export interface ScoreOptions extends CallOptions {
 }
 export interface ExtractOptions extends CallOptions {
   params?: ExtractParams;
+}
+export interface RedactOptions extends CallOptions {
+  params?: RedactParams;
 }
 
 /** `body`: what is sent as JSON; undefined: nothing. */
@@ -171,6 +178,18 @@ export interface ExtractResult extends Shared {
   classifications: Record<string, unknown>[];
   objects: Record<string, unknown>[];
   data: Record<string, unknown>;
+  usage: ItemUsage;
+  error?: SIEError;
+}
+
+/** `error` stands in place of `text`, `spans` and `map` of an item that failed. Offsets count code points, or what
+ * `params.offsets` says. */
+export interface RedactResult extends Shared {
+  id: string;
+  metadata?: Record<string, unknown>;
+  text?: string;
+  spans?: RedactedSpan[];
+  map?: RestoreMap;
   usage: ItemUsage;
   error?: SIEError;
 }

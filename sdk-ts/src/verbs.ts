@@ -1,4 +1,4 @@
-// encode, score and extract: what of a reply belongs to which item.
+// encode, score, extract and redact: what of a reply belongs to which item.
 
 import { type Matrix, matrix, vector } from "./arrays.js";
 import { isMap } from "./calls.js";
@@ -7,8 +7,8 @@ import { idOf, item } from "./items.js";
 import { askAll, itemUsage, type Reply, Request, summed, timing } from "./parts.js";
 import type { Session } from "./options.js";
 import type {
-  EncodeParams, EncodeResult, ExtractParams, ExtractResult, Input, Output, Outputs, Results, ScoreEntry, ScoreParams,
-  ScoreResult, Usage,
+  EncodeParams, EncodeResult, ExtractParams, ExtractResult, Input, Output, Outputs, RedactedSpan, RedactParams,
+  RedactResult, RestoreMap, Results, ScoreEntry, ScoreParams, ScoreResult, Usage,
 } from "./types.js";
 
 /** A verb that gives one result per item. */
@@ -19,6 +19,7 @@ export interface Verb<R> {
 
 export const ENCODE: Verb<EncodeResult> = { name: "encode", result: encoded };
 export const EXTRACT: Verb<ExtractResult> = { name: "extract", result: extracted };
+export const REDACT: Verb<RedactResult> = { name: "redact", result: redacted };
 
 /** The results of a reply. Throws ServerError for one that is not as it should be. */
 export function results<R>(verb: Verb<R>, reply: Reply, inputs: readonly Input[]): R[] {
@@ -36,7 +37,7 @@ export async function perItem<R>(
   verb: Verb<R>,
   model: string,
   inputs: readonly Input[],
-  params: EncodeParams | ExtractParams | undefined,
+  params: EncodeParams | ExtractParams | RedactParams | undefined,
   session: Session,
 ): Promise<Results<R>> {
   const request = new Request(verb.name, model, "items", { params: params ?? {} }, session, inputs.length);
@@ -98,7 +99,7 @@ function slotError(told: Record<string, unknown>, reply: Reply): SIEError {
   return new (errorClass(code, 0))(`${code}: ${String(told["message"] ?? "")}`, { ...facts, ...after });
 }
 
-/** What slots of encode and extract have in common. */
+/** What slots of encode, extract and redact have in common. */
 function common(reply: Reply, slot: Record<string, unknown>) {
   return {
     ...reply.shared,
@@ -170,4 +171,13 @@ function extracted(reply: Reply, slot: Record<string, unknown>, input: Input, pl
     objects: list("objects"),
     data: isMap(slot["data"]) ? slot["data"] : {},
   };
+}
+
+function redacted(reply: Reply, slot: Record<string, unknown>, input: Input, place: number): RedactResult {
+  const result: RedactResult = { ...common(reply, slot), id: idOf(input, place) };
+  if (result.error !== undefined) return result;
+  const { text, spans, map } = slot;
+  if (typeof text !== "string" || !Array.isArray(spans)) throw new TypeError("expected text and spans");
+  const restorable = isMap(map) ? { map: map as unknown as RestoreMap } : {};
+  return { ...result, text, spans: spans as RedactedSpan[], ...restorable };
 }

@@ -2,7 +2,7 @@
 
 import {
   type ClientOptions, InvalidInputError, ModelNotFoundError, ServerError, SIEAbortError, SIEClient, SIEConnectionError,
-  SIEError,
+  restore, SIEError,
 } from "../src/index.js";
 
 const MINI = "test/mini";
@@ -101,6 +101,24 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       const letters = [...text]; // positions are code points
       for (const span of found.entities) equal(letters.slice(span.start!, span.end!).join(""), span.text);
       check(found.entities.length > 0, "something is found");
+    },
+
+    async "a redacted text is restored, in both kinds of offsets"() {
+      const texts = ["🗼 ada@example.org, Zoe\u0301 and ada@example.org", "to ada@example.org"];
+      for (const offsets of ["code_points", "utf16"] as const) {
+        const kinds = ["person", "email"];
+        const results = await client.redact("test/gliner", texts, { params: { kinds, style: "hash", offsets }, partTokens: 1 });
+        equal(results.map((result) => restore(result.text!, result.map!)), texts);
+        const hashes = results.flatMap((result) => result.text!.match(/\[EMAIL_[0-9a-f]{16}\]/g) ?? []);
+        equal([hashes.length, new Set(hashes).size], [3, 1]);
+        let message = "";
+        try {
+          restore(`${results[0]!.text!} `, results[0]!.map!);
+        } catch (error) {
+          message = (error as Error).message;
+        }
+        check(message.includes("another text"), message);
+      }
     },
 
     async "a stream gives what a list gives, in its order"() {

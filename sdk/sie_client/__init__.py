@@ -53,10 +53,13 @@ from sie_client.types import (
     Pool,
     Progress,
     Ranked,
+    RedactResult,
+    RestoreMap,
     Results,
     ScoreResult,
     Usage,
 )
+from sie_client.verbs import restore
 from sie_contracts import __version__
 from sie_contracts.api.batches import FileObject
 from sie_contracts.api.jobs import JobManifest, JobPart
@@ -104,9 +107,11 @@ __all__ = [
     "QueueUnavailableError",
     "Ranked",
     "RateLimitedError",
+    "RedactResult",
     "RequestError",
     "RequestTimeoutError",
     "ResourceExhaustedError",
+    "RestoreMap",
     "Results",
     "SIEAsyncClient",
     "SIEClient",
@@ -122,4 +127,5 @@ __all__ = [
     "draw",
     "maxsim",
     "region",
+    "restore",
 ]

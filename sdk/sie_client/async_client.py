@@ -31,6 +31,8 @@ from sie_client.types import (
     PoolOptions,
     Progress,
     Ranked,
+    RedactOptions,
+    RedactResult,
     Results,
     ScoreResult,
 )
@@ -247,6 +249,30 @@ class SIEAsyncClient:
         """Asynchronous version of SIEClient.extract."""
         listed = transport.as_list(items)
         results = await self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
+        return results[0] if transport.is_single(items) else results
+
+    @overload
+    async def redact(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, kinds: Sequence[str] | None = None, **params: Unpack[RedactOptions]
+    ) -> RedactResult: ...
+    @overload
+    async def redact(
+        self,
+        model: str,
+        items: Sequence[Item | str],
+        kinds: Sequence[str] | None = None,
+        **params: Unpack[RedactOptions],
+    ) -> Results[RedactResult]: ...
+    async def redact(
+        self,
+        model: str,
+        items: Item | str | Sequence[Item | str],
+        kinds: Sequence[str] | None = None,
+        **params: Unpack[RedactOptions],
+    ) -> Any:
+        """Asynchronous version of SIEClient.redact."""
+        listed = transport.as_list(items)
+        results = await self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     async def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:

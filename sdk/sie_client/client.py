@@ -33,6 +33,8 @@ from sie_client.types import (
     PoolOptions,
     Progress,
     Ranked,
+    RedactOptions,
+    RedactResult,
     Results,
     ScoreResult,
 )
@@ -269,6 +271,35 @@ class SIEClient:
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.extract(model, listed, params, self._session), params, len(listed))
+        return results[0] if transport.is_single(items) else results
+
+    @overload
+    def redact(  # type: ignore[overload-overlap]  # a str is also a Sequence[str]
+        self, model: str, items: Item | str, kinds: Sequence[str] | None = None, **params: Unpack[RedactOptions]
+    ) -> RedactResult: ...
+    @overload
+    def redact(
+        self,
+        model: str,
+        items: Sequence[Item | str],
+        kinds: Sequence[str] | None = None,
+        **params: Unpack[RedactOptions],
+    ) -> Results[RedactResult]: ...
+    def redact(
+        self,
+        model: str,
+        items: Item | str | Sequence[Item | str],
+        kinds: Sequence[str] | None = None,
+        **params: Unpack[RedactOptions],
+    ) -> Any:
+        """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
+
+        `kinds`: names of what to replace. A model with kinds of its own, for which `kinds` may be None, replaces all of
+        its own. `restore(result["text"], result["map"])` gives the text back. An item that failed has `error` in its
+        result, and no text.
+        """
+        listed = transport.as_list(items)
+        results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
         return results[0] if transport.is_single(items) else results
 
     def list_models(self, **filters: Unpack[ModelFilters]) -> list[dict[str, Any]]:

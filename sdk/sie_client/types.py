@@ -157,6 +157,22 @@ class ExtractParams(Params, total=False):
     output_schema: dict[str, Any] | None
 
 
+class RedactOptions(Params, total=False):
+    """Parameters of redact. `style`: what stands for a value: `mask` (the default), `hash`, `tag` or `synthetic`.
+
+    `key`, of the style `hash`: equal values have equal hashes in all calls with this key; by default in one call.
+    `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: what the
+    offsets of the result count. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
+    """
+
+    style: Literal["mask", "hash", "tag", "synthetic"] | None
+    key: str | None
+    region: str | None
+    offsets: Literal["code_points", "utf16"] | None
+    restorable: bool | None
+    threshold: float | None
+
+
 class Usage(TypedDict):
     """Usage of a call: number of tokens by the model's tokenizer, positions of truncated items, and number of images if
     there were any.
@@ -323,6 +339,40 @@ class ExtractResult(Shared, total=False):
     classifications: list[dict[str, Any]]
     objects: list[dict[str, Any]]
     data: dict[str, Any]
+    usage: ItemUsage
+    error: dict[str, Any]
+
+
+class RestoredPart(TypedDict):
+    """A value, and what stands for it. `start` and `end` are places in the redacted text."""
+
+    start: int
+    end: int
+    replacement: str
+    text: str
+
+
+class RestoreMap(TypedDict):
+    """Map with which `restore` undoes a redaction. It has all values that were replaced. `length` is that of the
+    redacted text.
+    """
+
+    offsets: Literal["code_points", "utf16"]
+    length: int
+    parts: list[RestoredPart]
+
+
+class RedactResult(Shared, total=False):
+    """One result of redact, at the position of its input. `error` replaces `text`, `spans` and `map` if the item
+    failed. `spans`: start, end, kind, score and source of each part that was replaced; they count from the start of
+    the text before its redaction.
+    """
+
+    id: str
+    metadata: dict[str, Any]
+    text: str
+    spans: list[dict[str, Any]]
+    map: RestoreMap
     usage: ItemUsage
     error: dict[str, Any]
 

@@ -1,5 +1,5 @@
-"""Plans (see `core`) for encode, score and extract. A list is split into parts, each part is sent as one request, and
-the replies are joined.
+"""Plans (see `core`) for encode, score, extract and redact. A list is split into parts, each part is sent as one
+request, and the replies are joined.
 
     items ──part by part: files read, sizes summed──► requests, some at a time ──► replies ──► results in input order
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,9 @@ from sie_client.types import (
     Params,
     PrintableResult,
     Ranked,
+    RedactOptions,
+    RedactResult,
+    RestoreMap,
     Results,
     ScoreResult,
 )
@@ -51,6 +55,8 @@ MAX_ITEMS = 2048
 PART_BYTES = 32 << 20  # bytes of one request body: an eighth of what the server accepts
 ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
 ASIDE_ITEMS = 256
+_KEY_BYTES = 32
+_ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}  # encoding, and bytes of what offsets count
 GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
@@ -220,6 +226,7 @@ _PARAMS = {
     "encode": EncodeParams.__annotations__.keys(),
     "score": Params.__annotations__.keys(),
     "extract": ExtractParams.__annotations__.keys(),
+    "redact": RedactOptions.__annotations__.keys(),
 }
 
 
@@ -360,6 +367,40 @@ def extract(
     return _of_items(replies, items, named=True)
 
 
+def redact(
+    model: str, items: Sequence[Item | str], kinds: Sequence[str] | None, params: Mapping[str, Any], session: Session
+) -> Plan[Results[RedactResult]]:
+    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts of the call have the same key."""
+    if not items:
+        return Results()
+    session, params = session.for_call(params)
+    _check_names("redact", params)
+    if params.get("style") == "hash" and params.get("key") is None:
+        params = {**params, "key": secrets.token_hex(_KEY_BYTES)}
+    sent = {"params": {**params, "kinds": None if kinds is None else list(kinds)}}
+    replies = yield from _send_parts("redact", model, items, sent, session, _slots)
+    return _of_items(replies, items, named=True)
+
+
+def restore(text: str, map: RestoreMap) -> str:
+    """Return the text before its redaction, from the redacted text and the `map` of its result. Raises
+    InvalidInputError if the map belongs to another text.
+    """
+    encoding, size = _ENCODINGS[map["offsets"]]
+    data = text.encode(encoding)
+    pieces: list[bytes] = []
+    end = 0
+    is_same = len(data) == size * map["length"]
+    for part in map["parts"]:
+        start, stop = size * part["start"], size * part["end"]
+        is_same = is_same and end <= start and data[start:stop] == part["replacement"].encode(encoding)
+        pieces += [data[end:start], part["text"].encode(encoding)]
+        end = stop
+    if not is_same:
+        raise InvalidInputError("map: belongs to another text than this one", code="INVALID_INPUT")
+    return b"".join([*pieces, data[end:]]).decode(encoding)
+
+
 def _scores(body: bytes) -> dict[str, Any]:
     """Decode a reply of score. Raises ValueError if an entry lacks the fields by which entries are sorted."""
     reply = wire.decode(body)
@@ -370,7 +411,7 @@ def _scores(body: bytes) -> dict[str, Any]:
 
 
 def _slots(body: bytes) -> dict[str, Any]:
-    """Decode a reply of extract. Raises ValueError if the result of an item is not a map."""
+    """Decode a reply of extract or redact. Raises ValueError if the result of an item is not a map."""
     reply = wire.decode(body)
     if not all(isinstance(slot, dict) for slot in reply["items"]):
         raise ValueError("items: expected maps")

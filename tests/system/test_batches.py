@@ -242,6 +242,14 @@ def test_what_is_wrong_with_a_line_is_in_the_error_file_and_the_others_are_answe
             "/v1/extract/test/gliner",
             {"items": [{"text": "Ada in Rome"}], "params": {"labels": ["city"]}},
         ),
+        (
+            "/v1/redact",
+            "/v1/redact/test/gliner",
+            {
+                "items": [{"text": "Ada in Rome, ada@example.org " * 300}, {"text": "…"}],
+                "params": {"kinds": ["city", "email"], "style": "tag"},
+            },
+        ),
         ("/v1/rerank", "/v1/rerank", {"model": "test/cross", "query": "q", "documents": ["a", "b"]}),
         (EMBEDDINGS, EMBEDDINGS, {"model": DENSE, "input": ["a", "b"], "encoding_format": "base64"}),
     ],

@@ -49,6 +49,7 @@ LORA = "saivamshiatukuri/bge-m3-banking77-lora"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "BAAI/bge-m3": ("m3", {"profiles": {"banking": {"run": {"lora": LORA}}}}),
     "colbert-ir/colbertv2.0": ("late", {}),
+    "urchade/gliner_multi_pii-v1": ("gliner", {}),
 }
 
 

@@ -57,6 +57,7 @@ BLOCKS = {
     "quantisation.md": {"": 2},
     "quickstart.md": {"install": 1, "server": 1, "": 6, "hub": 1},
     "rag.md": {"file": 4},
+    "redaction.md": {"": 2},
     "replay.md": {"machine": 1, "": 1},
     "request-lifecycle.md": {"": 1},
     "routing.md": {"": 1},

@@ -279,9 +279,11 @@ def test_the_public_surface_of_the_sdk() -> None:
         "QueueUnavailableError",
         "Ranked",
         "RateLimitedError",
+        "RedactResult",
         "RequestError",
         "RequestTimeoutError",
         "ResourceExhaustedError",
+        "RestoreMap",
         "Results",
         "SIEAsyncClient",
         "SIEClient",
@@ -297,6 +299,7 @@ def test_the_public_surface_of_the_sdk() -> None:
         "draw",
         "maxsim",
         "region",
+        "restore",
     ]
     public = {name for name in vars(sie_client) if not name.startswith("_")} | {"__version__"}
     modules = {

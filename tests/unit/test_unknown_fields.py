@@ -104,13 +104,14 @@ async def test_a_field_in_place_of_the_query_or_of_a_text_is_named(gateway: Gate
         ({"params": {"option": {}}}, "params.option", "options"),
         ({"options": {"trunkate": "END"}}, "options.trunkate", "truncate"),
         ({"colour": "red"}, "colour", ""),
+        ({"chunks": {"max_tokens": 9}}, "chunks", "a field of an item"),
+        ({"params": {"chunks": {"max_tokens": 9}}}, "params.chunks", "a field of an item"),
     ],
 )
 async def test_a_field_beside_the_items_is_a_warning_and_strictly_an_error(
     gateway: GatewayProcess, body: dict[str, Any], path: str, meant: str
 ) -> None:
-    """Contract 5.3."""
-    end = f"; did you mean `{meant}`?" if meant else ""
+    end = f"; it is {meant}" if " " in meant else f"; did you mean `{meant}`?" if meant else ""
     answer = await gateway.client.post(f"/v1/encode/{ONE}", json={"items": [{"text": "a", "note": 1}], **body})
     assert answer.status_code == 200, answer.text
     assert answer.json()["warnings"] == [f"{path}: ignored, no such option of {ONE} here{end}"]

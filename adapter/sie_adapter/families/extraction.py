@@ -209,7 +209,7 @@ def by_options(
 
 
 def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
-    """Return each set of equal options, with the indices of the inputs that have it."""
+    """Return the distinct options, each with the indices of the inputs that have these options."""
     alike: dict[bytes, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault(option.same(), []).append(index)

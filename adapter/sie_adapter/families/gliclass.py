@@ -48,8 +48,8 @@ _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut o
 
 @dataclass(frozen=True)
 class GliclassTexts:
-    """Tokenised texts. `results`: a result for each text; a pass replaces the results of its texts. `passes`: for each
-    pass the indices of its texts, and their padded ids. `padding`: positions without a token.
+    """Tokenised texts. `results`: a result for each text; a forward pass replaces the results of its texts. `passes`:
+    for each pass the indices of its texts, and their padded ids. `padding`: number of positions without a token.
     """
 
     results: list[Result]

@@ -237,7 +237,7 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """Start an SGLang server that replaces torch from now on, if its states equal the states of the stock path. The
+        """Start an SGLang server, and use it in place of torch if its hidden states equal those of the stock path. The
         weights of torch are freed before the server starts, since a GPU may not have memory for both copies. Raises
         Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """

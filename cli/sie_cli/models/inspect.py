@@ -121,8 +121,8 @@ def folder_name(folder: Path) -> str:
 
 
 def _like(name: str) -> str:
-    """Return the names in the packaged catalogue that resemble `name`, as the end of an error text; empty
-    without such.
+    """Return the names in the packaged catalogue that resemble `name`, as the end of an error text. The
+    text is empty if no name is similar.
     """
     near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
     return f"; did you mean {' or '.join(near)}?" if near else ""

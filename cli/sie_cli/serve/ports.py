@@ -33,7 +33,7 @@ def free_port(count: int = 1) -> int:
 
 
 def _bind(bound: socket.socket, port: int) -> None:
-    """Reserve a port. Raises OSError if the port was returned before or has a listener.
+    """Reserve a port. Raises OSError if this process has reserved the port already, or if a program listens on it.
 
     On Linux, a socket that is bound and does not listen blocks every other socket, except one with SO_REUSEADDR, which
     servers set. On other systems it would block a server too, so there the port is only tested.

@@ -33,8 +33,8 @@ _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENC
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# Code points that sentencex reads at once: usually, and at most (if they contain no end of a sentence). Its time grows
-# with the square of this number.
+# Number of code points that sentencex reads in one call, and the largest number, which is used if no sentence ends in
+# the first. The time of a call grows with the square of the number.
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 

@@ -43,7 +43,8 @@ _logger = logging.getLogger("sie.store")
 MAX_PAUSE_S = 30.0
 # A reserve is disk space that a write must leave free: this share of the disk, but at most this number of bytes.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
-# number of reserves that a write must leave free: 1 for payloads, 2 for files, so that payloads still have room
+# number of reserves that a write must leave free. A file must leave two, so that payloads still have room when files no
+# longer do
 PAYLOADS, FILES = 1, 2
 EXIT_PAUSE_S = 0.1
 _claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process will write or are writing

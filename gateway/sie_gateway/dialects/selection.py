@@ -15,7 +15,7 @@ from sie_gateway.inference.call import Call
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe"]
+Capability = Literal["embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe", "redact"]
 
 _VERBS: dict[Capability, str] = {
     "embed": "encode",
@@ -24,15 +24,17 @@ _VERBS: dict[Capability, str] = {
     "rerank": "score",
     "predict": "extract",
     "transcribe": "extract",
+    "redact": "extract",
 }
 _MISSING: dict[Capability, str] = {
     **dict.fromkeys(("embed", "embed_sparse", "embed_all"), "gives no vectors"),
     "rerank": "gives no scores",
     "predict": "has no classes of its own to predict",
     "transcribe": "writes down no speech",
+    "redact": "gives no entities with their places in a text",
 }
 # a model with the task of the route may still lack these capabilities
-_CHECKED: tuple[Capability, ...] = ("predict", "transcribe")
+_CHECKED: tuple[Capability, ...] = ("predict", "transcribe", "redact")
 
 
 NOT_NAMED = "default/not-specified"  # sent by Infinity's client if its user names no model

@@ -19,6 +19,12 @@ def _embeds(entry: ModelEntry) -> bool:
     return "dense" in entry.outputs and "encode" in entry.tasks
 
 
+def _gives_spans(entry: ModelEntry) -> bool:
+    """Return whether the entities of a text have offsets, and depend on the text alone."""
+    is_extract = "extract" in entry.tasks and "entities" in entry.outputs and "text" in entry.inputs
+    return is_extract and not families.row(entry.family).needs_instruction
+
+
 def _task(name: str) -> Able:
     return lambda entry: name in entry.tasks
 
@@ -33,5 +39,6 @@ CAN: Mapping[str, Able] = {
     "embed_all": lambda entry: "dense" in entry.outputs and families.row(entry.family).gives_vectors,
     "rerank": _task("score"),
     "predict": classifies,
+    "redact": _gives_spans,
     "transcribe": lambda entry: "audio" in entry.inputs and "extract" in entry.tasks,
 }

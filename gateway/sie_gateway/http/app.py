@@ -113,9 +113,8 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
-    """Return the answer to OPTIONS with the methods of the path, or None if the call is not an OPTIONS request. No row
-    of the table of routes has the method OPTIONS, so the gate has raised `error` with status 405 for a caller with
-    access.
+    """Return the answer to an OPTIONS request, with the methods of the path; None for every other request. The table of
+    routes has no OPTIONS, so the gate raises status 405 for each such request of a caller with access: `error`.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None

@@ -20,7 +20,18 @@ from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.wire.configs import config_shape
-from sie_gateway.dialects import cohere, contextual, infinity, native, ollama, openai, rerank, tei, transcriptions
+from sie_gateway.dialects import (
+    cohere,
+    contextual,
+    infinity,
+    native,
+    ollama,
+    openai,
+    redact,
+    rerank,
+    tei,
+    transcriptions,
+)
 from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.inference.call import ErrorShape, family
@@ -56,6 +67,7 @@ NATIVE = (
     _native("encode", native.encode, "Vectors of inputs", native_api.Encode, native_api.Encoded, RAW, ARROW),
     _native("score", native.score, "Scores of inputs against a query", native_api.Score, native_api.Scored),
     _native("extract", native.extract, "Entities or classes in inputs", native_api.Extract, native_api.Extracted),
+    _native("redact", redact.redact, "Texts without personal data", native_api.Redact, native_api.Redacted),
 )
 
 

@@ -22,7 +22,7 @@ SHARD_LINES = 250
 SHARD_BYTES, SHARD_INPUTS = 4 << 20, 4096
 MAX_LINES = 50_000  # largest number of lines of a batch; OpenAI has the same limit
 MAX_LINE_BYTES = 64 << 20
-_NATIVE = ("/v1/encode", "/v1/score", "/v1/extract")  # endpoints with the model in the path
+_NATIVE = ("/v1/encode", "/v1/score", "/v1/extract", "/v1/redact")  # endpoints with the model in the path
 
 
 class LineRequest(NamedTuple):

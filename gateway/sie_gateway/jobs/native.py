@@ -140,7 +140,7 @@ class NativeJob:
     def _bounds(self) -> Bounds:
         """Return the limits of a shard: most rows, and most bytes of text. Raises SIEError, Halted."""
         request = self._request
-        # answers of other operations are at most as large as their texts, so only the number of rows is limited
+        # an answer to score or extract is at most as large as its text, so it is enough to limit the rows of a shard
         if request.operation != "encode":
             return Bounds(request.shard_rows, None)
         reads_images = templates.reads_images(request.input)

@@ -225,7 +225,7 @@ class DeadLetterOperations:
             ) as replays:
                 yield replays
         except BrokerError as error:
-            raise QueueUnavailable(f"the broker refused: {error}") from error
+            raise QueueUnavailable(f"the broker did not read or move the dead letters: {error}") from error
 
     def _info(self, pool: str, located: DeadLetterEntry) -> api.DeadLetterInfo:
         self._note(pool, located)

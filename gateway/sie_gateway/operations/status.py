@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -230,12 +231,14 @@ class ClusterStatus:
         lag: Lag,
         nats_monitor_url: str | None,
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
+        data_dir: Path | None = None,
     ) -> None:
         """Create the status. `visible(grant)` returns a function that returns True for the name of a pool that this
         credential may read. Raises SettingError if the workers are to be read from Kubernetes but the gateway does not
         run in a pod.
         """
         self._settings = settings
+        self._data_dir = data_dir
         self._queue = queue
         self._feed = feed
         self._placer = placer
@@ -385,6 +388,7 @@ class ClusterStatus:
             **glance.shown(text.lower(), self.dead_letters, visible),
             "queues": [of_pool(entry, visible) for entry in lanes] if queues else None,
             "findings": findings[:MAX_FINDINGS],
+            **({"data_dir": str(self._data_dir)} if self._data_dir is not None else {}),
         }
 
     def placed(self, text: str, grant: Grant) -> dict[str, Any]:

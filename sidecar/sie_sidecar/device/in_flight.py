@@ -321,7 +321,9 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device with its model. The model must not be evicted until `let_model_go`."""
+        """Assign a work item to a device that has its model loaded. The device does not evict the model before
+        `let_model_go` is called for the item.
+        """
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)

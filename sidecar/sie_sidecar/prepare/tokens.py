@@ -140,9 +140,9 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of a prompt before and after a text that was sent as ids. The prompt is tokenised next to a
-        placeholder word, so that its ids are those next to a text; if this changes the ids of the word, it is tokenised
-        alone.
+        """Return the ids of the parts of a prompt before and after a text that was sent as ids. A tokenizer may split
+        the end of a prompt differently if a text follows, so the prompt is tokenised together with a placeholder word.
+        If the prompt changes the ids of that word, the prompt is tokenised alone.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])

@@ -3,6 +3,8 @@
     NatsConnection < NatsBus < JetStream < NatsQueue < NatsAdministration < NatsBroker
                                          < NatsStore                      < NatsBroker
 
+`A < B`: B inherits from A.
+
 Every answer (publish ack, reply of a request, JetStream API) arrives on one inbox of the connection and is matched by
 its token. Deliveries arrive on an inbox of their `Pulls`, which gets a new inbox after each reconnect. So a pull of the
 former connection, which may still be open at the broker, cannot be filled in addition to the pull that replaced it.

@@ -1,4 +1,4 @@
-"""Bodies and replies of `POST /v1/encode`, `/v1/score` and `/v1/extract`."""
+"""Bodies and replies of `POST /v1/encode`, `/v1/score`, `/v1/extract` and `/v1/redact`."""
 
 from __future__ import annotations
 
@@ -152,6 +152,39 @@ class ExtractParams(_Params, kw_only=True):
     output_schema: Map = UNSET
 
 
+RedactionStyle = Literal["mask", "hash", "tag", "synthetic"]
+Offsets = Literal["code_points", "utf16"]
+
+
+class RedactParams(_Params, kw_only=True):
+    """Parameters of a redaction. Those of an extract with the same model are allowed too, except `labels`."""
+
+    truncate: Annotated[Literal["NONE"] | UnsetType, Meta(description="A text is redacted whole or refused.")] = UNSET
+    kinds: Annotated[
+        Texts,
+        Meta(
+            description="What to replace. A model with labels looks for these; one with kinds of its own for all of "
+            "its own. Patterns: `card_number`, `iban`, `email`, `ip_address`, `phone_number`; without `kinds` all."
+        ),
+    ] = UNSET
+    style: Annotated[
+        RedactionStyle | UnsetType,
+        Meta(description="What stands for a value: `*****` (mask, the default), a keyed hash, a tag, a stand-in."),
+    ] = UNSET
+    key: Annotated[
+        Annotated[str, Meta(min_length=16, max_length=1024)] | UnsetType,
+        Meta(description="Of the style `hash`. The default exists for one request."),
+    ] = UNSET
+    region: Annotated[
+        Text, Meta(description="Country, such as `US`, whose phone numbers count without their country code.")
+    ] = UNSET
+    offsets: Annotated[Offsets | UnsetType, Meta(description="What offsets count: code points by default.")] = UNSET
+    restorable: Annotated[Flag, Meta(description="False: the answer has no `map`, and nothing restores the text.")] = (
+        UNSET
+    )
+    threshold: Annotated[Number, Meta(description="The least score of an entity, from 0 to 1.")] = UNSET
+
+
 class Encode(Struct, kw_only=True):
     """Request for the vectors of inputs."""
 
@@ -178,6 +211,23 @@ class Extract(Struct, kw_only=True):
 
     items: Items
     params: ExtractParams | UnsetType = UNSET
+
+
+class TextItem(Struct, kw_only=True):
+    """A text. `id` and `metadata` come back with the result."""
+
+    text: str
+    id: str | UnsetType | None = UNSET
+    metadata: dict[str, Any] | UnsetType | None = UNSET
+
+
+class Redact(Struct, kw_only=True):
+    """Texts to redact."""
+
+    EXAMPLE: ClassVar[Any] = {"items": [{"text": "Ada met Bob"}], "params": {"kinds": ["person"], "style": "tag"}}
+
+    items: Annotated[list[str | TextItem], Meta(min_length=1)]
+    params: RedactParams | UnsetType = UNSET
 
 
 # replies
@@ -388,3 +438,66 @@ class Extracted(_Native, kw_only=True):
     }
 
     items: list[ExtractedItem]
+
+
+class RedactedSpan(Struct, kw_only=True):
+    """A part of the text that was replaced. `start` and `end` are places in the text before it. `score` is null for a
+    pattern.
+    """
+
+    start: int
+    end: int
+    kind: str
+    score: float | None
+    source: Literal["model", "pattern"]
+
+
+class RedactionPart(Struct, kw_only=True):
+    """A value, and what stands for it. `start` and `end` are places in the redacted text."""
+
+    start: int
+    end: int
+    replacement: str
+    text: str
+
+
+class RedactionMap(Struct, kw_only=True):
+    """Values of a redacted text, with which it is restored: keep the map apart. `length` is that of the redacted
+    text.
+    """
+
+    offsets: Offsets
+    length: int
+    parts: list[RedactionPart]
+
+
+class RedactedItem(_Slot, kw_only=True):
+    """A text without its personal data. An input that failed has its error and no text."""
+
+    text: Text = UNSET
+    spans: list[RedactedSpan] | UnsetType = UNSET
+    map: RedactionMap | UnsetType = UNSET
+
+
+class Redacted(_Native, kw_only=True):
+    """Redacted texts, in the order of the inputs."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "model": "urchade/gliner_small-v2.1",
+        "items": [
+            {
+                "id": "item-0",
+                "text": "[PERSON_1] met Bob",
+                "spans": [{"start": 0, "end": 3, "kind": "person", "score": 0.97, "source": "model"}],
+                "map": {
+                    "offsets": "code_points",
+                    "length": 18,
+                    "parts": [{"start": 0, "end": 10, "replacement": "[PERSON_1]", "text": "Ada"}],
+                },
+                "usage": ITEM_USED,
+            }
+        ],
+        **SHARED,
+    }
+
+    items: list[RedactedItem]

@@ -40,7 +40,8 @@ class ClusterView(Struct, kw_only=True):
     """Overview of the cluster. At most 50 workers and 50 models are listed: unhealthy workers and models in use come
     first. `queues`: null if the broker was not read. `failures`: by model, the reason why it could not be loaded.
     `findings`: at most 50 faults of workers, loads and queues, and requests refused in the last 5 minutes; faults that
-    stop work come first.
+    stop work come first. `data_dir`: data directory of the `sie serve` that runs this gateway, which `--data-dir` of
+    the commands names.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -52,6 +53,7 @@ class ClusterView(Struct, kw_only=True):
         "queues": None,
         "failures": {},
         "findings": [],
+        "data_dir": "/home/ada/.local/share/sie",
     }
 
     version: str
@@ -62,6 +64,7 @@ class ClusterView(Struct, kw_only=True):
     queues: list[QueueInfo] | None
     failures: dict[str, str]
     findings: list[ClusterFinding]
+    data_dir: Text = UNSET
 
 
 class PlacedModel(Struct, kw_only=True):

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from sie_contracts.api.inference import Dtype
+from sie_contracts.api.inference import Dtype, Item
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models import families, muvera
 from sie_contracts.models.catalogue import Catalogue, Resolved
@@ -93,6 +93,7 @@ _TOP_LEVEL = frozenset({"items", "inputs", "input", "params", "options", "model"
 _KNOWN = _TOP_LEVEL.union(*_USED.values())
 # all parameters that at least one model reads
 FIELDS = _KNOWN.union(*(family.parameters for family in FAMILIES.values()))
+ITEM_FIELDS = frozenset(Item.__struct_fields__) - FIELDS
 _FIELD = re.compile(r"\{(query|document)\}")
 _DTYPES = {name: name for name in DTYPES}
 _QUERY_KINDS = {"query", "search_query"}
@@ -157,7 +158,11 @@ class _Parameters:
             for name in level:
                 if name not in options:
                     shown = str(name)[:64]
-                    yield prefix + shown, "" if name in FIELDS else did_you_mean(shown, options)
+                    if name in ITEM_FIELDS:
+                        suggestion = "; it is a field of an item"
+                    else:
+                        suggestion = "" if name in FIELDS else did_you_mean(shown, options)
+                    yield prefix + shown, suggestion
 
     def foreign(self) -> frozenset[str]:
         """Return the names in the request that no route knows as a parameter. They may be options of a family from

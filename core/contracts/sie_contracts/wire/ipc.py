@@ -82,8 +82,8 @@ class EnsureReady(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class EnsureLora(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Load this LoRA for a loaded model, if it is not loaded. The reply is Done, or Refused with LORA_LOAD_FAILED. A
-    load runs in parallel to inference.
+    """Load this LoRA for a model that is loaded. Nothing is done if the LoRA is loaded already. The reply is
+    Done, or Refused with LORA_LOAD_FAILED. A load runs in parallel to inference.
 
     `lora`: a folder, or a hub repository as `name` or `name@commit`.
     """

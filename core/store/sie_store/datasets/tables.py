@@ -91,7 +91,8 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 def _inferred(values: list[Any]) -> pa.Array:
     """Return an array whose type follows from the values. If they have several types, it is an array of JSON. If there
-    are no values, its type is null, which fits to any type in other parts.
+    are no values, its type is null, which is compatible with any type of this column in other
+    files.
     """
     import pyarrow as pa
 

@@ -1,0 +1,166 @@
+"""Kinds of personal data that have a form: cards, IBANs, e-mail and IP addresses, phone numbers.
+
+An expression finds candidates, and a check decides: check digits, or the ranges that are in use. No expression repeats
+without a limit, so the time for a text is proportional to its length, whatever the text is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+import phonenumbers
+
+Range = tuple[int, int]  # start and end of a value, in code points
+# returns how many characters of a candidate are the value; 0 if the candidate is none
+Check = Callable[[str], int]
+# returns the ranges of a kind in a text. The second argument is the region whose national phone numbers count
+Finder = Callable[[str, str], Iterator[Range]]
+
+_SPACE = r"[ \u00a0\u2009\u202f]"
+_JOINT = r"[ \u00a0\u2009\u202f.\-\u2010-\u2013]"
+_CARD_GROUPS = ((4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 6, 5), (4, 6, 4))
+_CARDS = (r"\d{13,19}", *(_JOINT.join(rf"\d{{{size}}}" for size in groups) for groups in _CARD_GROUPS))
+_IBAN = rf"[A-Za-z]{{2}}[0-9]{{2}}(?:(?:{_SPACE}|-)?[A-Za-z0-9]){{11,30}}"
+# \u0300-\u036f: combining marks, which \w leaves out
+_EMAIL = r"[\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]{1,64}+@[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
+_IPV4 = r"(?<![\d.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
+_IPV6 = r"(?<![\w:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w)"
+# number of characters of an IBAN, by its country
+_IBAN_LENGTHS: Mapping[str, int] = {
+    country: length
+    for length, countries in {
+        15: "NO",
+        16: "BE",
+        18: "DK FI FK FO GL NL SD",
+        19: "MK SI",
+        20: "AT BA EE KZ LT LU MN XK",
+        21: "CH HR LI LV",
+        22: "BG BH CR DE GB GE IE ME RS VA",
+        23: "AE GI IL IQ OM SO TL",
+        24: "AD CZ ES MD PK RO SA SE SK TN VG",
+        25: "LY PT ST",
+        26: "IS TR",
+        27: "BI DJ FR GR IT MC MR SM",
+        28: "AL AZ BY CY DO GT HN HU LB NI PL SV",
+        29: "BR EG PS QA UA",
+        30: "JO KW MU",
+        31: "MT SC",
+        32: "LC",
+        33: "RU",
+    }.items()
+    for country in countries.split()
+}
+
+
+def is_luhn(digits: Iterable[int]) -> bool:
+    """Return whether the last digit is the check digit of the others (ISO/IEC 7812)."""
+    total = sum(
+        digit if index % 2 == 0 else sum(divmod(2 * digit, 10)) for index, digit in enumerate(reversed(list(digits)))
+    )
+    return total % 10 == 0
+
+
+def iban_remainder(iban: str) -> int:
+    """Return the remainder of an IBAN without spaces, divided by 97. It is 1 if its check digits are right (ISO
+    13616).
+    """
+    return int("".join(str(int(character, 36)) for character in iban[4:] + iban[:4])) % 97
+
+
+def _card(candidate: str) -> int:
+    digits = [int(character) for character in candidate if character.isdecimal()]
+    return len(candidate) if 2 <= digits[0] <= 6 and is_luhn(digits) else 0
+
+
+def _iban(candidate: str) -> int:
+    length = _IBAN_LENGTHS.get(candidate[:2].upper(), 0)
+    places = [index for index, character in enumerate(candidate) if character.isalnum()]
+    if not length or len(places) < length:
+        return 0
+    end = places[length - 1] + 1
+    if candidate[end : end + 1].isalnum():
+        return 0
+    return end if iban_remainder("".join(candidate[index] for index in places[:length])) == 1 else 0
+
+
+def _email(candidate: str) -> int:
+    return len(candidate)
+
+
+def _address(candidate: str) -> int:
+    """Check an IP address. A colon behind it belongs to the sentence."""
+    end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
+    try:
+        address = ipaddress.ip_address(candidate[:end])
+    except ValueError:
+        return 0
+    return end if int(address) or "." in candidate else 0
+
+
+def _checked(expression: str, check: Check) -> Finder:
+    pattern = re.compile(expression)
+
+    def ranges(text: str, region: str) -> Iterator[Range]:
+        for match in pattern.finditer(text):
+            start = match.start(1)
+            if size := check(match[1]):
+                yield start, start + size
+
+    return ranges
+
+
+def _phone_numbers(text: str, region: str) -> Iterator[Range]:
+    """Yield valid phone numbers: those with a country code, and those of the region as they are dialled there."""
+    matches = phonenumbers.PhoneNumberMatcher(
+        text, region or None, leniency=phonenumbers.Leniency.VALID, max_tries=len(text) + 1
+    )
+    for match in matches:
+        yield match.start, match.end
+
+
+KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
+    {
+        # a look-ahead finds candidates that overlap
+        "card_number": tuple(_checked(rf"(?<!\d)(?=({card})(?!\d))", _card) for card in _CARDS),
+        "iban": (_checked(rf"(?<![A-Za-z0-9])(?=({_IBAN}))", _iban),),
+        "email": (_checked(f"({_EMAIL})", _email),),
+        "ip_address": (_checked(f"({_IPV4})", _address), _checked(f"({_IPV6})", _address)),
+        "phone_number": (_phone_numbers,),
+    }
+)
+# names of these kinds as models and people write them, in lower case and with spaces
+_NAMES: Mapping[str, str] = {
+    name: kind
+    for kind, names in {
+        "card_number": "card number|credit card|credit card number|debit card number|payment card number",
+        "iban": "iban|iban number|international bank account number",
+        "email": "email|e mail|email address|e mail address|mail address",
+        "ip_address": "ip|ip address|ipv4|ipv6|ipv4 address|ipv6 address",
+        "phone_number": "phone|phone number|telephone|telephone number|mobile number|mobile phone number|fax number",
+    }.items()
+    for name in names.split("|")
+}
+
+
+def plain_name(kind: str) -> str:
+    """Return a kind in lower case, with one space between its words."""
+    return re.sub(r"[\W_]+", " ", kind[:1000]).strip().casefold()
+
+
+def pattern_of(kind: str) -> str:
+    """Return the key in KINDS for the name of a kind; an empty string if no pattern has it."""
+    return _NAMES.get(plain_name(kind), "")
+
+
+def is_region(region: str) -> bool:
+    """Return whether a region, as two upper-case letters, has phone numbers."""
+    return region in phonenumbers.SUPPORTED_REGIONS
+
+
+def ranges_of(text: str, pattern: str, region: str) -> Iterator[Range]:
+    """Yield the ranges of all values of a kind in KINDS. They may overlap."""
+    for finder in KINDS[pattern]:
+        yield from finder(text, region)

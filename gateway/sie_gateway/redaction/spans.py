@@ -1,0 +1,56 @@
+"""Parts of a text that are replaced, from all parts that a model and the patterns found."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+
+class SensitiveSpan(NamedTuple):
+    """Part of a text with personal data, in code points. `score` is None for a span of a pattern."""
+
+    start: int
+    end: int
+    kind: str
+    score: float | None
+    source: Literal["model", "pattern"]
+
+
+def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
+    """Return spans that do not overlap, in the order of the text. Every character in any of `spans` is in one of them.
+
+    Spans that overlap, or contain each other, become one span. Its kind is that of the longest of them; of equally long
+    ones a pattern's, then the one with the higher score, then the first, then the first by name. Spans that only touch
+    stay apart.
+    """
+    joined: list[SensitiveSpan] = []
+    best: SensitiveSpan | None = None
+    for span in sorted(spans):
+        if best is None or span.start >= joined[-1].end:
+            joined.append(span)
+            best = span
+            continue
+        if _rank(span) > _rank(best):
+            best = span
+        joined[-1] = best._replace(start=joined[-1].start, end=max(joined[-1].end, span.end))
+    return joined
+
+
+def _rank(span: SensitiveSpan) -> tuple[int, bool, float]:
+    return span.end - span.start, span.source == "pattern", span.score or 0.0
+
+
+def with_marks(text: str, span: SensitiveSpan) -> SensitiveSpan:
+    """Return the span with the combining marks behind it. They belong to its last character."""
+    end = span.end
+    while end < len(text) and unicodedata.category(text[end]) in ("Mn", "Me", "Mc"):
+        end += 1
+    return span if end == span.end else span._replace(end=end)
+
+
+def utf16_offsets(text: str, places: Sequence[int]) -> list[int]:
+    """Return the number of UTF-16 code units before each of `places`, which are code points in ascending order."""
+    pieces = [text[start:end] for start, end in zip((0, *places), places, strict=False)]
+    return list(accumulate(len(piece) + sum(map("\uffff".__lt__, piece)) for piece in pieces))

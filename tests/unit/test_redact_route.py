@@ -1,0 +1,310 @@
+"""`POST /v1/redact/{model}`: what it refuses, what it asks of the model, and what it answers to the entities."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from fake_adapter import toy_entry
+from inprocess import GatewayProcess, InProcess, until
+from redaction_texts import CARD, EMAIL, PHONE
+
+from sie_client import SIEAsyncClient, restore
+from sie_contracts import arrays
+from sie_contracts.errors import InferenceFailed
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
+from sie_gateway.dialects import redact
+
+STREAM = "WORK__default"
+LABELLED, FIXED = "toy/find", "toy/kinds"
+SECRET = "secret-key-of-a-test"
+PERSON = {"text": "Ada", "label": "person", "score": 0.97, "start": 0, "end": 3}
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with InProcess(tmp_path) as cluster:
+        cluster.source.put(toy_entry(LABELLED, outputs={"entities": 0}, family="gliner"))
+        cluster.source.put(toy_entry(FIXED, outputs={"entities": 0}, family="token-classifier"))
+        cluster.source.put(toy_entry("toy/classes", outputs={"classifications": 0}))
+        cluster.source.put(toy_entry("toy/relations", outputs={"relations": 0}, family="glirel"))
+        cluster.source.put(toy_entry("toy/reader", outputs={"entities": 0}, family="document-reader", inputs=["image"]))
+        yield cluster
+
+
+@pytest.fixture
+async def gateway(cluster: InProcess) -> GatewayProcess:
+    return await cluster.gateway()
+
+
+async def post(gateway: GatewayProcess, model: str, body: Any, **headers: str) -> httpx.Response:
+    return await gateway.client.post(f"/v1/redact/{model}", content=json.dumps(body).encode(), headers=headers)
+
+
+async def message_of(cluster: InProcess, sequence: int) -> Any:
+    """The stream of work, once it has had this many messages."""
+
+    def stream() -> Any:
+        work = cluster.server.streams.get(STREAM)
+        return work if work is not None and work.last_sequence >= sequence else None
+
+    return await until(stream, "a message")
+
+
+async def work_options(cluster: InProcess, *outcomes: Outcome, sequence: int = 1) -> RunOptions:
+    """Answer a message of the stream with these outcomes. Return the options that it had."""
+    stream = await message_of(cluster, sequence)
+    item = messages.decode_work(stream.messages[sequence].data)
+    result = WorkResult(item.request, item.chunk, "w0", outcomes, b"", revision="local", fingerprint="f")
+    await cluster.send(item.reply, messages.encode(result))
+    return item.options
+
+
+def entities(*listed: dict[str, Any], truncated: bool = False) -> Ok:
+    return Ok({}, 3, data={"entities": list(listed)}, truncated=truncated)
+
+
+REFUSED: list[tuple[Any, str, str]] = [
+    ({"items": ["a"]}, "labels_required", "kinds"),
+    ({"items": ["a"], "kinds": []}, "empty_items", "kinds"),
+    ({"items": ["a"], "kinds": "person"}, "schema", "kinds"),
+    ({"items": ["a"], "kinds": ["person", " "]}, "schema", "kinds[1]"),
+    ({"items": ["a"], "kinds": ["p" * 1001]}, "schema", "kinds[0]"),
+    ({"items": ["a"], "kinds": ["a"] * 1001}, "too_many_items", "kinds"),
+    ({"items": ["a"], "params": {"labels": ["person"]}}, "schema", "labels"),
+    ({"items": ["a"], "labels": ["person"], "kinds": ["person"]}, "schema", "labels"),
+    ({"items": ["a"], "kinds": ["person"], "options": {"labels": ["a"]}}, "schema", "labels"),
+    ({"items": ["a"], "kinds": ["person"], "style": "blank"}, "schema", "style"),
+    ({"items": ["a"], "kinds": ["person"], "style": 3}, "schema", "style"),
+    ({"items": ["a"], "kinds": ["person"], "style": "hash", "key": "short"}, "schema", "key"),
+    ({"items": ["a"], "kinds": ["person"], "style": "hash", "key": 3}, "schema", "key"),
+    ({"items": ["a"], "kinds": ["person"], "style": "mask", "key": SECRET}, "schema", "key"),
+    ({"items": ["a"], "kinds": ["person"], "region": "us"}, "schema", "region"),
+    ({"items": ["a"], "kinds": ["person"], "region": "XX"}, "schema", "region"),
+    ({"items": ["a"], "kinds": ["person"], "offsets": "bytes"}, "schema", "offsets"),
+    ({"items": ["a"], "kinds": ["person"], "restorable": "no"}, "schema", "restorable"),
+    ({"items": ["a"], "kinds": ["person"], "truncate": "END"}, "schema", "truncate"),
+    ({"items": ["a"], "kinds": ["person"], "params": {"truncate": True}}, "schema", "truncate"),
+    ({"items": ["a"], "kinds": ["person"], "params": []}, "schema", "params"),
+    ({"items": ["a"], "kinds": ["person"], "threshold": 2}, "schema", "threshold"),
+    ({"items": [], "kinds": ["person"]}, "empty_items", "items"),
+    ({"items": ["a", {"text": None, "id": "x"}], "kinds": ["person"]}, "unsupported_modality", "items[1]"),
+    ({"items": [{"text": "a", "images": ["aGk="]}], "kinds": ["person"]}, "unsupported_modality", "items[0]"),
+    ({"items": ["a" * (redact.MAX_TEXT + 1)], "kinds": ["person"]}, "too_long", "items[0].text"),
+    (["a"], "schema", "body"),
+]
+
+
+@pytest.mark.parametrize(("body", "reason", "param"), REFUSED)
+async def test_redact_refuses_a_wrong_field_by_its_path(
+    gateway: GatewayProcess, body: Any, reason: str, param: str
+) -> None:
+    answer = await post(gateway, LABELLED, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["reason"], error["param"]) == (400, reason, param), error
+    assert SECRET not in answer.text
+
+
+@pytest.mark.parametrize("model", ["toy/one", "toy/classes", "toy/relations", "toy/reader"])
+async def test_redact_refuses_a_model_without_spans_by_its_name(gateway: GatewayProcess, model: str) -> None:
+    answer = await post(gateway, model, {"items": ["a"], "kinds": ["person"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["reason"], error["param"]) == (400, "unsupported_task", "model")
+    assert error["message"].startswith(f"{model} gives no entities with their places in a text; use POST /v1/")
+
+
+async def test_redacted_text_and_map_restore_the_text(cluster: InProcess, gateway: GatewayProcess) -> None:
+    text = f"Ada, {PHONE}, 👩 {EMAIL}"
+    body = {
+        "items": [{"id": "x", "text": text, "metadata": {"page": 1}}],
+        "params": {"kinds": ["person", "e-mail"], "style": "tag", "threshold": 0.4},
+    }
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    options = await work_options(cluster, entities(PERSON))
+    assert (options.labels, options.truncate, options.parameters["threshold"]) == (("person", "e-mail"), "NONE", 0.4)
+    (slot,) = (await reply).json()["items"]
+    assert slot["text"] == f"[PERSON_1], {PHONE}, 👩 [E_MAIL_1]"
+    assert (slot["id"], slot["metadata"]) == ("x", {"page": 1})
+    assert restore(slot["text"], slot["map"]) == text
+    at = text.index(EMAIL)
+    assert slot["spans"] == [
+        {"start": 0, "end": 3, "kind": "person", "score": 0.97, "source": "model"},
+        {"start": at, "end": at + len(EMAIL), "kind": "e-mail", "score": None, "source": "pattern"},
+    ]
+
+
+async def test_offsets_count_utf16_units_where_the_client_wants_it(cluster: InProcess, gateway: GatewayProcess) -> None:
+    text = f"👩👩 {EMAIL}"
+    body = {"items": [text], "kinds": ["email"], "offsets": "utf16"}
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    await work_options(cluster, entities())
+    (slot,) = (await reply).json()["items"]
+    assert (slot["spans"][0]["start"], slot["map"]["parts"][0]["start"], slot["map"]["length"]) == (5, 5, 10)
+    assert restore(slot["text"], slot["map"]) == text
+
+
+async def test_model_with_its_own_kinds_redacts_all_of_them_with_a_warning(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    text = f"Ada {EMAIL} {CARD}"
+    reply = asyncio.create_task(post(gateway, FIXED, {"items": [text], "kinds": ["email"]}))
+    options = await work_options(cluster, entities(PERSON))
+    answer = (await reply).json()
+    assert options.labels == ()
+    assert answer["items"][0]["text"] == f"***** ***** {CARD}"
+    assert any(warning.startswith("kinds: chooses patterns only") for warning in answer["warnings"])
+    reply = asyncio.create_task(post(gateway, FIXED, {"items": [text]}))
+    await work_options(cluster, entities(PERSON), sequence=2)
+    answer = (await reply).json()
+    assert answer["items"][0]["text"] == "***** ***** *****"
+    assert "warnings" not in answer
+
+
+async def test_text_that_failed_has_an_error_and_no_text(cluster: InProcess, gateway: GatewayProcess) -> None:
+    reply = asyncio.create_task(post(gateway, LABELLED, {"items": ["Ada met", "Bob met"], "kinds": ["person"]}))
+    await work_options(cluster, entities(PERSON), Failed(InferenceFailed("not finite", reason="non_finite").info()))
+    first, second = (await reply).json()["items"]
+    assert first["text"] == "***** met"
+    assert second["error"]["code"] == "INFERENCE_ERROR"
+    assert not second.keys() & {"text", "spans", "map"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "reason"),
+    [
+        (entities(PERSON, truncated=True), 400, "input_too_long"),
+        (entities({**PERSON, "start": None, "end": None}), 500, None),
+        (Ok({}, 3, data={"classifications": []}), 500, None),
+        (Ok({}, 3), 500, None),
+        (entities({**PERSON, "end": 99}), 500, None),
+    ],
+)
+async def test_text_that_cannot_be_redacted_whole_is_not_answered(
+    cluster: InProcess, gateway: GatewayProcess, outcome: Ok, status: int, reason: str | None
+) -> None:
+    reply = asyncio.create_task(post(gateway, LABELLED, {"items": ["Ada met Bob"], "kinds": ["person"]}))
+    await work_options(cluster, outcome)
+    answer = await reply
+    assert (answer.status_code, answer.json()["error"].get("reason")) == (status, reason), answer.text
+    assert "Ada" not in answer.text
+
+
+async def test_hash_of_a_value_is_equal_under_one_key_only(cluster: InProcess, gateway: GatewayProcess) -> None:
+    texts: list[set[str]] = []
+    for number, key in enumerate(({"key": SECRET}, {"key": SECRET}, {"key": SECRET * 2}, {}, {}), 1):
+        body = {"items": [PHONE, PHONE], "params": {"kinds": ["phone"], "style": "hash", **key}}
+        reply = asyncio.create_task(post(gateway, LABELLED, body))
+        await work_options(cluster, entities(), entities(), sequence=number)
+        texts.append({slot["text"] for slot in (await reply).json()["items"]})
+    assert [len(text) for text in texts] == [1] * 5
+    assert texts[0] == texts[1]
+    assert len({frozenset(text) for text in texts}) == 4
+
+
+async def test_msgpack_and_json_have_the_same_slots(cluster: InProcess, gateway: GatewayProcess) -> None:
+    body = {"items": [f"Ada {EMAIL}"], "params": {"kinds": ["person", "email"], "style": "tag"}}
+    slots = []
+    for number, kind in enumerate(("json", "msgpack"), 1):
+        encode = msgspec.msgpack.encode if kind == "msgpack" else msgspec.json.encode
+        request = gateway.client.post(
+            f"/v1/redact/{LABELLED}", content=encode(body), headers={"content-type": f"application/{kind}"}
+        )
+        reply = asyncio.create_task(request)
+        await work_options(cluster, entities(PERSON), sequence=number)
+        answer = await reply
+        decode = msgspec.msgpack.decode if kind == "msgpack" else msgspec.json.decode
+        slots.append(decode(answer.content)["items"])
+    assert slots[0] == slots[1]
+
+
+async def test_values_kinds_and_keys_are_in_no_log(
+    cluster: InProcess, gateway: GatewayProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    body = {"items": [f"Ada {EMAIL}"], "params": {"kinds": ["rare kind", "email"], "style": "hash", "key": SECRET}}
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    await work_options(cluster, entities(PERSON))
+    assert (await reply).status_code == 200
+    metrics = (await gateway.get("/metrics")).text
+    assert 'endpoint="redact"' in metrics
+    for value in ("Ada", EMAIL, "rare kind", SECRET):
+        assert value not in caplog.text
+        assert value not in metrics
+
+
+async def test_answer_that_is_not_restorable_has_no_value(cluster: InProcess, gateway: GatewayProcess) -> None:
+    body = {"items": [f"Ada {EMAIL}"], "kinds": ["person", "email"], "restorable": False}
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    await work_options(cluster, entities(PERSON))
+    answer = await reply
+    (slot,) = answer.json()["items"]
+    assert slot["text"] == "***** *****"
+    assert slot.keys() == {"id", "text", "spans", "usage"}
+    assert "Ada" not in answer.text
+    assert EMAIL not in answer.text
+
+
+async def test_fields_may_be_at_every_level_of_parameters(cluster: InProcess, gateway: GatewayProcess) -> None:
+    """Those nearer to `params` take precedence, as those of an extract."""
+    body = {
+        "items": [f"Ada {EMAIL}"],
+        "kinds": ["person"],
+        "options": {"style": "tag", "restorable": False, "kinds": ["email"]},
+        "params": {"options": {"style": "synthetic", "threshold": 0.4}},
+    }
+    reply = asyncio.create_task(post(gateway, LABELLED, body, **{"x-sie-strict": "true"}))
+    options = await work_options(cluster, entities(PERSON))
+    assert (options.labels, options.parameters["threshold"]) == (("person",), 0.4)
+    (slot,) = (await reply).json()["items"]
+    assert (slot["text"], "map" in slot) == (f"Alex Example {EMAIL}", False)
+
+
+@pytest.mark.parametrize("name", ["kinds", "style", "key", "region", "offsets", "restorable", "truncate", "labels"])
+async def test_field_that_is_an_array_is_refused(gateway: GatewayProcess, name: str) -> None:
+    array = arrays.pack(np.zeros((2, 3), np.float32))
+    body = {"items": ["a"], "params": {"kinds": ["person"], "style": "hash", name: array}}
+    answer = await gateway.client.post(
+        f"/v1/redact/{LABELLED}",
+        content=msgspec.msgpack.encode(body),
+        headers={"content-type": "application/msgpack", "accept": "application/json"},
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name), answer.text
+
+
+async def test_long_text_is_redacted_beside_the_event_loop(cluster: InProcess, gateway: GatewayProcess) -> None:
+    text = f"{'a ' * redact._ASIDE}{EMAIL}"
+    reply = asyncio.create_task(post(gateway, LABELLED, {"items": [text], "kinds": ["email"]}))
+    await work_options(cluster, entities())
+    (slot,) = (await reply).json()["items"]
+    assert slot["text"] == text.replace(EMAIL, "*****")
+
+
+async def test_client_redacts_a_list_in_parts_under_one_key(cluster: InProcess, gateway: GatewayProcess) -> None:
+    async def answer_all() -> None:
+        for sequence in itertools.count(1):
+            stream = await message_of(cluster, sequence)
+            item = messages.decode_work(stream.messages[sequence].data)
+            outcomes = tuple(entities(PERSON) for _ in item.inputs)
+            result = WorkResult(item.request, item.chunk, "w0", outcomes, b"", revision="local", fingerprint="f")
+            await cluster.send(item.reply, messages.encode(result))
+
+    worker = asyncio.create_task(answer_all())
+    texts = [f"Ada {number} {EMAIL}" for number in range(6)]
+    async with SIEAsyncClient(gateway.url, part_tokens=1) as client:
+        results = await client.redact(LABELLED, texts, ["person", "email"], style="hash")
+        single = await client.redact(LABELLED, texts[0], ["person", "email"])
+    worker.cancel()
+    assert [restore(result["text"], result["map"]) for result in results] == texts
+    assert len({result["text"].split()[0] for result in results}) == 1
+    assert [result["id"] for result in results] == [f"item-{number}" for number in range(6)]
+    assert single["text"] == "***** 0 *****"
