@@ -72,6 +72,7 @@ class Alone:
         entry = packaged_catalogue().entries[MODEL]
         resident = self.engine.residency.ensure(MODEL, entry)
         self.precision = resident.describe(0.0).precision
+        self.layout = resident.weights.rows["encode"]
         self.tokenizer = ModelTokenizer(resident.weights.tokenizer, entry.max_tokens)
 
     def batch(self, ids: list[np.ndarray]) -> ipc.RunBatch:

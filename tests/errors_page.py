@@ -66,7 +66,7 @@ ROUTES = {
     "openai": "`/v1/embeddings`, `/embeddings`",
     "jina": "`/v1/rerank`",
     "cohere": "`/v1/embed`, `/v2/embed`, `/v2/rerank`",
-    "voyage": "`/v1/embeddings` and the reranks, where the body has `truncation`",
+    "voyage": "`/v1/contextualizedembeddings`, and `/v1/embeddings` and the reranks, where the body has `truncation`",
     "infinity": "`/rerank`, `/classify`",
     "tei": "those of Text Embeddings Inference, `/tei/...`, and `/rerank` with `texts`",
     "ollama": "those of Ollama, `/api/...`",

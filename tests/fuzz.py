@@ -79,6 +79,8 @@ VALID: dict[str, Any] = {
             {"id": "a", "text": "b", "metadata": {"c": [1, 2.5, None]}},
             "plain",
             {"images": ["aGVsbG8=", {"data": "aGVsbG8", "format": "png"}]},
+            {"text": "abc", "chunks": [[0, 1], [1, 3]], "context": False},
+            {"text": "abc", "chunks": {"max_tokens": 2, "overlap_tokens": 1, "boundary": "token", "min_tokens": 0}},
         ],
         "params": {
             "output_types": ["dense"],
@@ -112,6 +114,8 @@ VALID: dict[str, Any] = {
         "return_documents": True,
         "priority": 3,
     },
+    "/v2/rerank": {"model": MODEL, "query": "a", "documents": ["b", {"text": "c"}], "rank_fields": ["text"]},
+    "/v1/classify": {"model": MODEL, "input": "a", "truncate": True},
     "/v2/embed": {
         "model": MODEL,
         "input_type": "search_query",
@@ -128,6 +132,17 @@ VALID: dict[str, Any] = {
                 ]
             }
         ],
+    },
+    "/v1/contextualizedembeddings": {
+        "model": MODEL,
+        "inputs": [["a"], ["b"]],
+        "input_type": "query",
+        "output_dimension": 8,
+        "output_dtype": "int8",
+        "encoding_format": "base64",
+        "enable_auto_chunking": False,
+        "chunk_size": None,
+        "chunk_overlap": None,
     },
     "/v1/ranking": {"model": MODEL, "query": {"text": "a"}, "passages": [{"text": "b"}, "c"], "truncate": "NONE"},
     "/rerank": {"query": "a", "texts": ["b"], "raw_scores": True, "truncate": True, "truncation_direction": "left"},
@@ -146,6 +161,18 @@ VALID: dict[str, Any] = {
         "keep_alive": "5m",
     },
     "/api/embeddings": {"model": MODEL, "prompt": "a", "options": None},
+}
+# the fields of valid forms, with the name of the file where the field is one
+FORMS: dict[str, list[tuple[str, str, bytes]]] = {
+    f"/v1/audio/{name}": [
+        ("model", "", MODEL.encode()),
+        ("file", "a.wav", b"RIFF\x24\x00\x00\x00WAVEfmt "),
+        ("response_format", "", b"verbose_json"),
+        ("temperature", "", b"0"),
+        ("prompt", "", b"a"),
+        *(() if name == "translations" else (("language", "", b"en"), ("timestamp_granularities[]", "", b"segment"))),
+    ]
+    for name in ("transcriptions", "translations")
 }
 _ODD: tuple[Any, ...] = (
     None,
@@ -221,6 +248,38 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         if chance.random() < 0.05:
             headers["x-sie-strict"] = "true"
         yield Case(path, headers, data)
+
+
+_ODD_FIELDS = (b"", b"\x00", b"\xff\xfe", b"x" * 5000, b'"', b"\r\n\r\n--b--", "é".encode() * 300, b"{}", b"NaN")
+
+
+def forms(seed: int, count: int) -> Iterator[Case]:
+    """Forms with odd fields: left out, doubled, with other names and values, and with damaged bytes."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        path = chance.choice(list(FORMS))
+        fields = [(name.encode(), file.encode(), value) for name, file, value in FORMS[path]]
+        for _ in range(chance.choice((0, 1, 1, 2, 4))):
+            place = chance.randrange(len(fields))
+            own = list(fields[place])
+            match chance.randrange(3):
+                case 0 if len(fields) > 1:
+                    del fields[place]
+                case 1:
+                    fields.insert(place, fields[place])
+                case _:
+                    own[chance.randrange(3)] = chance.choice(_ODD_FIELDS)
+                    fields[place] = (own[0], own[1], own[2])
+        body = b"".join(
+            b'--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+            % (name, b'; filename="%b"' % file if file else b"", value)
+            for name, file, value in fields
+        )
+        body += b"--b--\r\n"
+        for _ in range(chance.choice((0, 0, 0, 1, 3))):
+            body = _damaged(body, chance)
+        kinds = (*["multipart/form-data; boundary=b"] * 8, "multipart/form-data", "application/json", "x; boundary=b")
+        yield Case(path, {"content-type": chance.choice(kinds)}, body)
 
 
 def everywhere() -> Iterator[Case]:

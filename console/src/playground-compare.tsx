@@ -1,7 +1,7 @@
 import { type Asked, placeOf, short } from "./playground-parts";
 import type { Outcome } from "./playground-requests";
 import type { Reply, Score } from "./types";
-import { cosines, dot, norm } from "./vectors";
+import { cosine, cosines } from "./vectors";
 
 /** What the answers of two models, or of two profiles of one, differ in. */
 export function Compared({ first, second, asked }: { first: Outcome; second: Outcome; asked: Asked[] }) {
@@ -72,7 +72,7 @@ function Vectors({ a, b, names, asked }: { a: number[][]; b: number[][]; names: 
         <>
           <h3>Cosine of the two vectors of each input, which means something for profiles of one model</h3>
           <ol class="pairs same">
-            {a.map((values, place) => <li>{`${(dot(values, b[place] ?? []) / (norm(values) * norm(b[place] ?? []) || 1)).toFixed(6)}  ${short(asked[place]?.name ?? "")}`}</li>)}
+            {a.map((values, place) => <li>{`${cosine(values, b[place] ?? []).toFixed(6)}  ${short(asked[place]?.name ?? "")}`}</li>)}
           </ol>
         </>
       )}

@@ -12,7 +12,7 @@ export const outputsOf = (model: Model | undefined): string[] =>
   OUTPUTS.filter((name) => model && (model.outputs.includes(name) || name in model.dims));
 
 /** What is set. An empty text leaves it to the model. */
-export const UNSET = { output: "dense", side: "document", dimensions: "", threshold: "", lora: "", json: "", metadata: "" };
+export const UNSET = { output: "dense", side: "document", chunks: "", context: "true", dimensions: "", threshold: "", lora: "", json: "", metadata: "" };
 export type Settings = typeof UNSET & { labels?: string };
 
 /** The labels of a request: those that were typed, else an example for a model that needs some. */
@@ -25,7 +25,12 @@ export const outputOf = ({ output }: Settings, model: Model | undefined): string
 
 export const isLate = (verb: Verb, settings: Settings, model: Model | undefined): boolean => verb === "encode" && outputOf(settings, model) === "multivector";
 
-export const complaintsOf = (verb: Verb, { json, metadata, threshold }: Settings): { json: string; metadata: string; threshold: string } => ({
+/** Whether a text is one document that is encoded in chunks. */
+export const isChunked = (verb: Verb, settings: Settings, model: Model | undefined): boolean =>
+  verb === "encode" && outputOf(settings, model) === "dense" && Boolean(settings.chunks) && Boolean(model?.inputs.includes("text"));
+
+export const complaintsOf = (verb: Verb, { json, metadata, threshold, chunks }: Settings): { json: string; metadata: string; threshold: string; chunks: string } => ({
+  chunks: verb === "encode" && chunks && !/^[1-9]\d{0,4}$/.test(chunks) ? "A chunk has a whole number of tokens." : "",
   json: complaint(json),
   metadata: verb === "extract" ? complaint(metadata) : "",
   threshold: verb === "extract" && threshold && !(Number(threshold) >= 0 && Number(threshold) <= 1) ? "A threshold is from 0 to 1." : "",
@@ -40,7 +45,7 @@ export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<s
   const own = {
     encode: {
       output_types: [output],
-      ...(side === "query" && output !== "multivector" ? { is_query: true } : {}),
+      ...(side === "query" && output !== "multivector" && !isChunked(verb, settings, model) ? { is_query: true } : {}),
       ...(takesWidth ? { dimensions: Number(dimensions) } : {}),
     },
     score: {},
@@ -77,7 +82,14 @@ export function Controls({ verb, model, settings, set, prefix = "" }: Props & { 
     <>
       <div class="row controls">
         {verb === "encode" && outputs.length > 1 && choice("output", "Output", outputs.map((name) => [name, OUTPUT_WORDS[name] ?? name]), output)}
-        {verb === "encode" && output !== "multivector" && choice("side", "Encode as", [["document", "document"], ["query", "query"]])}
+        {verb === "encode" && output === "dense" && !prefix && model?.inputs.includes("text") && (
+          <label>
+            Chunks, most tokens
+            <input id="chunks" type="number" min={1} value={settings.chunks} placeholder="none" aria-invalid={Boolean(wrong.chunks)} onInput={(event) => set("chunks", event.currentTarget.value)} />
+          </label>
+        )}
+        {isChunked(verb, settings, model) && choice("context", "Context", [["true", "whole document"], ["false", "each chunk alone"]])}
+        {verb === "encode" && output !== "multivector" && !isChunked(verb, settings, model) && choice("side", "Encode as", [["document", "document"], ["query", "query"]])}
         {verb === "encode" && output === "dense" && widths.length > 0 && choice("dimensions", "Dimensions", [["", `${model?.dims["dense"] ?? "all"}`], ...widths.filter((width) => width !== model?.dims["dense"]).map((width): [string, string] => [`${width}`, `${width}`])])}
         {verb === "extract" && (
           <label class="grow">
@@ -100,6 +112,7 @@ export function Controls({ verb, model, settings, set, prefix = "" }: Props & { 
         )}
       </div>
       {wrong.threshold && <p class="bad" role="alert">{wrong.threshold}</p>}
+      {wrong.chunks && <p class="bad" role="alert">{wrong.chunks}</p>}
     </>
   );
 }

@@ -112,6 +112,7 @@ const first = (values: number[]): string => values.slice(0, 4).map((value) => va
 
 function shape(item: NonNullable<Reply["items"]>[number] | undefined): string[] {
   if (item?.dense) return [`${item.dense.values.length}`, norm(item.dense.values).toFixed(4), `${item.dense.dtype}${item.dense.source ? `, ${item.dense.source}` : ""}`, first(item.dense.values)];
+  if (item?.chunks) return [`${item.chunks.length} chunks`, "", item.chunks[0]?.dense?.dtype ?? "", ""];
   if (item?.sparse) return [`${item.sparse.indices.length} of ${item.sparse.dims}`, norm(item.sparse.values).toFixed(4), "float32", first(item.sparse.values)];
   if (!item?.multivector) return ["", "", "", ""];
   const norms = item.multivector.values.map(norm);

@@ -14,6 +14,8 @@ export interface Input {
   document?: Medium;
   audio?: Medium;
   metadata?: unknown;
+  chunks?: { max_tokens: number };
+  context?: boolean;
 }
 
 export interface Body {
@@ -28,7 +30,7 @@ export interface Call {
   body: Body;
 }
 
-/** What one model was asked, in one request or, for late interaction, in two: the queries, then the documents. */
+/** What one model was asked, in one request or, for late interaction and chunks, in two: the query, then the documents. */
 export interface Outcome {
   model: Model;
   calls: Call[];
@@ -80,7 +82,7 @@ const NAMED = new Set([
   "is_query", "dimensions", "normalize", "labels", "threshold",
 ]);
 const PRINTED: Record<Verb, string[]> = {
-  encode: ["for result in results:", '    print({name: result[name] for name in ("dense", "sparse", "multivector") if name in result})'],
+  encode: ["for result in results:", '    print({name: result[name] for name in ("dense", "sparse", "multivector", "chunks") if name in result})'],
   score: ['for entry in results["scores"]:', '    print(entry["rank"], entry["item_id"], entry["score"])'],
   extract: [
     "for result in results:",

@@ -1,6 +1,7 @@
 import { useMemo } from "preact/hooks";
 import { Copies } from "./copies";
 import { Extracted } from "./playground-extract";
+import { Chunks } from "./playground-chunks";
 import { Late } from "./playground-late";
 import { Cut } from "./playground-cut";
 import { type Asked, Bars, Items, placeOf } from "./playground-parts";
@@ -46,6 +47,7 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       )}
       {reply.items?.some((item) => item.sparse) && <Sparse model={model.id} reply={reply} asked={asked} />}
       {query?.multivector && <Late model={model} query={query} reply={reply} asked={asked} text={calls[0]?.body.items[0]?.text ?? ""} />}
+      {query?.dense && reply.items?.map((item, place) => item.chunks && <Chunks key={place} chunks={item.chunks} query={query.dense?.values ?? []} text={last?.body.items[place]?.text ?? ""} />)}
       {reply.scores && <Scores scores={reply.scores} asked={asked} scale={model.score_scale} />}
       {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} threshold={calls[0].body.params?.["threshold"]} />}
       <Items reply={reply} asked={asked} />

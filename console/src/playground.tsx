@@ -2,7 +2,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { rank } from "./model-words";
 import { noteUse, Picker } from "./picker";
 import { Compared } from "./playground-compare";
-import { AsJson, complaintsOf, Controls, isLate, outputOf, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
+import { AsJson, complaintsOf, Controls, isChunked, isLate, outputOf, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
 import { Example, EXAMPLES, QUESTION } from "./playground-example";
 import { type Attached, attached, Files, inputOf, taken } from "./playground-files";
 import type { Asked } from "./playground-parts";
@@ -56,9 +56,11 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   const kinds = taken(model?.inputs ?? []);
   const texts = !model || model.inputs.includes("text");
   const late = isLate(verb, settings, model);
+  const chunked = isChunked(verb, settings, model);
+  const hasQuery = verb === "score" || late || chunked;
   // models of late interaction encode an image as a query, but do not score with it
   const pictured = kinds.includes("image") && (late || (verb === "score" && !outputsOf(model).includes("multivector")));
-  const sendable = files.filter((file) => kinds.includes(file.kind));
+  const sendable = chunked ? [] : files.filter((file) => kinds.includes(file.kind));
   const hasInput = sendable.length > 0 || (texts && Boolean(text.trim()));
   const isSound = !Object.values(complaintsOf(verb, settings)).some(Boolean);
   const ready = !running && canInfer && model && hasInput && isSound;
@@ -72,6 +74,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   }, [isIdle, verb]);
 
   function asked(): Asked[] {
+    if (chunked) return [{ name: text.trim(), input: { text, chunks: { max_tokens: Number(settings.chunks) }, context: settings.context === "true" } }];
     const lines = texts ? text.split("\n").map((line) => line.trim()).filter(Boolean) : [];
     const own = verb === "extract" && settings.metadata.trim() ? { metadata: parsed(settings.metadata) } : {};
     return [
@@ -90,7 +93,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
     const images = pictured ? pictures.map((each) => each.data) : [];
     const asking: Input = { ...(query.trim() || !images.length ? { text: query } : {}), ...(images.length ? { images } : {}) };
     if (verb === "score") return [call({ query: asking, items })];
-    return outputOf(settings, wanted) === "multivector" ? [call({ items: [asking] }, { is_query: true }), call({ items })] : [call({ items })];
+    return chunked || outputOf(settings, wanted) === "multivector" ? [call({ items: [asking] }, { is_query: true }), call({ items })] : [call({ items })];
   }
 
   async function submit(event?: Event) {
@@ -164,7 +167,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
           </div>
           {named && named !== first && <p class="warn">{`${named} is not among the models that ${verb}: ${first || "none"} is asked instead. `}<a href={href("models", [], { add: named })}>Add it</a></p>}
           <div class="ask">
-          {(verb === "score" || late) && (
+          {hasQuery && (
             <label>
               Query
               <input id="query" value={query} onInput={(event) => setQuery(event.currentTarget.value)} />
@@ -175,11 +178,11 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
           )}
           {texts && (
             <label>
-              {verb === "score" || late ? "Documents, one per line" : "Texts, one per line"}
+              {chunked ? "Document" : hasQuery ? "Documents, one per line" : "Texts, one per line"}
               <textarea id="texts" rows={second ? 4 : 6} value={text} onInput={(event) => setText(event.currentTarget.value)} />
             </label>
           )}
-          {kinds.length > 0 && (
+          {kinds.length > 0 && !chunked && (
             <Files id="files" label={`${kinds.map((kind) => KINDS[kind]).join(", ")}, each an input`} kinds={kinds} files={sendable} onChange={setFiles} refused={refused} onFiles={add} texts={texts} pasted />
           )}
           </div>

@@ -29,6 +29,7 @@ export type Usage = Schemas["ItemUsage"];
 export type Entity = Schemas["Entity"];
 export type Found = Schemas["DetectedObject"];
 export type Relation = Schemas["Relation"];
+export type Chunk = Schemas["EncodedChunk"];
 export type Score = Schemas["ScoredItem"];
 
 /** The reply of any verb: `items` of encode and extract, `scores` of score. */

@@ -2,6 +2,7 @@
 
 export const dot = (a: number[], b: number[]): number => a.reduce((sum, value, place) => sum + value * (b[place] ?? 0), 0);
 export const norm = (a: number[]): number => Math.sqrt(dot(a, a));
+export const cosine = (a: number[], b: number[]): number => dot(a, b) / (norm(a) * norm(b) || 1);
 
 /** Cosines of all against all, shape (n, n). A vector of zeros has the cosine 0 with every other. */
 export function cosines(vectors: number[][]): number[][] {

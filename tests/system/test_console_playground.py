@@ -212,6 +212,33 @@ def test_tokens_truncation_and_norms_are_those_of_the_reply(page: Page) -> None:
     assert [row[2] for row in rows] == ["no", "truncated"]
 
 
+def test_chunks_of_a_document_are_coloured_by_their_similarity_to_the_query(page: Page) -> None:
+    text = (
+        "The river ran past mills.\n\nA 👩‍💻 wrote code & <b>tests</b>. The cat slept on the mat. Stocks fell sharply."
+    )
+    choose(page, "encode", "test/mini")
+    typed(page, "#chunks", "12")
+    page.wait("Boolean(document.querySelector('#query') && document.querySelector('#context'))", bool)
+    typed(page, "#query", "a sleeping cat")
+    typed(page, "#texts", text)
+    ask(page)
+    marks = "[...document.querySelectorAll('.chunks mark')].map(mark => [mark.textContent, mark.title])"
+    shown = page.wait(marks, bool)
+    assert "".join(own for own, _ in shown) == text
+    query = by_curl(page, 0)["items"][0]["dense"]["values"]
+    chunks = by_curl(page, 1)["items"][0]["chunks"]
+    assert len(chunks) > 2
+    assert [own for own, _ in shown] == [text[chunk["start"] : chunk["end"]] for chunk in chunks]
+    near = [float(np.dot(query, chunk["dense"]["values"])) for chunk in chunks]
+    told = [float(title.split()[2].rstrip(",")) for _, title in shown]
+    assert told == pytest.approx(near, abs=0.0002)
+    assert [value for _, value in bars(page)] == pytest.approx(sorted(near, reverse=True), abs=0.0002)
+    assert by_python(page, '[len(each["chunks"]) for each in results]', 1) == [len(chunks)]
+    page.evaluate("document.querySelector('#chunks').value = ''")
+    typed(page, "#chunks", "0")
+    page.wait("document.querySelector('#run').disabled", bool)
+
+
 def test_what_was_cut_is_shown(page: Page) -> None:
     """The model reads 256 tokens, two of which are special, and each word here is one."""
     choose(page, "encode", "test/mini")

@@ -17,6 +17,8 @@ import shared
 from fuzz import Case
 from stack import Stack
 
+from sie_gateway.http.routes import DIALECTS, OLLAMA
+
 CLIENTS = 16
 ADMIN = shared.ADMIN
 ANSWERED_S = 30.0
@@ -84,6 +86,18 @@ async def fuzzed(stack: Stack, count: int, seed: int) -> None:
 @pytest.mark.parametrize("count", [150, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 async def test_bent_bodies(stack: Stack, count: int) -> None:
     await fuzzed(stack, count, seed=count)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+async def test_forms_with_odd_fields(stack: Stack, count: int) -> None:
+    seen = await send_all(stack.urls[0], fuzz.forms(count, count))
+    assert len({code for _, code in seen}) > 1
+    assert sum(number for (status, _), number in seen.items() if status == 400) > count / 2
+
+
+def test_every_route_of_another_server_has_bodies_to_bend() -> None:
+    paths = {route.path for route in (*DIALECTS, *OLLAMA) if route.method == "POST"}
+    assert paths <= fuzz.VALID.keys() | fuzz.FORMS.keys()
 
 
 def in_part(every: int) -> pytest.MarkDecorator:

@@ -17,7 +17,7 @@ from pyarrow import dataset, parquet
 from sie_contracts.api.jobs import OutputFormat
 from sie_contracts.errors import ErrorInfo
 from sie_store.datasets.answers import About, RowAnswer, Shard, counted, shard_of
-from sie_store.datasets.parts import PartFault, encode, inspect, part_name
+from sie_store.datasets.parts import PartFault, encode, inspect, outcomes, part_name
 from sie_store.datasets.rows import InputRow
 
 FORMATS: list[OutputFormat] = ["parquet", "jsonl", "npy"]
@@ -185,6 +185,63 @@ def test_a_part_says_what_is_in_it_and_the_same_shard_is_the_same_bytes(
             expected, job="", shard=0, model="", fingerprint=ABOUT.fingerprint if answers else ""
         )
     assert inspect(data, kind) == expected
+
+
+def chunked(tokens: int, *spans: tuple[int, int, int]) -> RowAnswer:
+    """An answer with these chunks: first and end code point, tokens. Sparse vectors have an entry for each token."""
+    sizes = [span[2] for span in spans]
+    entries = sum(sizes)
+    arrays = {
+        "chunks": np.array([(*span, 0, span[2]) for span in spans], np.int32),
+        "dense": RANDOM.standard_normal((len(spans), 4)).astype(np.float32),
+        "dense.scale": np.arange(len(spans), dtype=np.float32),
+        "sparse.indices": np.arange(entries, dtype=np.int32),
+        "sparse.values": np.full(entries, 0.5, np.float32),
+    }
+    return RowAnswer(tokens=tokens, arrays=arrays)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_encode_writes_a_line_for_each_chunk_and_outcomes_reads_one_for_each_row(kind: OutputFormat) -> None:
+    answers = [chunked(9, (0, 4, 3), (4, 9, 4)), FAILED, chunked(3, (1, 2, 1))]
+    own = [InputRow(name, text="éa b c def", copied={"chunk_": name}) for name in "xyz"]
+    data = encode(shard_of(ABOUT, own, answers, ("chunk_",)), kind)
+    if kind == "parquet":
+        lines = table_of(data).to_pylist()
+    else:
+        lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
+    told = [
+        tuple(line.get(name) for name in ("id", "chunk", "start", "end", "text", "tokens", "row_tokens"))
+        for line in lines
+    ]
+    assert told == [
+        ("x", 0, 0, 4, "éa b", 3, 9),
+        ("x", 1, 4, 9, " c de", 4, 9),
+        ("y", None, None, None, None, 0, None),
+        ("z", 0, 1, 2, "a", 1, 3),
+    ]
+    assert [line["chunk_"] for line in lines] == ["x", "x", "y", "z"]
+    vectors = npz_of(data)["dense"][[0, 1, 3]] if kind == "npy" else [lines[at]["dense"] for at in (0, 1, 3)]
+    wanted = np.concatenate([answers[0].arrays["dense"], answers[2].arrays["dense"]])
+    assert np.array_equal(np.array(vectors, np.float32), wanted)
+    if kind != "npy":
+        assert [line.get("dense_scale") for line in lines] == [0, 1, None, 0]
+        assert [line.get("sparse_indices") for line in lines] == [[0, 1, 2], [3, 4, 5, 6], None, [0]]
+    about = inspect(data, kind)
+    assert (about.rows, about.failed, about.tokens, about.codes) == (3, 1, 12, {"INVALID_INPUT": 1})
+    assert [(row.id, row.tokens, row.error is None) for row in outcomes(data, kind)] == [
+        ("x", 9, True),
+        ("y", 0, False),
+        ("z", 3, True),
+    ]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_outcomes_reads_a_column_named_chunk_that_was_kept(kind: OutputFormat) -> None:
+    own = [InputRow(name, copied={"chunk": value}) for name, value in (("a", 3), ("b", 0))]
+    data = encode(shard_of(ABOUT, own, [RowAnswer(tokens=2), RowAnswer(tokens=1)], ("chunk",)), kind)
+    assert [(row.id, row.tokens) for row in outcomes(data, kind)] == [("a", 2), ("b", 1)]
+    assert inspect(data, kind).rows == 2
 
 
 @pytest.mark.parametrize("kind", FORMATS)

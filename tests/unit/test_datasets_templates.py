@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sie_contracts.api.jobs import JobInput
+from sie_contracts.api.jobs import JobChunkRule, JobInput
 from sie_contracts.errors import InvalidInput
 from sie_store.datasets.templates import ColumnFault, Template, check
 
@@ -56,6 +56,9 @@ GOOD = [
     ("encode", JobInput(url="u", image="i", text="{a}", keep=("a", "b"))),
     ("encode", JobInput(url="s3://b/pictures/", format="images")),
     ("encode", JobInput(url="s3://b/pictures/")),
+    ("encode", JobInput(file="f", text="{a}", keep=("text", "chunk"))),
+    ("encode", JobInput(file="f", text="{a}", chunks=JobChunkRule(9), context=False)),
+    ("encode", JobInput(file="f", text="{a}", chunks="spans", keep=("spans",))),
     ("extract", JobInput(file="f", text="{a}", id="a")),
     ("score", JobInput(file="f", query="the same query", document="{a}")),
 ]
@@ -73,6 +76,12 @@ BAD = [
     ("encode", JobInput(file="f", text="{a}", keep=("dense",)), "input.keep"),
     ("encode", JobInput(file="f", text="{a}", keep=("fingerprint",)), "input.keep"),
     ("encode", JobInput(file="f", text="{a}", keep=("a", "a")), "input.keep"),
+    ("encode", JobInput(file="f", text="{a}", keep=("row_tokens",)), "input.keep"),
+    ("encode", JobInput(file="f", text="{a}", chunks="spans", keep=("text",)), "input.keep"),
+    ("encode", JobInput(file="f", image="i", chunks=JobChunkRule(9)), "input.chunks"),
+    ("encode", JobInput(file="f", text="{a}", image="i", chunks=JobChunkRule(9)), "input.chunks"),
+    ("extract", JobInput(file="f", text="{a}", chunks=JobChunkRule(9)), "input.chunks"),
+    ("encode", JobInput(file="f", text="{a}", context=False), "input.context"),
     ("encode", JobInput(url="u", format="images", text="{a}"), "input.text"),
     ("encode", JobInput(url="u/", id="a"), "input.id"),
     ("score", JobInput(url="u/", format="images"), "input.query"),

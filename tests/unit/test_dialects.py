@@ -97,7 +97,12 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": ONE, "input": "a", "output_dtype": "float16"}, "unsupported_dtype", "output_dtype"),
     ({"model": ONE, "input": "a", "output_dimension": 3}, "bad_dimensions", "output_dimension"),
     ({"model": ONE, "input": "a", "dimensions": 8, "output_dimension": 4}, "schema", "output_dimension"),
-    ({"model": ONE, "input": "a", "late_chunking": True}, "schema", "late_chunking"),
+    ({"model": ONE, "input": "a", "return_multivector": True}, "schema", "return_multivector"),
+    ({"model": ONE, "input": "a", "late_chunking": 1}, "schema", "late_chunking"),
+    ({"model": ONE, "input": [[1, 2]], "token_encoding": "model", "late_chunking": True}, "schema", "late_chunking"),
+    ({"model": ONE, "input": "a", "task": "retrieval.query", "late_chunking": True}, "schema", "late_chunking"),
+    ({"model": ONE, "input": ["a", "b"], "late_chunking": True}, "unsupported_modality", "input[0]"),
+    ({"model": ONE, "input": ["a" * 200_000] * 2, "late_chunking": True}, "too_long", "input"),
     ({"model": ONE, "input": "a", "truncation": "yes"}, "schema", "truncation"),
     ({"model": ONE, "input": [[1], []]}, "empty_item", "input[1]"),
     ({"model": ONE, "input": [[1, 1.5]]}, "schema", "input[0]"),
@@ -115,6 +120,37 @@ EMBEDDINGS: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "input": "a"}, "unsupported_output", "model"),
     ({"model": "toy/wide", "input": "a"}, "unsupported_output", "model"),
     ({"model": ONE, "input": ["data:image/png;base64,aGk="], "modality": "image"}, "unsupported_modality", "input[0]"),
+]
+CONTEXTUAL: list[tuple[Any, str, str]] = [
+    ({"model": ONE}, "schema", "inputs"),
+    ({"model": ONE, "inputs": []}, "empty_items", "inputs"),
+    ({"model": ONE, "inputs": ["a"]}, "schema", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a"], []]}, "empty_items", "inputs[1]"),
+    ({"model": ONE, "inputs": [["a"], ["b", 3]]}, "schema", "inputs[1][1]"),
+    ({"model": ONE, "inputs": [["a", ""]]}, "empty_item", "inputs[0][1]"),
+    ({"model": ONE, "inputs": [["a"]] * 1001}, "too_many_items", "inputs"),
+    ({"model": ONE, "inputs": [["a"] * 4097]}, "too_many_items", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a"] * 4000] * 5}, "too_many_chunks", "inputs"),
+    ({"model": ONE, "inputs": [["a" * 200_000] * 2]}, "too_long", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a", "b"]]}, "unsupported_modality", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a", "b"]], "input_type": "query"}, "schema", "inputs[0]"),
+    ({"model": ONE, "inputs": [["a"]], "input_type": "classification"}, "schema", "input_type"),
+    ({"model": ONE, "inputs": [["a"]], "output_dimension": 3}, "bad_dimensions", "output_dimension"),
+    ({"model": ONE, "inputs": [["a"]], "output_dtype": "int4"}, "unsupported_dtype", "output_dtype"),
+    ({"model": ONE, "inputs": [["a"]], "encoding_format": "hex"}, "schema", "encoding_format"),
+    ({"model": ONE, "inputs": [["a"]], "chunk_size": 9}, "schema", "chunk_size"),
+    ({"model": ONE, "inputs": [["a"]], "chunk_overlap": 9}, "schema", "chunk_overlap"),
+    ({"model": ONE, "inputs": [["a"]], "enable_auto_chunking": True}, "schema", "enable_auto_chunking"),
+    *(
+        ({"model": ONE, "input_type": "document", "enable_auto_chunking": True, **body}, reason, param)
+        for body, reason, param in [
+            ({"inputs": [["a", "b"]]}, "schema", "inputs[0]"),
+            ({"inputs": [["a"]], "chunk_size": 0}, "schema", "chunk_size"),
+            ({"inputs": [["a"]], "chunk_size": 8, "chunk_overlap": 5}, "schema", "chunk_overlap"),
+            ({"inputs": [["a"]]}, "unsupported_modality", "inputs[0]"),
+        ]
+    ),
+    ({"model": "toy/score", "inputs": [["a"]]}, "unsupported_output", "model"),
 ]
 RERANK: list[tuple[Any, str, str]] = [
     ({"model": "toy/score", "documents": ["a"]}, "schema", "query"),
@@ -198,6 +234,7 @@ REFUSED = [
     *(("/v1/embeddings", *case) for case in EMBEDDINGS),
     *((path, *case) for path in ("/v1/rerank", "/v2/rerank", "/rerank") for case in RERANK),
     *(("/v1/ranking", *case) for case in RANKING),
+    *(("/v1/contextualizedembeddings", *case) for case in CONTEXTUAL),
     *(("/v2/embed", *case) for case in COHERE),
     *(("/v1/embed", *case) for case in COHERE[1:]),  # the first version asks for no input type
     *(("/classify", *case) for case in CLASSIFY),
@@ -209,6 +246,7 @@ REFUSED = [
 MEMBERS = {
     "/v1/embeddings": "detail",
     "/v1/ranking": "detail",
+    "/v1/contextualizedembeddings": "detail",
     "/v1/rerank": "detail message id",
     "/v1/embed": "message id",
     "/v2/embed": "message id",
@@ -251,6 +289,24 @@ async def test_an_unknown_model_comes_before_a_bad_body(gateway: GatewayProcess,
     assert ("embed" not in path) or answer.json()["error"]["suggestions"][
         0
     ] == ONE  # other routes may have no model like it
+
+
+async def test_contextualized_embeddings_of_queries_are_those_of_embeddings(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    await cluster.adapter()
+    await cluster.sidecar()
+    body = {"model": ONE, "inputs": [["a b"], ["c"]], "input_type": "query"}
+    answer = await post(gateway, "/v1/contextualizedembeddings", body)
+    plain = vectors(await post(gateway, "/v1/embeddings", {"model": ONE, "input": ["a b", "c"], "is_query": True}))
+    reply = answer.json()
+    assert [(entry["object"], entry["index"], len(entry["data"])) for entry in reply["data"]] == [
+        ("list", 0, 1),
+        ("list", 1, 1),
+    ]
+    embeddings = np.array([entry["data"][0]["embedding"] for entry in reply["data"]], np.float32)
+    assert np.array_equal(embeddings, plain)
+    assert (reply["model"], reply["usage"]["total_tokens"] > 0) == (ONE, True)
 
 
 async def test_voyage_is_told_of_errors_in_a_text(gateway: GatewayProcess) -> None:

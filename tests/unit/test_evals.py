@@ -117,7 +117,8 @@ def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp
     with pytest.raises(CommandRefused, match=r"corpus\.jsonl: No such file or directory: -t FOLDER needs a folder"):
         tasks.find(str(tmp_path))
     with pytest.raises(
-        CommandRefused, match="there is no task sts: give stsb, stsb-retrieval, mteb/NAME, texts/FILE, or a folder"
+        CommandRefused,
+        match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, mteb/NAME, texts/FILE, or a folder",
     ):
         tasks.find("sts")
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "\xff"}')
@@ -134,6 +135,16 @@ def test_the_shipped_tasks_are_those_of_the_package() -> None:
     alike = {(a, b) for a, b, gold in zip(pairs.left, pairs.right, pairs.gold, strict=True) if gold >= 4}
     told = {(found.queries[query], found.corpus[key]) for query, own in found.qrels.items() for key in own}
     assert told == alike
+
+
+def test_scipy_docs_has_a_long_document_for_each_summary_that_names_one() -> None:
+    task = tasks.scipy_docs()
+    assert len(task.corpus) == len(task.queries) == len(set(task.queries.values())) > 300
+    assert all(len(text.split()) >= tasks.LEAST_WORDS for text in task.corpus.values())
+    by_summary = {task.queries[query]: list(own) for query, own in task.qrels.items()}
+    assert by_summary["Solve an initial value problem for a system of ODEs."] == ["integrate/_ivp/ivp.py:solve_ivp"]
+    document = task.corpus["integrate/_ivp/ivp.py:solve_ivp"]
+    assert "Solve an initial value problem for a system of ODEs" not in document
 
 
 def test_all_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +337,19 @@ def test_sparse_vectors_and_those_of_tokens_are_compared_by_their_definitions() 
     tokens = [np.eye(3, dtype=np.float32)[:2], np.eye(3, dtype=np.float32)[1:]]
     assert outputs.find("multivector").similar(tokens[:1], tokens).tolist() == [[2.0, 1.0]]
     assert outputs.find("muvera").similar([[2.0, 0.0]], [[3.0, 1.0]]).tolist() == [[6.0]]  # no cosine
+
+
+def test_documents_in_chunks_are_ranked_by_their_nearest_chunk() -> None:
+    alone, late = outputs.find("chunks=40"), outputs.find("chunks=40+context")
+    assert (alone.documents["chunks"], alone.documents["context"]) == ({"max_tokens": 40}, False)
+    assert (late.documents["context"], "chunks" in late.queries) == (True, False)
+    result = {"chunks": [{"dense": np.array(row, np.float32)} for row in ([1, 0], [0, 2])]}
+    document = late.vector(result)
+    assert (document.tolist(), late.size(document)) == ([[1, 0], [0, 2]], 16)
+    other = np.array([[-1, 0]], np.float32)
+    assert late.similar([[0, 3], [1, 0]], [document, other, document]).tolist() == [[1, 0, 1], [1, -1, 1]]
+    with pytest.raises(CommandRefused, match="there is no output chunks=0"):
+        outputs.find("chunks=0")
 
 
 def test_a_first_stage_is_ordered_again_by_a_reranker() -> None:

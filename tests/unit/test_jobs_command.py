@@ -26,7 +26,7 @@ from sie_cli.jobs.job import progress_lines
 from sie_cli.main import main
 from sie_client import jobs
 from sie_client.jobs import JobInfo
-from sie_contracts.api.jobs import JobInput, JobOutput, JobRequest
+from sie_contracts.api.jobs import JobChunkRule, JobInput, JobOutput, JobRequest
 
 SIE = str(Path(sys.executable).with_name("sie"))
 COUNTS = {"rows": 1_000_000, "done": 120_000, "failed": 3, "reused": 40}
@@ -122,6 +122,21 @@ def test_a_file_goes_up_and_the_id_alone_is_printed(server: JobServer, docs: Pat
         deadline=4105054800.0,
         cache=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunks", "context"),
+    [
+        (["--chunks", "max_tokens=40,boundary=paragraph"], JobChunkRule(40, boundary="paragraph"), True),
+        (["--chunks", "spans", "--no-context"], "spans", False),
+    ],
+)
+def test_chunks_are_a_rule_or_a_column(
+    server: JobServer, arguments: list[str], chunks: JobChunkRule | str, context: bool
+) -> None:
+    outcome = sie(server, "submit", "org/m", "s3://b/in/", "--text", "{t}", *arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert server.bodies[f"{JOB}0"].input == JobInput(url="s3://b/in/", text="{t}", chunks=chunks, context=context)
 
 
 def test_templates_of_a_query_make_it_a_score_between_addresses(server: JobServer) -> None:

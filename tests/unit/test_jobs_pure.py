@@ -24,7 +24,7 @@ from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.entries import LoadOptions, RunDefaults
 from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.options import RequestOptions
-from sie_contracts.wire.messages import Failed, Ok, RunOptions, WorkResult
+from sie_contracts.wire.messages import ChunkRule, Failed, Ok, RunOptions, TextChunks, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
@@ -170,6 +170,31 @@ def test_a_shard_has_rows_whose_answers_fit_into_memory(
     )
     assert found.rows == SHARD_BYTES // bytes_of_row
     assert found.text_bytes == (SHARD_BYTES // text_tokens * TOKEN_BYTES if text_tokens else None)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "run", "chunk_tokens", "token_bytes"),
+    [
+        (MANY, RunOptions(("dense",)), 128, 32),
+        (MANY, RunOptions(("dense", "multivector")), 128, 32 + 512),
+        (MANY, RunOptions(("dense",), dimensions=1), 128, 1),
+    ],
+)
+def test_bounds_limit_texts_by_the_vectors_of_their_chunks(
+    outputs: dict[str, int], run: RunOptions, chunk_tokens: int, token_bytes: int
+) -> None:
+    resolved = Resolved(toy_entry(max_tokens=8192, outputs=outputs), "default", RunDefaults(), LoadOptions(), "", "")
+    lane = Lane("_default", "_default", "default")
+    planned = PlannedRequest("encode", resolved, RequestOptions(run), (), None, lane, "bulk")
+    limits = bounds(planned, has_images=False, chunk_tokens=chunk_tokens)
+    assert limits.text_bytes == SHARD_BYTES // token_bytes * TOKEN_BYTES
+
+
+def test_texts_with_other_chunks_are_other_inputs() -> None:
+    rules = [ChunkRule(9), ChunkRule(8), ChunkRule(9, boundary="token")]
+    several = [None, *(TextChunks(rule) for rule in rules), TextChunks(rules[0], context=False), TextChunks(spans=b"s")]
+    once = unique([ModelInput(RequestItem("a", chunks=chunks)) for chunks in several])
+    assert len(once.inputs) == len(several)
 
 
 def test_equal_inputs_are_computed_once() -> None:

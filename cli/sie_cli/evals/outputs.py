@@ -1,6 +1,6 @@
 """Kinds of vectors, the similarity of two of them, and the bytes that an index needs for one.
 
-dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera
+dense │ float16 │ int8 │ binary │ binary+rescore │ dims=N │ sparse │ multivector │ muvera │ chunks=N │ chunks=N+context
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESCORED = 400
 class VectorOutput:
     """One kind of vectors. `documents`, `queries`: parameters of `encode`. `slot`: name of the field with the vector in
     a result. `similar`: returns the similarities of queries and documents, [queries, documents]; a higher number is
-    nearer.
+    nearer. A document in chunks has the vectors of all chunks as the rows of one array.
     """
 
     name: str
@@ -33,6 +33,12 @@ class VectorOutput:
     queries: Mapping[str, Any]
     similar: Callable[[Sequence[Any], Sequence[Any]], Matrix]
     slot: str = "dense"
+
+    def vector(self, result: Mapping[str, Any]) -> Any:
+        """Return the vector in a result of `encode`, or the vectors of its chunks."""
+        if "chunks" in result:
+            return np.stack([chunk[self.slot] for chunk in result["chunks"]])
+        return result[self.slot]
 
     def size(self, document: Any) -> int:
         if isinstance(document, Mapping):
@@ -47,18 +53,25 @@ def find(name: str) -> VectorOutput:
     if dims := re.fullmatch(r"dims=([1-9][0-9]{0,4})", name):
         parameters = {**_dense("float32"), "dimensions": int(dims[1])}
         return VectorOutput(name, parameters, parameters, cosine)
-    raise CommandRefused(
-        f"--outputs: there is no output {name[:100]}: expected some of {', '.join([*_KNOWN, 'dims=N'])}"
-    )
+    if chunks := re.fullmatch(r"chunks=([1-9][0-9]{0,4})(\+context)?", name):
+        cut = {"chunks": {"max_tokens": int(chunks[1])}, "context": chunks[2] is not None}
+        return VectorOutput(name, {**_FLOATS, **cut}, _FLOATS, _nearest_chunk)
+    raise CommandRefused(f"--outputs: there is no output {name[:100]}: expected some of {', '.join(NAMES)}")
 
 
-def cosine(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+def cosine(queries: Sequence[Any], documents: Sequence[Any] | NDArray[Any]) -> Matrix:
     return unit(np.asarray(queries, np.float32)) @ unit(np.asarray(documents, np.float32)).T
 
 
 def unit(rows: NDArray[Any]) -> Matrix:
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return np.asarray(rows / np.where(lengths > 0, lengths, 1), np.float32)
+
+
+def _nearest_chunk(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
+    """Return the similarity of each query and the nearest chunk of each document."""
+    starts = np.cumsum([0, *(len(chunks) for chunks in documents[:-1])])
+    return np.asarray(np.maximum.reduceat(cosine(queries, np.concatenate(documents)), starts, axis=1), np.float32)
 
 
 def _products(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
@@ -133,4 +146,4 @@ _KNOWN: Mapping[str, VectorOutput] = {
         VectorOutput("muvera", _FIXED, _FIXED, _products),
     )
 }
-NAMES = (*_KNOWN, "dims=N")
+NAMES = (*_KNOWN, "dims=N", "chunks=N", "chunks=N+context")

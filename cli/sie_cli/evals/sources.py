@@ -137,7 +137,7 @@ class Sie:
         results: Any = self._client.encode(
             self._model, items, is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
         )
-        return [result[output.slot] for result in results]
+        return [output.vector(result) for result in results]
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         values = [0.0] * len(documents)

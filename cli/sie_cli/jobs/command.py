@@ -73,6 +73,12 @@ def jobs() -> None:
 @click.option("--id", metavar="COLUMN", help="The column of ids.  [default: the file and the number of the row]")
 @click.option("--keep", metavar="A,B", multiple=True, help="Columns that the output repeats.")
 @click.option(
+    "--chunks",
+    metavar="KEY=N,..|COLUMN",
+    help="Encode each text in chunks: max_tokens=256,overlap_tokens=32, or the column of its spans.",
+)
+@click.option("--no-context", is_flag=True, help="Encode each chunk alone.")
+@click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet", "images"]),
     help="Of the input.  [default: by its name]",

@@ -228,13 +228,13 @@ class OutputPlace:
                 self.folder.rmdir()
 
 
-def parse_params(pairs: Iterable[str]) -> dict[str, Any]:
+def parse_params(pairs: Iterable[str], option: str = "--param") -> dict[str, Any]:
     """Parse pairs `KEY=JSON`; a value that is no JSON is text. Raises BadParameter."""
     values: dict[str, Any] = {}
     for pair in pairs:
         name, mark, value = pair.partition("=")
         if not (name.strip() and mark):
-            raise click.BadParameter(f"{pair[:80]}: expected KEY=VALUE, such as dimensions=256", param_hint="--param")
+            raise click.BadParameter(f"{pair[:80]}: expected KEY=VALUE, such as dimensions=256", param_hint=option)
         try:
             values[name.strip()] = msgspec.json.decode(value)
         except msgspec.DecodeError:
@@ -253,6 +253,13 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
     return texts
 
 
+def parse_chunks(text: str) -> dict[str, Any] | str:
+    """Parse a rule, such as `max_tokens=256,boundary=paragraph`; a text without `=` names a column. Raises
+    BadParameter.
+    """
+    return parse_params(text.split(","), "--chunks") if "=" in text else text
+
+
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
     """Convert options of the command line to options of the client. Options that are not set get the server's defaults.
     Raises BadParameter.
@@ -266,6 +273,7 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
         **values,
         "output": output or None,
         "keep": keep or None,
+        "chunks": parse_chunks(values["chunks"]) if values["chunks"] else None,
         "params": parse_params(values["params"]) or None,
         "metadata": parse_metadata(values["metadata"]) or None,
         "deadline": future(values["deadline"]) if values["deadline"] else None,
@@ -274,7 +282,9 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
     # a line break may be written as \n, because shells have no easy way to write one
     for name in ("text", "query", "document"):
         job_options[name] = job_options[name].replace("\\n", "\n") if job_options[name] else None
-    return {name: value for name, value in job_options.items() if value not in (None, False, "")}  # type: ignore[return-value]
+    context = {"context": False} if job_options.pop("no_context") else {}
+    chosen = {name: value for name, value in job_options.items() if value not in (None, False, "")}
+    return {**chosen, **context}  # type: ignore[typeddict-item]
 
 
 BAR = 40
@@ -289,6 +299,8 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
 
     named: Mapping[str, Any] = job_options
     fields = {name: named[name] for name in ("text", "query", "document", "image", "id") if name in named}
+    if isinstance(column := named.get("chunks"), str):
+        fields["chunks"] = column
     source = JobInput(**fields, keep=tuple(named.get("keep", ())), format=named.get("input_format"))
     try:
         from sie_store.datasets.plans import check_file

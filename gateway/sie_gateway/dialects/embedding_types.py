@@ -9,9 +9,29 @@ import numpy as np
 
 from sie_contracts.api.dialects import VectorType
 from sie_contracts.arrays import Array
+from sie_gateway.dialects import fields
 from sie_gateway.inference import reply
 
 TYPES: tuple[str, ...] = get_args(VectorType)
+
+
+def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
+    """Return the type of the vectors, by the first of the fields `names` that is set, and whether they are sent as
+    base64. Raises InvalidInput.
+    """
+    is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
+    name = next((name for name in names if body.get(name) is not None), "")
+    if not name:
+        return "float", is_base64
+    text = body[name]
+    if isinstance(text, list) and len(text) == 1:
+        text = text[0]
+    if isinstance(text, list):
+        raise fields.refused(name, text, "one type; /v2/embed returns several at once", "unsupported_dtype")
+    kind = "float" if text == "float32" else text
+    if not isinstance(kind, str) or kind not in TYPES:
+        raise fields.refused(name, text, f"one of {', '.join(TYPES)}", "unsupported_dtype")
+    return ("float", True) if kind == "base64" else (kind, is_base64)
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
@@ -33,6 +53,21 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
         for name, values in dtype.items():
             extras.setdefault(name, []).extend(values[:, 0].tolist())
     return rows, extras
+
+
+def entries(vectors: Sequence[Array], kind: str, *, is_base64: bool) -> list[dict[str, Any]]:
+    """Return an entry for each vector, with its index. The writer converts a memoryview to base64, and an array to a
+    list.
+    """
+    rows, extras = converted(vectors, kind)
+    data = [
+        {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}
+        for index, row in enumerate(rows)
+    ]
+    for name, values in extras.items():
+        for entry, value in zip(data, values, strict=True):
+            entry[name] = value
+    return data
 
 
 def int8(vectors: Array) -> tuple[Array, dict[str, Array]]:

@@ -8,6 +8,7 @@ queries or documents, truncation. Infinity has the field `modality` for images a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import unicodedata
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models import options
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire.messages import RunOptions
-from sie_gateway.dialects import embedding_types, fields, multimodal, native, vocabulary, voyage
+from sie_gateway.dialects import embedding_types, fields, joined_texts, multimodal, native, vocabulary, voyage
 from sie_gateway.dialects.selection import able
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
@@ -43,13 +44,19 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     body = await decode_body(call, raw)
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
-    kind, is_base64 = _type(body)
+    kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
     encoding = _encoding(body, resolved.entry)
     items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
+    is_late = fields.flag(body, "late_chunking")
+    if is_late:
+        items = (_document(items),)
     format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
         message = f"Accept: {format_} replies of this route hold float32; /v1/encode also returns other types"
         raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
+    if format_ != "json" and is_late:
+        message = f"Accept: {format_} replies have no place for chunks, JSON has"
+        raise InvalidInput(message, reason="unsupported_output", param="Accept")
     parameters = cut | _parameters(body, resolved.entry)
     with fields.named(
         output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
@@ -59,7 +66,9 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
         understood = understood.with_warnings(_UNNAMED)
     if format_ == "raw":
         native.check_raw(understood.options.run)
-    await _check_tokens(inference, call, understood)
+    if is_late and understood.options.run.is_query:
+        raise InvalidInput("late_chunking: a query has no chunks", reason="schema", param="late_chunking")
+    await check_tokens(inference, call, understood, "input", MAX_TOKENS)
     finished = await inference.execute(call, understood)
     if format_ == "raw":
         return native.raw_answer(call, finished, "input")
@@ -97,13 +106,9 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
         "normalize",
         "options",
     )
-    for name in ("late_chunking", "return_multivector"):
-        if fields.flag(body, name):
-            raise InvalidInput(
-                f"{name}: expected false or null, this route returns one vector for each input",
-                reason="schema",
-                param=name,
-            )
+    if fields.flag(body, "return_multivector"):
+        message = "return_multivector: expected false or null, this route returns one vector for each input"
+        raise InvalidInput(message, reason="schema", param="return_multivector")
     if parameters.get("dimensions") == 0:  # Infinity's client sends 0 if it wants all dimensions
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
@@ -114,25 +119,6 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
     if body.get("task") is not None:
         parameters = {**fields.side(fields.text(body, "task"), entry), **parameters}
     return {**parameters, "output_types": ["dense"], "output_dtype": "float32"}
-
-
-def _type(body: fields.Body) -> tuple[str, bool]:
-    """Return the type of the vectors from `embedding_type` (Jina) or `output_dtype` (Voyage), and whether they are sent
-    as base64. Raises InvalidInput.
-    """
-    is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
-    names = [name for name in ("embedding_type", "output_dtype") if body.get(name) is not None]
-    if not names:
-        return "float", is_base64
-    name, text = names[0], body[names[0]]
-    if isinstance(text, list) and len(text) == 1:
-        text = text[0]
-    if isinstance(text, list):
-        raise fields.refused(name, text, "one type; /v2/embed returns several at once", "unsupported_dtype")
-    kind = "float" if text == "float32" else text
-    if not isinstance(kind, str) or kind not in embedding_types.TYPES:
-        raise fields.refused(name, text, f"one of {', '.join(embedding_types.TYPES)}", "unsupported_dtype")
-    return ("float", True) if kind == "base64" else (kind, is_base64)
 
 
 # requests
@@ -176,12 +162,21 @@ async def _items(body: fields.Body, encoding: str, limit: int) -> tuple[RequestI
         return tuple(map(RequestItem, inputs))
     total = sum(map(len, inputs))
     if total > MAX_TOKENS:
-        raise _too_many(total)
+        raise _too_many(total, "input", MAX_TOKENS)
     ids = [bodies.token_ids(entry, f"input[{index}]") for index, entry in enumerate(inputs)]
     if encoding == "model":
         return tuple(RequestItem(None, tokens=entry) for entry in ids)
     await asyncio.to_thread(vocabulary.load, encoding)  # only the first call is slow: it reads the vocabulary
     return tuple(RequestItem(vocabulary.decode(encoding, entry, f"input[{index}]")) for index, entry in enumerate(ids))
+
+
+def _document(items: Sequence[RequestItem]) -> RequestItem:
+    """Return the inputs as one document with a chunk for each input. Raises InvalidInput for inputs without a text."""
+    texts = [item.text or "" for item in items if not item.files and not item.links]
+    if len(texts) < len(items) or not all(texts):
+        message = "late_chunking: expected texts, the chunks of one document, in their order"
+        raise InvalidInput(message, reason="schema", param="late_chunking")
+    return joined_texts.joined(texts, "input")
 
 
 def _object(value: Any, path: str) -> RequestItem:
@@ -219,40 +214,41 @@ def _check_text(text: str, path: str) -> None:
     bodies.utf8(text, path)
 
 
-def _too_many(tokens: int) -> InvalidInput:
-    message = f"input: got {tokens} tokens, at most {MAX_TOKENS} are allowed for all inputs together"
-    return InvalidInput(message, reason="too_many_tokens", param="input", extras={"limit": MAX_TOKENS})
+def _too_many(tokens: int, name: str, limit: int) -> InvalidInput:
+    message = f"{name}: got {tokens} tokens, at most {limit} are allowed for all inputs together"
+    return InvalidInput(message, reason="too_many_tokens", param=name, extras={"limit": limit})
 
 
-async def _check_tokens(inference: Inference, call: Call, request: PlannedRequest) -> None:
-    """Refuse a request with more than MAX_TOKENS before its work is queued. Raises InvalidInput, and the errors of
-    `Inference.run`.
+async def check_tokens(inference: Inference, call: Call, request: PlannedRequest, name: str, limit: int) -> None:
+    """Refuse a request with more than `limit` tokens before its work is queued. `name`: its field of inputs. Raises
+    InvalidInput, and the errors of `Inference.run`.
 
     Only a worker can count the tokens of texts. It is asked only if an upper bound of their number is above the limit.
     """
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)
-    if max_tokens([item.text or "" for item in texts], run) <= MAX_TOKENS:
+    if max_tokens([item.text or "" for item in texts], run, limit) <= limit:
         return
     # With a separate id, a late answer to the count cannot be mistaken for an answer to the request.
     # The key of the client is not charged for the count.
     counting = replace(call, id=f"{call.id}-count", charge=None)
+    whole = tuple(replace(item, chunks=None) for item in texts)
     counted = await inference.run(
-        counting, InferRequest("tokenize", request.resolved, texts, {}, run=options.counting(run))
+        counting, InferRequest("tokenize", request.resolved, whole, {}, run=options.counting(run))
     )
-    counted.check("input")
+    counted.check(name)
     total = counted.usage["total_tokens"]
-    if total > MAX_TOKENS:
-        raise _too_many(total)
+    if total > limit:
+        raise _too_many(total, name, limit)
 
 
-def max_tokens(texts: Sequence[str], run: RunOptions) -> int:
+def max_tokens(texts: Sequence[str], run: RunOptions, limit: int = MAX_TOKENS) -> int:
     """Return an upper bound for the tokens of texts with their prompts: one token for each byte of the text, or of its
-    Unicode normal form if that is longer.
+    Unicode normal form if that is longer. Above `limit`, the normal forms are not computed, because that is slow.
     """
     around = _max_bytes(run.prefix) + _max_bytes(run.suffix) + SPECIAL_TOKENS
     total = sum(around + (len(text) if text.isascii() else len(text.encode())) for text in texts)
-    if total > MAX_TOKENS:  # over the limit already: skip the normal forms, which are slow to compute
+    if total > limit:
         return total
     return sum(around + _max_bytes(text) for text in texts)
 
@@ -268,19 +264,12 @@ def _max_bytes(text: str) -> int:
 
 def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
     began_s = time.perf_counter()
-    rows, extras = embedding_types.converted(finished.arrays("input", "dense"), kind)
-    data = [
-        # the writer converts a memoryview to base64, and an array to a list
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": row.data if is_base64 else row,
-        }
-        for index, row in enumerate(rows)
-    ]
-    for name, values in extras.items():
-        for entry, value in zip(data, values, strict=True):
-            entry[name] = value
+    vectors = itertools.chain.from_iterable(joined_texts.vectors_of(finished, "input"))
+    return listed(call, finished, embedding_types.entries(list(vectors), kind, is_base64=is_base64), began_s)
+
+
+def listed(call: Call, finished: RequestResult, data: list[dict[str, Any]], began_s: float) -> EncodedReply:
+    """Return a reply with a list of `data`. `began_s`: time at which the gateway began to build it."""
     rest = orjson.dumps({"model": finished.request.resolved.requested, **finished.shared(explain=call.explains)})
     late = finished.late(call.received_s, began_s)
 

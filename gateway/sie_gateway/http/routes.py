@@ -20,7 +20,18 @@ from sie_contracts.api import operations as operations_api
 from sie_contracts.api import tei as tei_api
 from sie_contracts.api.faults import Provisioning
 from sie_contracts.wire.configs import config_shape
-from sie_gateway.dialects import cohere, infinity, native, ollama, openai, redact, rerank, tei, transcriptions
+from sie_gateway.dialects import (
+    cohere,
+    contextual,
+    infinity,
+    native,
+    ollama,
+    openai,
+    redact,
+    rerank,
+    tei,
+    transcriptions,
+)
 from sie_gateway.fleet import assignments
 from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, control
 from sie_gateway.inference.call import ErrorShape, family
@@ -109,6 +120,15 @@ _CLASSIFY = _dialect(
 DIALECTS = (
     _EMBEDDINGS,
     replace(_EMBEDDINGS, path="/embeddings", summary="As /v1/embeddings"),
+    _dialect(
+        "/v1/contextualizedembeddings",
+        "embed",
+        contextual.embeddings,
+        ("Voyage", "Vectors of chunks, pooled from their whole documents"),
+        api.ContextualizedRequest,
+        api.ContextualizedReply,
+        family("voyage"),
+    ),
     *(
         _dialect(
             path,

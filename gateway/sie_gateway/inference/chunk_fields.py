@@ -49,8 +49,12 @@ def estimated_chunks(chunks: TextChunks, tokens: int) -> int:
     """Return the estimated number of chunks of a text with about `tokens` tokens."""
     if chunks.rule is None:
         return len(chunks.spans) // 8
-    fresh = max(1, max(chunks.rule.min_tokens, chunks.rule.max_tokens // 2) - chunks.rule.overlap_tokens)
-    return min(MAX_CHUNKS, tokens // fresh + 1)
+    return min(MAX_CHUNKS, tokens // step_of(chunks.rule) + 1)
+
+
+def step_of(rule: ChunkRule) -> int:
+    """Return the estimated number of tokens from the start of a chunk to the start of the next one."""
+    return max(1, max(rule.min_tokens, rule.max_tokens // 2) - rule.overlap_tokens)
 
 
 def _bad(path: str, message: str, reason: str = "schema", limit: int = 0) -> InvalidInput:

@@ -17,6 +17,7 @@ from typing import Any
 
 from sie_contracts.errors import (
     CONFIG_CHANGED,
+    ErrorInfo,
     GatewayTimeout,
     InvalidInput,
     ModelNotFound,
@@ -290,6 +291,11 @@ class Inference:
             lane,
             self._priority(headers, request.priority),
         )
+
+    def fault_of(self, request: PlannedRequest) -> ErrorInfo | None:
+        """Return the error of the first item that the model cannot run; None if it can run all."""
+        failure = next(iter(self._runner.refused(request).values()), None)
+        return None if failure is None else failure.error
 
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
         """Run a request with its model, until the deadline of the call at most. The result has the outcome of each

@@ -18,6 +18,7 @@ import orjson
 from sie_contracts import arrays
 from sie_contracts.errors import ErrorInfo, InternalFailure, SIEError
 from sie_contracts.models.entries import ModelEntry
+from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
 from sie_runtime.http.server import Body
 
@@ -413,26 +414,25 @@ def _chunk_slots(
     """Return a slot for each chunk of an input: its span, its tokens, its outputs. With `exact`, float16 values become
     float64 like in `_exact`. Raises InternalFailure if the worker is too old to return vectors of chunks.
     """
-    if "chunks" not in outcome.outputs:
-        raise InternalFailure("the worker is older than the gateway and knows no chunks", reason="not_chunked")
-    table = array_of(result, outcome, "chunks")
-    ends = np.cumsum(table[:, 3:], axis=0)
-    whole = {name: array_of(result, outcome, name) for name in outcome.outputs}
+    if chunk_tables.TABLE not in outcome.outputs:
+        raise chunks_missing()
+    arrays_by_name = {name: array_of(result, outcome, name) for name in outcome.outputs}
     slots = []
-    for index, (start, end, tokens, vectors, entries) in enumerate(table.tolist()):
-        stops = {"dense": index + 1, "multivector": int(ends[index, 0]), "sparse": int(ends[index, 1])}
-        sizes = {"dense": 1, "multivector": vectors, "sparse": entries}
-
-        def array(name: str, stops: Mapping[str, int] = stops, sizes: Mapping[str, int] = sizes) -> arrays.Array:
-            kind = name.partition(".")[0]
-            part = whole[name][stops[kind] - sizes[kind] : stops[kind]]
-            return part[0] if name == "dense" else part
+    for chunk in chunk_tables.split(arrays_by_name):
+        array = chunk.arrays.__getitem__
 
         def read(name: str, array: Callable[[str], arrays.Array] = array) -> arrays.Array:
             return _exact(array(name)) if exact else array(name)
 
-        slots.append({"start": start, "end": end, "tokens": tokens, **_outputs(entry, run, read, array)})
+        slots.append(
+            {"start": chunk.start, "end": chunk.end, "tokens": chunk.tokens, **_outputs(entry, run, read, array)}
+        )
     return slots
+
+
+def chunks_missing() -> InternalFailure:
+    """Return the error for a value without chunks whose input has chunks."""
+    return InternalFailure("the worker is older than the gateway and knows no chunks", reason="not_chunked")
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:

@@ -61,6 +61,15 @@ class Runner:
         self._cold = cold
         self._load_hold_s = load_hold_s
 
+    def refused(self, request: PlannedRequest, takers: _Takers | None = None) -> dict[int, Failed]:
+        """Return the failures of the items that the model cannot run, so far as the gateway can check them."""
+        takers = takers or _Takers(self._feed, request.operation)
+        return {
+            index: failure
+            for index, item in enumerate(request.items)
+            if (failure := _unusable(item, request, takers)) is not None
+        }
+
     async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
         """Publish the items that can be run, wait for their results, and add the failures of the other items.
 
@@ -72,11 +81,7 @@ class Runner:
             if error.param.startswith("query"):  # the message already has the path
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
             raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
-        refused = {
-            index: failure
-            for index, item in enumerate(request.items)
-            if (failure := _unusable(item, request, takers)) is not None
-        }
+        refused = self.refused(request, takers)
         runnable = [index for index in range(len(request.items)) if index not in refused]
         finished = RequestResult(request, refused)
         if not runnable:

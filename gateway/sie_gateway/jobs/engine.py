@@ -25,7 +25,7 @@ from sie_gateway.jobs.client import JobClient, JobIdentity
 from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.lines import BatchJob
-from sie_gateway.jobs.native import Before, JobPlaces, NativeJob
+from sie_gateway.jobs.native import Before, JobPlaces, NativeJob, chunks_of
 from sie_gateway.jobs.run import JobProgress, JobWork
 from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets import templates
@@ -106,11 +106,11 @@ class JobEngine:
         that the model does not have.
         """
         resolved = self._inference.resolve(request.model, call)
-        item = (
-            RequestItem(None, modalities=("image",), images=(b"",))
-            if templates.reads_images(request.input)
-            else RequestItem("")
-        )
+        reads_images = templates.reads_images(request.input)
+        item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
+        source = request.input
+        if source.chunks is not None:
+            item = RequestItem(" ", chunks=chunks_of(source, " ", [[0, 1]]))
         query = RequestItem("") if request.operation == "score" else None
         body = {"params": dict(request.params)} if request.params else {}
         infer_request = InferRequest(request.operation, resolved, (item,), body, query, "bulk")
@@ -118,13 +118,19 @@ class JobEngine:
             tasks = ", ".join(resolved.entry.tasks)
             message = f"operation: {resolved.entry.id} does not {request.operation}, it does {tasks}"
             raise InvalidInput(message, reason="unsupported_operation", param="operation")
-        if templates.reads_images(request.input) and "image" not in resolved.entry.inputs:
+        if reads_images and "image" not in resolved.entry.inputs:
             message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput(message, reason="schema", param="input.text")
         # strict: without this header, an unknown option would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
-        return self._inference.understand(probe, infer_request)
+        understood = self._inference.understand(probe, infer_request)
+        if source.chunks is not None:
+            if understood.options.run.is_query:
+                raise InvalidInput("params.is_query: a query has no chunks", reason="schema", param="params.is_query")
+            if (fault := self._inference.fault_of(understood)) is not None:
+                raise InvalidInput(f"input.{fault.message}", reason=fault.reason, param=f"input.{fault.param}")
+        return understood
 
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
         """Check that the database can store the output of the job. The check raises InvalidInput now, because the job

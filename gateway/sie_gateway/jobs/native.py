@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +17,8 @@ import numpy as np
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, RowSpan, ShardRecord, Unread
+from sie_contracts.wire.messages import TextChunks
+from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs.cache import AnswerCache
@@ -25,7 +27,7 @@ from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
 from sie_gateway.jobs.storage import JobStorage
 from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, unique
 from sie_store.datasets import manifests, parts, plans, shards, templates
-from sie_store.datasets.answers import About, RowAnswer, shard_of
+from sie_store.datasets.answers import About, OutputLine, RowAnswer, lines_of, shard_of
 from sie_store.datasets.places import Place
 from sie_store.datasets.rows import InputRow, read
 from sie_store.object_stores import AccessRefused, StoreError
@@ -40,6 +42,7 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
+SPAN_TOKENS = 16  # expected tokens of a chunk that a row of the input names itself
 UNTRIMMED = 0.1  # share of the cache's size limit that a job may store before it removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
@@ -143,7 +146,11 @@ class NativeJob:
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
         _, understood = self._client.understood(self._job.model, request.operation, request.params, [item])
-        fit = bounds(understood, has_images=reads_images or bool(request.input.image))
+        chunks, chunk_tokens = request.input.chunks, 0
+        if chunks is not None:
+            chunk_tokens = SPAN_TOKENS if isinstance(chunks, str) else chunk_fields.step_of(chunks)
+        has_images = reads_images or bool(request.input.image)
+        fit = bounds(understood, has_images=has_images, chunk_tokens=chunk_tokens)
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
@@ -223,17 +230,31 @@ class NativeJob:
         """Return the answer to each row, and the number of rows whose answer was copied from an equal row or from the
         cache.
         """
-        places = [place for place, row in enumerate(rows) if row.fault is None]
-        once = await asyncio.to_thread(
-            lambda: unique([_input(rows[place], self._request.operation) for place in places])
-        )
+        answers, inputs = await asyncio.to_thread(self._inputs, rows)
+        places = list(inputs)
+        once = await asyncio.to_thread(unique, list(inputs.values()))
         results = await self._unique(number, once)
-        answers = [RowAnswer(error=row.fault) for row in rows]
         for place, unique_place in zip(places, once.places, strict=True):
             answers[place] = results[unique_place]
         faults = len(rows) - len(places)
         self._progress.rows(number, faults, faults)
         return answers, self._reused(number, once)
+
+    def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
+        """Return an answer for each row, which is the fault of the row if it has one, and the inputs of all rows
+        without a fault, by the place of the row.
+        """
+        answers: list[RowAnswer] = []
+        inputs: dict[int, ModelInput] = {}
+        for place, row in enumerate(rows):
+            fault = row.fault
+            if fault is None:
+                try:
+                    inputs[place] = _input(row, self._request)
+                except InvalidInput as error:
+                    fault = error.info()
+            answers.append(RowAnswer(error=fault))
+        return answers, inputs
 
     def _reused(self, number: int, once: Unique) -> int:
         return len(once.places) - self._computed.pop(number, len(once.inputs))
@@ -315,7 +336,9 @@ class NativeJob:
         assert sink is not None
         async with self._preparing:
             if not self._is_prepared:
-                await sink.prepare(self._request.output.collection, rows.vectors.shape[1], _kinds(rows.payloads))
+                unfiltered = () if self._request.input.chunks is None else ("text", "start", "end")
+                kinds = _kinds(rows.payloads, unfiltered)
+                await sink.prepare(self._request.output.collection, rows.vectors.shape[1], kinds)
                 self._is_prepared = True
         await sink.upsert(rows)
 
@@ -385,20 +408,28 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the rows that have a vector; None if no row has one."""
-    good = [place for place, answer in enumerate(answers) if answer.error is None]
-    if not good:
+    """Return the lines that have a vector; None if no line has one."""
+    lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
+    if not lines:
         return None
-    vectors = np.stack([answers[place].arrays["dense"] for place in good]).astype(np.float32, copy=False)
-    return SinkRows([rows[place].id for place in good], vectors, [rows[place].copied for place in good])
+    vectors = np.stack([line.answer.arrays["dense"] for line in lines]).astype(np.float32, copy=False)
+    return SinkRows([line.unique_id for line in lines], vectors, [_payload(line) for line in lines])
 
 
-def _kinds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Kind]:
+def _payload(line: OutputLine) -> dict[str, Any]:
+    if line.chunk is None:
+        return line.row.copied
+    number, start, end, text, _ = line.chunk
+    return {**line.row.copied, "id": line.row.id, "chunk": number, "start": start, "end": end, "text": text}
+
+
+def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
     """Return the columns that searches may use as filters: all values of the column have the same type, which is text,
-    bool, int or float.
+    bool, int or float. `unfiltered`: columns that searches do not use.
     """
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
-    column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in rows[0]}
+    names = [name for name in rows[0] if name not in unfiltered]
+    column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in names}
     return {
         name: kinds[next(iter(types))]
         for name, types in column_types.items()
@@ -411,12 +442,19 @@ def _named(span: RowSpan) -> str:
     return f"{span.source or span.after or 'images'}:{span.first}-{span.first + span.rows - 1}"
 
 
-def _input(row: InputRow, operation: str) -> ModelInput:
-    if operation == "score":
-        return ModelInput(_item(row.document, row.images), row.query)
-    return ModelInput(_item(row.text, row.images))
+def _input(row: InputRow, request: api.JobRequest) -> ModelInput:
+    """Return the input of a row. Raises InvalidInput for chunks that the row cannot have."""
+    text, query = (row.document, row.query) if request.operation == "score" else (row.text, None)
+    modalities = ("image",) if row.images else ()
+    chunks = chunks_of(request.input, text, row.chunks)
+    return ModelInput(RequestItem(text, modalities=modalities, images=row.images, chunks=chunks), query)
 
 
-def _item(text: str | None, images: tuple[bytes, ...]) -> RequestItem:
-    modalities = ("image",) if images else ()
-    return RequestItem(text, modalities=modalities, images=images)
+def chunks_of(source: api.JobInput, text: str | None, value: Any) -> TextChunks | None:
+    """Return the chunks of a text by the rule of the job, or by the value of the row; None if the job has no chunks.
+    Raises InvalidInput.
+    """
+    if source.chunks is None:
+        return None
+    chunks = value if isinstance(source.chunks, str) else msgspec.structs.asdict(source.chunks)
+    return chunk_fields.read({"chunks": chunks, "context": source.context}, text, "input")

@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 
 from sie_contracts.errors import ErrorInfo, SIEError
+from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Operation
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.reply import Placed, array_of
+from sie_gateway.inference.reply import Placed, array_of, chunks_missing
 from sie_gateway.inference.results import PlannedRequest
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_store.datasets.answers import RowAnswer
@@ -49,6 +50,8 @@ class ModelInput(NamedTuple):
         for file in self.item.files:
             digest.update(b"%d " % len(file))
             digest.update(file)
+        if self.item.chunks is not None:
+            digest.update(b"chunks " + msgspec.msgpack.encode(self.item.chunks))
         return digest.digest()
 
 
@@ -59,10 +62,10 @@ class Bounds(NamedTuple):
     text_bytes: int | None
 
 
-def bounds(understood: PlannedRequest, *, has_images: bool) -> Bounds:
+def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 0) -> Bounds:
     """Return the limits of a shard whose answers have about SHARD_BYTES. All answers are in memory until the shard is
-    written, and token vectors are about a hundred times larger than their text. So if the output has token vectors, the
-    bytes of the texts are limited too.
+    written, and token vectors are about a hundred times larger than their text. So if the output has token vectors, or
+    a vector for every `chunk_tokens` tokens, the bytes of the texts are limited too.
     """
     run, outputs = understood.options.run, understood.resolved.entry.outputs
     tokens = IMAGE_TOKENS if has_images else min(TEXT_TOKENS, understood.resolved.entry.max_tokens)
@@ -78,6 +81,8 @@ def bounds(understood: PlannedRequest, *, has_images: bool) -> Bounds:
             of_row += run.muvera.width(outputs.get("multivector", 0)) * size
         else:
             of_row += (run.dimensions or width) * size
+    if chunk_tokens:
+        of_row, of_token = 0, of_token + max(1, of_row // chunk_tokens)
     rows = SHARD_BYTES // max(1, of_row + of_token * tokens)
     text_bytes = SHARD_BYTES // of_token * TOKEN_BYTES if of_token and not has_images else None
     return Bounds(max(1, rows), text_bytes)
@@ -131,7 +136,13 @@ class RowValues:
         for result, outcome in outcomes:
             if isinstance(outcome, Ok):
                 self.check(result.fingerprint)
-        return [value_of(placed) for placed in outcomes]
+        values = [value_of(placed) for placed in outcomes]
+        return [
+            RowAnswer(error=chunks_missing().info())
+            if item.chunks is not None and value.error is None and chunk_tables.TABLE not in value.arrays
+            else value
+            for item, value in zip(items, values, strict=True)
+        ]
 
     def check(self, fingerprint: str) -> None:
         """Check that the fingerprint equals the fingerprint of the job's first answer. Raises Halted."""

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from sie_contracts.api.shapes import MINI
 from sie_contracts.errors import ErrorInfo
+from sie_contracts.wire.messages import ChunkRule
 
 JobOperation = Literal["encode", "score", "extract"]
 InputFormat = Literal["jsonl", "csv", "parquet", "images"]
@@ -36,6 +37,10 @@ Metadata = Annotated[
 ]
 
 
+class JobChunkRule(ChunkRule, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Rule by which every text of a job is cut into chunks."""
+
+
 class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Input of a job: exactly one of `file` and `url`.
 
@@ -46,6 +51,9 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     encode and extract, `query` and `document` are the inputs of score. `image`: a column of image files. `id`: the
     column with the id of each row; by default the id is the object's name and the row's number. `keep`: columns that
     are copied to the output, at most 100.
+
+    `chunks`: each text is encoded in chunks, by this rule, or by the spans or the rule in the column of this name. The
+    output has a line for each chunk. `context`: chunks are pooled from the whole text, not encoded alone.
     """
 
     file: Annotated[str, Meta(max_length=64)] = ""
@@ -57,6 +65,8 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     document: Annotated[str, Meta(max_length=4096)] = ""
     image: Annotated[str, Meta(max_length=256)] = ""
     keep: Annotated[tuple[_Column, ...], Meta(max_length=MAX_KEEP)] = ()
+    chunks: _Column | JobChunkRule | None = None
+    context: bool = True
 
 
 class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

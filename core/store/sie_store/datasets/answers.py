@@ -3,6 +3,9 @@
 The columns have the same names as in the API: `dense`, with `dense_scale` and `dense_offset` if it has integers,
 `sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
 an extraction. A row with an error has none of them.
+
+A row of the input has one line in the output. A row whose text has chunks has a line for each chunk, with the columns
+`chunk`, `start`, `end`, `text` and `row_tokens`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.jobs import MAX_CODES
+from sie_contracts.wire import chunk_tables
 from sie_store.datasets.rows import InputRow
 
 Array = NDArray[Any]
@@ -26,7 +30,9 @@ OTHER = "OTHER"  # code under which all errors are counted whose own code is rar
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Description of a shard: the job, the number of the shard, the model, and counts of its rows."""
+    """Description of a shard: the job, the number of the shard, the model, and counts of its rows. `lines`: number of
+    its lines, if rows have chunks; otherwise 0, and each row has one line.
+    """
 
     job: str
     shard: int
@@ -37,12 +43,13 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
     reused: int = 0
     tokens: int = 0
     codes: dict[str, int] = {}
+    lines: int = 0
 
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """Answer to one row. `arrays`: by the names in `messages.Ok`, such as `dense`, `dense.scale` or
-    `sparse.indices`.
+    """Answer to one row. `arrays`: by the names in `messages.Ok`, such as `dense`, `dense.scale` or `sparse.indices`,
+    and `chunks` if the row has chunks.
     """
 
     error: ErrorInfo | None = None
@@ -53,11 +60,49 @@ class RowAnswer:
     data: dict[str, Any] | None = None
 
 
+class RowChunk(NamedTuple):
+    """Place of a chunk in its row: its number, its first and its end code point, its text. `row_tokens`: tokens of the
+    whole row, as its usage counts them.
+    """
+
+    number: int
+    start: int
+    end: int
+    text: str
+    row_tokens: int
+
+
+class OutputLine(NamedTuple):
+    """Line of the output: the answer to a row, or to one chunk of a row."""
+
+    row: InputRow
+    answer: RowAnswer
+    chunk: RowChunk | None = None
+
+    @property
+    def unique_id(self) -> str:
+        """Return the id of the row, with the number of the chunk. Lines with different ids or numbers differ in it."""
+        return self.row.id if self.chunk is None else f"{self.row.id}#{self.chunk.number}"
+
+
+def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[OutputLine]:
+    """Return the lines of the output. A row with an error has one line without a chunk."""
+    lines = []
+    for row, answer in zip(rows, answers, strict=True):
+        if chunk_tables.TABLE not in answer.arrays:
+            lines.append(OutputLine(row, answer))
+            continue
+        for number, (start, end, tokens, arrays) in enumerate(chunk_tables.split(answer.arrays)):
+            chunk = RowChunk(number, start, end, (row.text or "")[start:end], answer.tokens)
+            lines.append(OutputLine(row, RowAnswer(None, tokens, answer.truncated, arrays), chunk))
+    return lines
+
+
 @dataclass(frozen=True)
 class Shard:
-    """Answers to the rows of a span, in their order. `dense`: [rows, width], zeros for a row with an error. `ragged`:
-    by column, an array of any length for each row, or None. `numbers`: by column, float32 [rows], NaN for a row without
-    a number.
+    """Answers to the rows of a span, in the order of the lines. `chunks`: the chunk of each line; empty if no row has
+    chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, an array of any length for each
+    line, or None. `numbers`: by column, float32 [lines], NaN for a line without a number.
     """
 
     about: About
@@ -70,6 +115,7 @@ class Shard:
     numbers: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     ragged: dict[str, list[Array | None]] = field(default_factory=dict)
     extracted: dict[str, list[Any]] = field(default_factory=dict)
+    chunks: list[RowChunk | None] = field(default_factory=list)
 
     @property
     def answered(self) -> NDArray[np.bool_]:
@@ -80,15 +126,18 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
     """Return the shard for the rows of a span and their answers. Raises ValueError if its vectors have different widths
     or types.
     """
-    errors = [answer.error for answer in answers]
-    tokens = np.array([answer.tokens for answer in answers], np.int32)
+    lines = lines_of(rows, answers)
+    chunks = [line.chunk for line in lines] if any(line.chunk is not None for line in lines) else []
+    errors = [answer.error for answer in answers if answer.error is not None]
     about = msgspec.structs.replace(
         about,
         rows=len(rows),
-        failed=sum(error is not None for error in errors),
-        tokens=int(tokens.sum(dtype=np.int64)),
-        codes=counted(error.code for error in errors if error is not None),
+        failed=len(errors),
+        tokens=sum(answer.tokens for answer in answers),
+        codes=counted(error.code for error in errors),
+        lines=len(chunks),
     )
+    rows, answers = [line.row for line in lines], [line.answer for line in lines]
     names = {name for answer in answers for name in answer.arrays}
     good = [answer for answer in answers if answer.error is None]
     extracted = {name: [_data_value(answer, name) for answer in answers] for name in EXTRACTED}
@@ -104,13 +153,14 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
         about,
         [row.id for row in rows],
         {name: [row.copied.get(name) for row in rows] for name in keep},
-        errors,
-        tokens,
+        [answer.error for answer in answers],
+        np.array([answer.tokens for answer in answers], np.int32),
         np.array([answer.truncated for answer in answers], bool),
         _stacked(answers) if "dense" in names else None,
         numbers,
         {_column(name): _ragged(answers, name) for name in ragged if name in names},
         {name: values for name, values in extracted.items() if any(value is not None for value in values)},
+        chunks,
     )
 
 

@@ -1,7 +1,7 @@
 """Parts of an output: a part is the file that stores one shard. This module encodes parts and reads their description.
 
-parquet  one row for each row; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
-jsonl    one object for each row, with the same names; outputs of a failed row are absent. Each row has the fingerprint.
+parquet  one row for each line; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
+jsonl    one object for each line, with the same names; outputs of a failed row are absent. Each has the fingerprint.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
          A column NAME of arrays of any length is `NAME`, the arrays of all rows joined, and `NAME_rows`, the position
          in it at which each row begins, and its end. Texts, copied columns and extractions are in the member
@@ -78,6 +78,9 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
         # encoded separately, because orjson supports neither integers above 64 bits nor bytes
         for name, values in shard.copied.items():
             row[name] = orjson.Fragment(kept_json(values[at]))
+        if shard.chunks and (chunk := shard.chunks[at]) is not None:
+            row["chunk"] = chunk.number
+            row |= {name: value for name, value in chunk._asdict().items() if name != "number"}
         if error is not None:
             row["error"] = error_of(error)
         row["tokens"], row["truncated"] = int(shard.tokens[at]), bool(shard.truncated[at])
@@ -115,27 +118,39 @@ class Outcome(msgspec.Struct, frozen=True):
     error: dict[str, str] | None = None
 
 
-_outcomes = msgspec.json.Decoder(Outcome)
-
-
 def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
     """Return the result of each row of a part, in order. Raises PartFault."""
     try:
         if format == "parquet":
-            return [Outcome(*row) for row in tables.outcomes(data)]
-        if format == "npy":
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                data = archive.read(ROWS)
-        return [_outcomes.decode(line) for line in io.BytesIO(data)]
+            lines = [msgspec.convert({"fingerprint": "", **row}, _Line) for row in tables.outcomes(data)]
+        else:
+            if format == "npy":
+                with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                    data = archive.read(ROWS)
+            lines = [_line.decode(line) for line in io.BytesIO(data)]
+        return [Outcome(line.id, line.of_row, line.error) for line in lines if line.begins_row]
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise PartFault(f"the object is no part in the format {format}") from error
 
 
 class _Line(msgspec.Struct):
+    """Line of a part. Only a line of a chunk has `row_tokens`. In another line, `chunk` is a column of the input."""
+
     id: str
     tokens: int
     fingerprint: str
     error: dict[str, str] | None = None
+    row_tokens: int | None = None
+    chunk: Any = None
+
+    @property
+    def begins_row(self) -> bool:
+        return self.row_tokens is None or self.chunk == 0
+
+    @property
+    def of_row(self) -> int:
+        """Return the tokens of the whole row."""
+        return self.tokens if self.row_tokens is None else self.row_tokens
 
 
 _line = msgspec.json.Decoder(_Line)
@@ -149,8 +164,9 @@ def _counted(data: bytes) -> About:
         raise PartFault("the last line is not complete")
     for text in io.BytesIO(data):
         line = _line.decode(text)
-        rows, tokens = rows + 1, tokens + line.tokens
         fingerprint = line.fingerprint
+        if line.begins_row:
+            rows, tokens = rows + 1, tokens + line.of_row
         if line.error is not None:
             codes.append(line.error["code"])
     return About("", 0, "", fingerprint, rows, len(codes), 0, tokens, counted(codes))

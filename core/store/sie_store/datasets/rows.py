@@ -37,7 +37,9 @@ _Columns = Mapping[str, Any] | ErrorInfo
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row of the input. A row with a `fault` is not sent to a model."""
+    """A row of the input. A row with a `fault` is not sent to a model. `chunks`: the value of the column of chunks, not
+    checked.
+    """
 
     id: str
     text: str | None = None
@@ -46,6 +48,7 @@ class InputRow:
     images: tuple[bytes, ...] = ()
     copied: dict[str, Any] = field(default_factory=dict)
     fault: ErrorInfo | None = None
+    chunks: Any = None
 
 
 async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
@@ -154,7 +157,13 @@ class _RowMaker:
             files = self._images(row)
         except ColumnFault as error:
             return InputRow(own, copied=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
-        return InputRow(own, texts.get("text"), texts.get("query"), texts.get("document"), files, columns_to_keep)
+        chunks = None
+        if isinstance(self._source.chunks, str) and (chunks := row.get(self._source.chunks)) is None:
+            fault = _fault("schema", f"column {self._source.chunks!r} is null or missing", "input.chunks")
+            return InputRow(own, copied=columns_to_keep, fault=fault)
+        return InputRow(
+            own, texts.get("text"), texts.get("query"), texts.get("document"), files, columns_to_keep, chunks=chunks
+        )
 
     def _id(self, row: Mapping[str, Any], default: str) -> str:
         if not self._source.id:

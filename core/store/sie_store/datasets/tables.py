@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from sie_store.datasets.answers import About, Array, Shard, kept_json
+from sie_store.datasets.answers import About, Array, RowChunk, Shard, kept_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,6 +24,8 @@ def encode(shard: Shard) -> bytes:
     answered = shard.answered
     columns: dict[str, pa.Array] = {"id": pa.array(shard.ids, pa.string())}
     columns |= {name: _inferred(values) for name, values in shard.copied.items()}
+    if shard.chunks:
+        columns |= _chunk_columns(shard.chunks)
     if shard.dense is not None:
         columns["dense"] = _fixed(shard.dense, ~answered)
     for name, numbers in shard.numbers.items():
@@ -60,18 +62,31 @@ def inspect(data: bytes) -> About:
 
     metadata = parquet.read_metadata(pa.BufferReader(data))
     about = msgspec.json.decode((metadata.metadata or {}).get(KEY, b""), type=About)
-    if metadata.num_rows != about.rows:
-        raise ValueError(f"the file has {metadata.num_rows} rows, its metadata says {about.rows}")
+    if metadata.num_rows != (expected := about.lines or about.rows):
+        raise ValueError(f"the file has {metadata.num_rows} rows, its metadata says {expected}")
     return about
 
 
-def outcomes(data: bytes) -> list[tuple[str, int, dict[str, str] | None]]:
-    """Return (id, number of tokens, error) of each row. Raises ValueError, OSError."""
+def outcomes(data: bytes) -> list[dict[str, Any]]:
+    """Return the columns `id`, `tokens` and `error` of each line; also `chunk` and `row_tokens` if rows have chunks.
+    Raises ValueError, OSError.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = parquet.read_table(pa.BufferReader(data), columns=["id", "tokens", "error"])
-    return list(zip(*(table.column(name).to_pylist() for name in ("id", "tokens", "error")), strict=True))
+    names = ["id", "tokens", "error", *(("chunk", "row_tokens") if inspect(data).lines else ())]
+    rows: list[dict[str, Any]] = parquet.read_table(pa.BufferReader(data), columns=names).to_pylist()
+    return rows
+
+
+def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
+    """Build the columns of chunks. They are null for a row with an error."""
+    import pyarrow as pa
+
+    columns = list(zip(*((None,) * len(RowChunk._fields) if chunk is None else chunk for chunk in chunks), strict=True))
+    kinds = (pa.int32(), pa.int32(), pa.int32(), pa.string(), pa.int32())
+    names = ("chunk", *RowChunk._fields[1:])
+    return {name: pa.array(values, kind) for name, values, kind in zip(names, columns, kinds, strict=True)}
 
 
 def _inferred(values: list[Any]) -> pa.Array:

@@ -20,13 +20,12 @@ from sie_contracts.errors import InvalidInput
 
 TEXTS = ("text", "query", "document")
 ANSWER_COLUMNS = frozenset(
-    {"id", "error", "tokens", "truncated", "fingerprint"}
+    {"id", "error", "tokens", "truncated", "fingerprint", "row_tokens"}
     | {"dense", "dense_scale", "dense_offset", "sparse_indices", "sparse_values"}
     | {"multivector", "multivector_scale", "multivector_offset", "score"}
     | {"entities", "relations", "classifications", "objects", "data"}
 )
-
-
+CHUNK_COLUMNS = frozenset({"chunk", "start", "end", "text"})  # columns of a job whose texts have chunks
 # largest number of times that one template may name a column; otherwise a short template could make gigabytes of text
 MAX_REPEATS = 4
 
@@ -108,6 +107,8 @@ def columns(source: JobInput) -> dict[str, str]:
     for name in ("image", "id"):
         if column := str(getattr(source, name)):
             params.setdefault(column, f"input.{name}")
+    if isinstance(source.chunks, str):
+        params.setdefault(source.chunks, "input.chunks")
     for column in source.keep:
         params.setdefault(column, "input.keep")
     return params
@@ -126,7 +127,7 @@ def check(source: JobInput, operation: str) -> None:
         raise InvalidInput("input: expected exactly one of file and url", param="input")
     parsed = templates(source)
     for column in source.keep:
-        if column in ANSWER_COLUMNS:
+        if column in ANSWER_COLUMNS or (source.chunks is not None and column in CHUNK_COLUMNS):
             raise InvalidInput(f"input.keep: {column!r} is a column of the output", param="input.keep")
     if len(set(source.keep)) < len(source.keep):
         raise InvalidInput("input.keep: a column is named twice", param="input.keep")
@@ -143,6 +144,10 @@ def check(source: JobInput, operation: str) -> None:
             raise InvalidInput("input.format: images cannot be scored", param="input.format")
     elif operation != "score" and "text" not in parsed and not source.image:
         raise InvalidInput(f"input.text: {operation} needs a text or an image", param="input.text")
+    if source.chunks is None and not source.context:
+        raise InvalidInput("input.context: only chunks have a context", param="input.context")
+    if source.chunks is not None and (operation != "encode" or "text" not in parsed or source.image):
+        raise InvalidInput("input.chunks: encode alone has chunks, of texts", param="input.chunks")
     for name in ("text", "document"):  # a query without a column is allowed: then all rows have the same query
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")

@@ -1,0 +1,106 @@
+"""`POST /v1/contextualizedembeddings` in the format of Voyage: documents as lists of chunks. The vector of a chunk is
+pooled from its whole document. With `enable_auto_chunking` a document is one text, which the server cuts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.wire import chunk_tables
+from sie_contracts.wire.messages import MAX_RULE_TOKENS, ChunkRule, TextChunks
+from sie_gateway.dialects import embedding_types, fields, joined_texts, openai
+from sie_gateway.dialects.selection import able
+from sie_gateway.inference import body as bodies
+from sie_gateway.inference import chunk_fields, reply
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
+from sie_gateway.inference.results import RequestResult
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.handler import Inference
+
+# limits of a request: documents, chunks and tokens of all documents. Voyage has the same limits
+MAX_DOCUMENTS, MAX_CHUNKS, MAX_TOKENS = 1000, 16_000, 120_000
+CHUNK_TOKENS = 512  # default of `chunk_size`
+
+
+async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+    """Answer `POST /v1/contextualizedembeddings` with the vectors of each document, in the order of its chunks."""
+    body = await decode_body(call, raw)
+    resolved = able(inference, call, "embed", body.get("model"))
+    kind, is_base64 = embedding_types.requested(body, "output_dtype")
+    side = fields.choice(body, "input_type", ("query", "document"), "")
+    limit = min(MAX_DOCUMENTS, inference.max_items(call))
+    items = _items(fields.inputs(body.get("inputs"), "inputs", limit), side, _rule(body, side))
+    parameters = fields.parameters(body, "input_type", "normalize", "options")
+    if (width := fields.whole(body, "output_dimension", 1)) is not None:
+        parameters["dimensions"] = width
+    parameters |= {"output_types": ["dense"], "output_dtype": "float32"}
+    with fields.named(dimensions="output_dimension", output_types="model"):
+        understood = inference.understand(call, InferRequest("encode", resolved, items, parameters, side=""))
+    await openai.check_tokens(inference, call, understood, "inputs", MAX_TOKENS)
+    return _answer(call, await inference.execute(call, understood), kind, is_base64=is_base64)
+
+
+def _rule(body: fields.Body, side: str) -> ChunkRule | None:
+    """Return the rule by which documents are cut; None if their chunks are in the request. Raises InvalidInput."""
+    if not fields.flag(body, "enable_auto_chunking"):
+        for name in ("chunk_size", "chunk_overlap"):
+            if body.get(name) is not None:
+                raise InvalidInput(f"{name}: only with enable_auto_chunking", reason="schema", param=name)
+        return None
+    if side != "document":
+        message = "enable_auto_chunking: only with the input_type document"
+        raise InvalidInput(message, reason="schema", param="enable_auto_chunking")
+    size = fields.whole(body, "chunk_size", 1, MAX_RULE_TOKENS) or CHUNK_TOKENS
+    return ChunkRule(size, fields.whole(body, "chunk_overlap", 0, size // 2) or 0)
+
+
+def _items(values: list[Any], side: str, rule: ChunkRule | None) -> tuple[RequestItem, ...]:
+    """Return an item for each document or query. Raises InvalidInput."""
+    items: list[RequestItem] = []
+    count = 0
+    for index, value in enumerate(values):
+        path = f"inputs[{index}]"
+        texts = _texts(value, path)
+        count += len(texts)
+        if len(texts) > 1 and (side == "query" or rule is not None):
+            message = f"{path}: got {len(texts)} texts, a {'query' if rule is None else 'document to cut'} is one text"
+            raise InvalidInput(message, reason="schema", param=path)
+        item = RequestItem(texts[0]) if side == "query" else joined_texts.joined(texts, path)
+        items.append(item if rule is None else RequestItem(item.text, chunks=TextChunks(rule)))
+    if count > MAX_CHUNKS:
+        message = f"inputs: got {count} chunks, at most {MAX_CHUNKS} are allowed for all documents together"
+        raise InvalidInput(message, reason="too_many_chunks", param="inputs", extras={"limit": MAX_CHUNKS})
+    return tuple(items)
+
+
+def _texts(value: Any, path: str) -> list[str]:
+    for index, text in enumerate(fields.inputs(value, path, chunk_fields.MAX_CHUNKS)):
+        where = f"{path}[{index}]"
+        if not isinstance(text, str):
+            raise fields.refused(where, text, "a string")
+        if not text:
+            raise InvalidInput(f"{where}: expected a text that is not empty", reason="empty_item", param=where)
+        bodies.utf8(text, where)
+    return list(value)
+
+
+def _answer(call: Call, finished: RequestResult, kind: str, *, is_base64: bool) -> EncodedReply:
+    began_s = time.perf_counter()
+    vectors = joined_texts.vectors_of(finished, "inputs")
+    entries = iter(embedding_types.entries(list(itertools.chain.from_iterable(vectors)), kind, is_base64=is_base64))
+    data = []
+    for index, (item, (result, outcome), own) in enumerate(
+        zip(finished.request.items, finished.succeeded("inputs"), vectors, strict=True)
+    ):
+        chunks = [{**entry, "index": place} for place, entry in enumerate(itertools.islice(entries, len(own)))]
+        if item.chunks is not None and item.chunks.rule is not None:
+            spans = reply.array_of(result, outcome, chunk_tables.TABLE)[:, :2].tolist()
+            for chunk, (start, end) in zip(chunks, spans, strict=True):
+                chunk["text"] = (item.text or "")[start:end]
+        data.append({"object": "list", "index": index, "data": chunks})
+    return openai.listed(call, finished, data, began_s)

@@ -1,0 +1,54 @@
+"""Texts that are chunks of one document, in the formats of Jina and Voyage: they are joined to the document, and each
+text has a vector that is pooled from the whole document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sie_contracts.arrays import Array
+from sie_contracts.errors import InvalidInput
+from sie_contracts.wire import chunk_tables
+from sie_contracts.wire.messages import TextChunks
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.chunk_fields import MAX_CHUNKS, MAX_TEXT
+from sie_gateway.inference.reply import array_of, chunks_missing
+from sie_gateway.inference.results import RequestResult
+
+
+def joined(texts: Sequence[str], path: str) -> RequestItem:
+    """Return a document with a chunk for each text, none of which is empty. If no white space separates two texts, a
+    space is put between them. Raises InvalidInput for a document beyond the limits of chunks.
+    """
+    if len(texts) > MAX_CHUNKS:
+        message = f"{path}: got {len(texts)} chunks of one document, at most {MAX_CHUNKS} are allowed"
+        raise InvalidInput(message, reason="too_many_chunks", param=path, extras={"limit": MAX_CHUNKS})
+    pieces: list[str] = []
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for text in texts:
+        if pieces and not (pieces[-1][-1].isspace() or text[0].isspace()):
+            pieces.append(" ")
+            end += 1
+        spans.append((end, end + len(text)))
+        pieces.append(text)
+        end += len(text)
+    if end > MAX_TEXT:
+        message = f"{path}: the document has {end} code points, at most {MAX_TEXT} are allowed"
+        raise InvalidInput(message, reason="too_long", param=path, extras={"limit": MAX_TEXT})
+    return RequestItem("".join(pieces), chunks=TextChunks(spans=np.array(spans, "<i4").tobytes()))
+
+
+def vectors_of(finished: RequestResult, name: str) -> list[list[Array]]:
+    """Return the dense vectors of each input: one for each of its chunks, or one if it has no chunks. Raises
+    FailedRequest, InternalFailure.
+    """
+    vectors = []
+    for item, (result, outcome) in zip(finished.request.items, finished.succeeded(name), strict=True):
+        dense = array_of(result, outcome, "dense")
+        if item.chunks is not None and chunk_tables.TABLE not in outcome.outputs:
+            raise chunks_missing()
+        vectors.append([dense] if item.chunks is None else list(dense))
+    return vectors
