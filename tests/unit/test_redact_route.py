@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,37 @@ async def test_long_text_is_redacted_beside_the_event_loop(cluster: InProcess, g
     await work_options(cluster, entities())
     (slot,) = (await reply).json()["items"]
     assert slot["text"] == text.replace(EMAIL, "*****")
+
+
+async def test_long_texts_are_redacted_in_one_thread_and_a_request_out_of_time_ends_without_it(
+    cluster: InProcess, gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, counts, released = threading.Semaphore(1), [], threading.Event()
+    real = redact._redacted
+
+    def slow(*arguments: Any) -> dict[str, Any]:
+        counts.append(running.acquire(blocking=False))
+        try:
+            assert released.wait(20)
+            return real(*arguments)
+        finally:
+            running.release()
+
+    monkeypatch.setattr(redact, "_redacted", slow)
+    body = {"items": [f"{'a ' * redact._ASIDE}{EMAIL}"], "kinds": ["email"]}
+    first = asyncio.create_task(post(gateway, LABELLED, body))
+    await work_options(cluster, entities())
+    await until(lambda: counts, "the first text")
+    late = asyncio.create_task(post(gateway, LABELLED, body, **{"x-sie-timeout-ms": "1500"}))
+    await work_options(cluster, entities(), sequence=2)
+    second = asyncio.create_task(post(gateway, LABELLED, body))
+    await work_options(cluster, entities(), sequence=3)
+    answer = await late
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "GATEWAY_TIMEOUT")
+    assert counts == [True]
+    released.set()
+    assert [(await reply).status_code for reply in (first, second)] == [200, 200]
+    assert counts == [True, True]
 
 
 async def test_client_redacts_a_list_in_parts_under_one_key(cluster: InProcess, gateway: GatewayProcess) -> None:

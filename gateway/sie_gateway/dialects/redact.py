@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -85,9 +85,12 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     finished.check()
     began_s = time.perf_counter()
     size = sum(len(item.text or "") for item in items)
+    one_thread = inference.one_thread if size >= _ASIDE else None
     content = {
         "model": resolved.requested,
-        "items": [slot async for slot in _slots(call, finished, rules, aside=size >= _ASIDE)],
+        "items": [
+            slot async for slot in _slots(call, finished, rules, inference.one_thread if size >= _ASIDE else None)
+        ],
         **finished.shared(explain=call.explains),
     }
     format_ = reply.requested_format(call.headers.get("accept", ""), body_is_msgpack=is_msgpack)
@@ -177,9 +180,11 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
 
 
 async def _slots(
-    call: Call, finished: RequestResult, rules: RedactionRules, *, aside: bool
+    call: Call, finished: RequestResult, rules: RedactionRules, one_thread: asyncio.Lock | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the slot of each text. A text that failed has its error and no text. `aside`: redact in threads."""
+    """Yield the slot of each text. A text that failed has its error and no text. With `one_thread`, texts are redacted
+    in a thread while the lock is held. Raises GatewayTimeout.
+    """
     until_s = call.received_s + call.budget_s
     for index, (item, (_, outcome)) in enumerate(zip(finished.request.items, finished.outcomes, strict=True)):
         extracted = reply.extract_slot(index, item, outcome)
@@ -192,10 +197,21 @@ async def _slots(
                 message = f"items[{index}]: longer than the model reads, so it cannot be redacted"
                 raise InvalidInput(message, reason="input_too_long", param=f"items[{index}]")
             work = partial(_redacted, item.text, extracted["entities"], rules)
-            slot |= await asyncio.to_thread(work) if aside else work()
-            if time.perf_counter() > until_s:
-                raise GatewayTimeout(f"the texts were not redacted within the budget of {call.budget_s:g} s")
+            try:
+                async with asyncio.timeout(until_s - time.perf_counter()):
+                    slot |= work() if one_thread is None else await _aside(work, one_thread)
+            except TimeoutError as error:
+                message = f"the texts were not redacted within the budget of {call.budget_s:g} s"
+                raise GatewayTimeout(message) from error
         yield slot
+
+
+async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -> dict[str, Any]:
+    """Do the work in a thread. The lock is held until the thread has ended, also if nobody waits for it any more."""
+    await one_thread.acquire()
+    thread = asyncio.get_running_loop().run_in_executor(None, work)
+    thread.add_done_callback(lambda _: one_thread.release())
+    return await asyncio.shield(thread)
 
 
 def _redacted(text: str, entities: Sequence[Mapping[str, Any]], rules: RedactionRules) -> dict[str, Any]:

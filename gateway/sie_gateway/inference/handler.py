@@ -91,6 +91,9 @@ class Inference:
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
+        # for work of a request that computes in a thread for seconds. Threads take turns with the event loop, so with
+        # one of them the loop has half of the processor, with 32 a thirty-third
+        self.one_thread = asyncio.Lock()
 
     @property
     def catalogue(self) -> Catalogue:
