@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 import pydantic
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from sie_adapter.engine.schema_answers import FieldSpan, answer_parts, is_cut, number_in, value_of
 from sie_contracts.errors import InvalidInput
@@ -478,3 +481,36 @@ def test_values_have_evidence_under_their_path() -> None:
 def test_a_text_that_cannot_be_scored_has_no_decision() -> None:
     answer = answer_parts(parts(of({"a": ENUM, "b": {"type": "array", "items": ENUM}})), [{}, {}], {})
     assert (answer.data, answer.classifications) == ({"b": []}, [])
+
+
+KEYWORDS = ("type", "properties", "items", "enum", "const", "$ref", "anyOf", "oneOf", "$defs", "minimum", "required")
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["object", "array", "#/$defs/a", ""])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from((*KEYWORDS, "a")), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def path_of(read: Callable[[], object]) -> str | None:
+    """The parameter that is refused; PATH if none is."""
+    try:
+        read()
+    except InvalidInput as error:
+        return error.param
+    return PATH
+
+
+@given(st.dictionaries(st.sampled_from(KEYWORDS), VALUES), st.booleans())
+@example({"type": {"a": 1}}, True)
+@example({"type": [["string"], "null"]}, False)
+def test_whatever_stands_in_a_schema_is_answered_or_refused_with_its_path(
+    schema: dict[str, Any], finds_spans: bool
+) -> None:
+    for wrapped in (schema, {"type": "object", "properties": {"a": schema}}):
+        path = path_of(lambda wrapped=wrapped: parts_of_schema(PATH, wrapped, "org/model", finds_spans=finds_spans))
+        assert path is not None and path.startswith(PATH)
+    path = path_of(lambda: parts_of_groups(PATH, schema, is_many=True))
+    assert path is not None and path.startswith(PATH)

@@ -88,9 +88,7 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     one_thread = inference.one_thread if size >= _ASIDE else None
     content = {
         "model": resolved.requested,
-        "items": [
-            slot async for slot in _slots(call, finished, rules, inference.one_thread if size >= _ASIDE else None)
-        ],
+        "items": [slot async for slot in _slots(call, finished, rules, one_thread)],
         **finished.shared(explain=call.explains),
     }
     format_ = reply.requested_format(call.headers.get("accept", ""), body_is_msgpack=is_msgpack)

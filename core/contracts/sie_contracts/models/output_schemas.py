@@ -301,7 +301,7 @@ def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", ())
         return "choice", is_nullable or (isinstance(values, list) and None in values)
-    if len(names) != 1 or names[0] not in _KEYWORDS or names[0] == "choice":
+    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in _KEYWORDS or names[0] == "choice":
         listed = "enum, boolean, string, number, integer, array or object"
         raise _refused(f"{path}.type" if "type" in schema else path, f"expected one of {listed}")
     return str(names[0]), is_nullable
