@@ -511,6 +511,6 @@ def test_whatever_stands_in_a_schema_is_answered_or_refused_with_its_path(
 ) -> None:
     for wrapped in (schema, {"type": "object", "properties": {"a": schema}}):
         path = path_of(lambda wrapped=wrapped: parts_of_schema(PATH, wrapped, "org/model", finds_spans=finds_spans))
-        assert path is not None and path.startswith(PATH)
+        assert (path or "").startswith(PATH)
     path = path_of(lambda: parts_of_groups(PATH, schema, is_many=True))
-    assert path is not None and path.startswith(PATH)
+    assert (path or "").startswith(PATH)
