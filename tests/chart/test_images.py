@@ -55,7 +55,7 @@ OWN = (*BUILD["dev-mode-dirs"], "catalog")
 _LEFT_OUT = re.compile(  # as docker/trim.sh does
     r"/tests/|/numpy/(f2py|distutils)/|\.(pyi|pyx|pxd|h|a)$"
     r"|/pyarrow/(include/.*|libarrow_(python_)?flight\.so.*|libarrow_s3\.so.*|_(flight|s3fs|gcsfs|azurefs|hdfs)\..*)$"
-    r"|/bpe_openai/[^/]*\.so$"
+    r"|/bpe_openai/[^/]*\.so$|/phonenumbers/(geodata|carrierdata|tzdata)/"
 )
 SYMBOLS_BYTES = 16_000_000  # what strip takes off, at least
 

@@ -67,7 +67,8 @@ def test_a_start_tells_each_warning_once_and_nothing_else_and_takes_no_port_that
     warned = [line for line in cluster.lines if "warning: " in line]
     expected = ["SIE_BATCHER_COALESCE_MS"] if mode else []
     assert sorted(line.split()[1] for line in warned) == [*expected, "SIE_POOOL"]
-    assert [line for line in cluster.lines if _TROUBLE.search(line) and line not in warned] == []
+    trouble = [line for line in cluster.lines if _TROUBLE.search(line) and line not in warned]
+    assert trouble == [], "\n".join(cluster.lines)
 
 
 def refused(data_dir: Path, *args: str, under: Sequence[str] = ()) -> list[str]:

@@ -113,7 +113,7 @@ async def test_a_record_that_cannot_be_read_is_nobodys_key(
     await followed.bucket.write([Write(key.id, damage)])
     await until(lambda: followed.keys.find(token) is None, "the damaged key is dropped")
     assert followed.keys.find(another) is not None
-    assert f"key {key.id} cannot be read" in caplog.text
+    assert f"key {key.id} cannot be decoded" in caplog.text
 
 
 async def test_a_field_of_a_newer_version_does_no_harm(followed: Followed) -> None:

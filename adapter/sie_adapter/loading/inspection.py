@@ -254,7 +254,10 @@ def _refuse_other_folders(folder: Path) -> None:
 def _config(folder: Path) -> PretrainedConfig:
     raw = read_json(folder / "config.json")
     if not raw:
-        raise load_failed("NOT_FOUND", f"{folder}, the folder of the transformer, has no config.json")
+        raise load_failed(
+            "NOT_FOUND",
+            f"{folder} has no config.json. It is the folder of the transformer: a model's own, or the one that its modules.json names",
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except ValueError as error:

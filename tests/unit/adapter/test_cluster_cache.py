@@ -188,7 +188,7 @@ def test_a_removal_in_the_middle_of_a_push_leaves_it_whole(
 def test_a_commit_has_one_content(place: Place, source: Path) -> None:
     push(place, source)
     (source / "config.json").write_text("[]")
-    with pytest.raises(PushRefused, match=r"another config\.json, SHA-256 .* --force"):
+    with pytest.raises(PushRefused, match=r"another content of config\.json, SHA-256 .* --force"):
         push(place, source)
     assert place.get(f"{PLACE}/config.json") == b"{}"
     assert push(place, source, force=True).written == 5
