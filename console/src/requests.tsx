@@ -178,7 +178,7 @@ export function RequestPage({ id }: { id: string }) {
 function ran({ items, chunks = [] }: Slow): string {
   const batches = new Set(chunks.map(({ worker, batch }) => `${worker} ${batch.id}`)).size;
   const workers = new Set(chunks.map(({ worker }) => worker)).size;
-  return batches > 1 ? `${items} inputs ran in ${batches} batches of ${workers === 1 ? "one worker" : `${workers} workers`}. A batch that waits for the one before it counts as batch wait and device wait` : "";
+  return batches > 1 ? `${items} inputs ran in ${batches} batches of ${workers === 1 ? "one worker" : `${workers} workers`}, each after those before it` : "";
 }
 
 /** The batches that its parts ran in, those that are alike together. */

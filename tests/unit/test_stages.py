@@ -70,9 +70,9 @@ def test_the_command_line_names_the_times_of_a_worker_by_the_same_words() -> Non
 
 
 def test_the_console_has_the_words_in_the_same_order() -> None:
-    table = re.search(r"WORDS: Record<string, string> = \{(.*?)\};", page("console/src/stages.ts"), re.S)
-    assert table is not None
-    assert re.findall(r'(\w+): "([^"]+)"', table[1]) == list(STAGE_WORDS.items())
+    rows = re.findall(r'(\w+): \["([^"]+)", "(#\w+)"\]', page("console/src/stages.ts"))
+    assert [(stage, word) for stage, word, _ in rows] == list(STAGE_WORDS.items())
+    assert len({colour for _, _, colour in rows}) == len(STAGES)
 
 
 @pytest.mark.parametrize("path", ["console/src/charts.tsx", "console/src/waterfall.tsx", "console/src/requests.tsx"])

@@ -256,7 +256,8 @@ def _config(folder: Path) -> PretrainedConfig:
     if not raw:
         raise load_failed(
             "NOT_FOUND",
-            f"{folder} has no config.json. It is the folder of the transformer: a model's own, or the one that its modules.json names",
+            f"{folder} has no config.json. It is the folder of the transformer: the model's own, or the one that "
+            "modules.json names",
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

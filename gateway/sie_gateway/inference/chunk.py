@@ -165,9 +165,10 @@ def plan(
 
 def _rows(entry: ModelEntry, run: RunOptions) -> int:
     """Return how many times the model reads the text of an input."""
-    if families.row(entry.family).has_row_per_label:
-        return max(1, len(run.labels))
-    return max(1, len(run.parameters.get("parts", ())) + bool(run.labels))
+    parts = len(run.parameters.get("parts", ()))
+    if not run.labels:
+        return max(1, parts)
+    return len(run.labels) if families.row(entry.family).has_row_per_label else parts + 1
 
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
