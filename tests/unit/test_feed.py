@@ -132,6 +132,22 @@ async def test_deltas_chain_and_a_gap_is_read_again(follow: Follow) -> None:
     assert (reader.now.entries["a/one"].max_tokens, set(reader.now.entries), reader.config.exports) == (9, {"a/one"}, 2)
 
 
+async def test_a_delta_before_the_first_snapshot_is_a_gap() -> None:
+    config = Config()
+    config.open.clear()
+    reader = Reader(MemoryServer(), config)
+    await until(lambda: config.exports == 1, "the export is being answered")
+    document = entry("a/two")
+    delta = ConfigDelta("sie-config", previous="", epoch="a:2", model="a/two", revision=1, entry=document)
+    await reader.server.connect("writer").send(topology.config_subject("default"), messages.encode(delta))
+    await reader.counted("put", "gap")
+    config.open.set()
+    await until(lambda: reader.feed.first.is_set(), "the first snapshot")
+    assert (set(reader.now.entries), reader.now.epoch) == ({"a/one"}, "a:1")
+    reader.stop.request()
+    await asyncio.wait_for(reader.task, 10)
+
+
 async def test_deltas_of_two_writers_that_arrive_in_the_other_order_cost_one_look(follow: Follow) -> None:
     reader = await follow()
     reader.config.number = 5

@@ -327,7 +327,8 @@ class CatalogueFeed:
         between = (
             bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
         )
-        if present != delta.previous and not between:
+        # a delta does not say what was before it: without a snapshot, a catalogue of one model would count as whole
+        if not self.first.is_set() or (present != delta.previous and not between):
             self._ask_soon()
             return "gap"
         self._replace(self.catalogue.with_model(delta.model, document, delta.revision, delta.epoch))
