@@ -234,8 +234,16 @@ async def test_a_bucket_that_was_restored_from_an_older_copy_takes_nothing_from_
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "copy", folder)
         one.broker.start()
-        await asyncio.to_thread(until, lambda: one.call("GET", path).status_code == 200, WITHIN_S, "the broker")
-        assert one.revisions(MODEL)[0] == kept
+        # a moment after its first answers the service notices the new broker, and looks what its bucket lacks
+        await asyncio.to_thread(
+            until,
+            lambda: (
+                (answer := one.call("GET", f"{path}/history")).status_code == 200
+                and answer.json()["revisions"][0]["revision"] == kept
+            ),
+            WITHIN_S,
+            "the older revision",
+        )
         # `is_behind` is also true while the service does not answer: who saw the older epoch reads all again
         await eventually(lambda: feed._is_rewound, "the reader's complaint", WITHIN_S)
         assert feed.is_behind
