@@ -72,13 +72,13 @@ def batches_of(alone: Alone, inputs: list[Input]) -> tuple[list[ipc.RunBatch], f
     return batches, float(np.concatenate(all_lengths).mean())
 
 
-def requests_of(url: str, items: list[dict[str, object]], each: int) -> tuple[list[bytes], float]:
-    """Return requests with `each` items, and the mean tokens of an item that run."""
-    parts = [items[start : start + each] for start in range(0, len(items) - each + 1, each)]
+def requests_of(url: str, items: list[dict[str, object]], size: int) -> tuple[list[bytes], float]:
+    """Return requests with `size` items, and the mean tokens of an item that run."""
+    parts = [items[start : start + size] for start in range(0, len(items) - size + 1, size)]
     answer = httpx.post(f"{url}/v1/encode/{MODEL}", json={"items": parts[0]}, timeout=120, trust_env=False)
     tokens = answer.raise_for_status().json()["usage"]["total_tokens"]  # all items of a kind are equally long
     bodies = [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": part})) for part in parts]
-    return bodies, tokens / each
+    return bodies, tokens / size
 
 
 def main() -> None:
@@ -118,20 +118,20 @@ def measure(alone: Alone, cluster: Cluster, options: argparse.Namespace, say: Re
         "chunks without context": (texts, False, 10),
     }
     engine, clients = {}, {}
-    for kind, (sources, context, each) in kinds.items():
+    for kind, (sources, context, size) in kinds.items():
         chunks = None if context is None else TextChunks(ChunkRule(options.chunk), context=context)
         engine[kind] = batches_of(alone, [Input(text, chunks=chunks) for text in sources])
         fields = {} if context is None else {"chunks": rule, "context": context}
         url = f"http://127.0.0.1:{cluster.port}"
-        clients[kind] = (*requests_of(url, [{"text": text, **fields} for text in sources], each), each)
+        clients[kind] = (*requests_of(url, [{"text": text, **fields} for text in sources], size), size)
     rates: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for number in range(options.rounds + 1):
         for kind in kinds:
             batches, row_tokens = engine[kind]
-            bodies, item_tokens, each = clients[kind]
+            bodies, item_tokens, size = clients[kind]
             own = (
                 alone.rate(batches, options.seconds) * row_tokens,
-                cluster_rate(cluster, bodies, CLIENTS, options.seconds, each) * item_tokens,
+                cluster_rate(cluster, bodies, CLIENTS, options.seconds, size) * item_tokens,
             )
             if number:  # the first round warms up
                 rates[kind].append(own)

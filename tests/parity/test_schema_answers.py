@@ -57,9 +57,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def options_of(schema: dict[str, Any], *, finds_spans: bool = True, **given: Any) -> ExtractOptions:
+def options_of(schema: dict[str, Any], *, finds_spans: bool = True, **options: Any) -> ExtractOptions:
     parts = parts_of_schema("output_schema", schema, "test/model", finds_spans=finds_spans)
-    return ExtractOptions((), given.pop("threshold", THRESHOLD), given.pop("parameters", {}), parts=parts, **given)
+    return ExtractOptions(
+        (), options.pop("threshold", THRESHOLD), options.pop("parameters", {}), parts=parts, **options
+    )
 
 
 def gliner2(folder: Path, **settings: Any) -> Gliner2Model:
@@ -100,10 +102,10 @@ def structures(package: Any, text: str, name: str, schema: dict[str, Any], **val
             description=own.get("description"),
             validators=validators.get(field),
         )
-    found = package.extract(text, builder, threshold=THRESHOLD, include_confidence=True, include_spans=True)[name]
+    records = package.extract(text, builder, threshold=THRESHOLD, include_confidence=True, include_spans=True)[name]
     return [
         {field: value if isinstance(value, list) else [value] if value else [] for field, value in one.items()}
-        for one in found
+        for one in records
     ]
 
 
@@ -197,10 +199,10 @@ def test_numbers_are_the_best_spans_with_a_number_in_range(model: Gliner2Model, 
     counts = dict.fromkeys(expressions, 0)
     for text, result in zip(texts, model.extract(texts, [options_of(schema)] * len(texts)), strict=True):
         assert isinstance(result, dict)
-        found = structures(package, text, "order", schema, **validators)
-        if len(found) == 0:
+        records = structures(package, text, "order", schema, **validators)
+        if len(records) == 0:
             continue
-        for name, rows in found[0].items():
+        for name, rows in records[0].items():
             evident = {row["text"]: row["score"] for row in evidence(result, name)}
             assert evident == pytest.approx({row["text"]: row["confidence"] for row in rows}, abs=1e-5)
             counts[name] += len(rows)

@@ -218,12 +218,12 @@ def test_each_decision_of_a_schema_has_the_shares_of_the_pipeline(bert: Scoring,
     """Beside labels of the request, and whatever mates the request has in its batch."""
     reference = oracle(folders("bert", NAMES["reversed"]))
     texts = ["search engine", "a river", "the old harbour of a planet"]
-    asked = [
+    batch = [
         Asked(texts, None, {"labels": ["music", "physics"], "output_schema": SCHEMA}),
         Asked(["queue"], None, {"labels": LABELS}),
         Asked(["river"], None, {"label_groups": {"topic": LABELS}}),
     ]
-    first, _, grouped = bert.run(asked)
+    first, _, grouped = bert.run(batch)
     cases = [
         ("", ["music", "physics"], False),
         ("topic.", LABELS, False),

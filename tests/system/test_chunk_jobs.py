@@ -163,8 +163,8 @@ def progress(cluster: Cluster, job: str) -> dict[str, Any] | None:
     with contextlib.suppress(httpx.TransportError):
         answer = httpx.get(f"{cluster.url}/v1/jobs/{job}", trust_env=False, timeout=5)
         if answer.status_code == 200:
-            found: dict[str, Any] = answer.json()
-            return found
+            record: dict[str, Any] = answer.json()
+            return record
     return None
 
 
@@ -193,15 +193,15 @@ async def test_every_chunk_is_written_once_while_processes_are_killed(
         killed = 0
         end_s = time.monotonic() + 1000
         while True:
-            found = progress(cluster, job)
-            if found is not None and found["state"] in (*ENDED, "paused"):
+            record = progress(cluster, job)
+            if record is not None and record["state"] in (*ENDED, "paused"):
                 assert killed == 3, "the job ended before all was killed"
-                return found
-            if found is not None and killed < 3 and found["counts"]["done"] > count * killed // 4:
+                return record
+            if record is not None and killed < 3 and record["counts"]["done"] > count * killed // 4:
                 pids = cluster.pids(next(victims))
                 os.kill(pids[-1], signal.SIGKILL)
                 killed += 1
-            assert time.monotonic() < end_s, (found, cluster.log())
+            assert time.monotonic() < end_s, (record, cluster.log())
             time.sleep(0.05)
 
     ended = await asyncio.to_thread(run)

@@ -230,8 +230,8 @@ def test_chunks_of_a_document_are_coloured_by_their_similarity_to_the_query(page
     assert len(chunks) > 2
     assert [own for own, _ in shown] == [text[chunk["start"] : chunk["end"]] for chunk in chunks]
     near = [float(np.dot(query, chunk["dense"]["values"])) for chunk in chunks]
-    told = [float(title.split()[2].rstrip(",")) for _, title in shown]
-    assert told == pytest.approx(near, abs=0.0002)
+    similarities = [float(title.split()[2].rstrip(",")) for _, title in shown]
+    assert similarities == pytest.approx(near, abs=0.0002)
     assert [value for _, value in bars(page)] == pytest.approx(sorted(near, reverse=True), abs=0.0002)
     assert by_python(page, '[len(each["chunks"]) for each in results]', 1) == [len(chunks)]
     page.evaluate("document.querySelector('#chunks').value = ''")

@@ -118,9 +118,9 @@ def test_jina_late_chunking_pools_each_input_from_all_of_them(open_cluster: Clus
         progress_bar=False,
     )
     documents = embedder.run([Document(content=text) for text in DOCUMENTS[0]])["documents"]
-    found = np.array([document.embedding for document in documents])
+    actual = np.array([document.embedding for document in documents])
     expected = native(client, JOINED, SPANS)
-    assert np.abs(found - expected).max() < TOLERANCE
+    assert np.abs(actual - expected).max() < TOLERANCE
     body = {"model": MODEL, "input": [{"text": text} for text in DOCUMENTS[0]], "late_chunking": True}
     reply = httpx.post(f"{open_cluster.url}/v1/embeddings", json={**body, "encoding_format": "base64"}).json()
     assert [entry["index"] for entry in reply["data"]] == [0, 1, 2]
