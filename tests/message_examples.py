@@ -343,6 +343,9 @@ EXAMPLES: dict[str, Any] = {
     "heartbeat-1-revisions": _heartbeat(
         models=(ModelStatus("org/model", "failed", revision=8, loaded_revision=7),),
     ),
+    "heartbeat-1-loras": _heartbeat(
+        models=(ModelStatus("org/model", "loaded", loras={"org/lora": "5f0c"}),),
+    ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
     "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),
     "ipc3-Ping": ipc.Ping(("org/model",)),

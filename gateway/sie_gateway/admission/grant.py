@@ -30,13 +30,15 @@ class Grant:
     """Rights of a credential. `key` identifies the credential for its quota, and for the order in which keys use the
     queue. It is empty if the installation requires no credential.
 
-    `name` identifies the credential in metrics. The token cannot be derived from it.
+    `name` identifies the credential in metrics. The token cannot be derived from it. If `caches` is false, answers to
+    this credential are not cached.
     """
 
     key: str = ""
     scopes: frozenset[str] = frozenset()
     limits: KeyLimits = NO_LIMITS
     name: str = "anonymous"
+    caches: bool = True
 
     def owns(self, owner: str) -> bool:
         """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""

@@ -11,6 +11,7 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import Priority
 
+REPORTED_LORAS = 64  # largest number of LoRAs of a model whose digests a heartbeat has
 ON_DISK = 500  # largest number of models that a heartbeat lists as being on the worker's disk
 
 
@@ -48,6 +49,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     which attention takes as long as everything else (see `costs`; 0: unknown). `image_tokens`: largest cost of an
     image; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`: revision of the entry
     to which `state` belongs. `loaded_revision`: revision of the copy that was loaded last (0: none, or unknown).
+    `loras`: digests of the files of its LoRAs by name, at most REPORTED_LORAS.
     """
 
     model: str
@@ -68,6 +70,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: ServedEngine | None = None
     revision: int = 0
     loaded_revision: int = 0
+    loras: dict[str, str] = {}
 
 
 class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
