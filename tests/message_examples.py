@@ -23,6 +23,7 @@ from sie_contracts.wire.heartbeats import (
     ModelStatus,
     QueuedWork,
     ServedEngine,
+    ServedLora,
     ServedPrecision,
     Turn,
 )
@@ -344,7 +345,7 @@ EXAMPLES: dict[str, Any] = {
         models=(ModelStatus("org/model", "failed", revision=8, loaded_revision=7),),
     ),
     "heartbeat-1-loras": _heartbeat(
-        models=(ModelStatus("org/model", "loaded", loras={"org/lora": "5f0c"}),),
+        models=(ModelStatus("org/model", "loaded", loras=(ServedLora("org/lora", "5f0c"),)),),
     ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
     "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),

@@ -22,7 +22,7 @@ from sie_contracts.errors import ErrorInfo, GatewayTimeout, NotFound, QueueFull
 from sie_contracts.models.catalogue import Catalogue, answer_fingerprint, fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import RequestOptions
-from sie_contracts.wire.heartbeats import ModelStatus, ServedEngine, ServedPrecision
+from sie_contracts.wire.heartbeats import ModelStatus, ServedEngine, ServedLora, ServedPrecision
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Priority, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
@@ -73,7 +73,7 @@ class Worker:
             fingerprint=fingerprint(self.entry, resolved.load, self.precision),
             precision=ServedPrecision(self.precision),
             engine=ServedEngine("torch"),
-            loras=dict(self.loras),
+            loras=tuple(ServedLora(name, digest) for name, digest in self.loras.items()),
         )
 
     def signed(self, run: RunOptions) -> str:
@@ -386,7 +386,7 @@ async def test_no_answer_is_stale_or_mixed_in_any_interleaving(seed: int) -> Non
         known = {worker.signed(RunOptions(lora=lora)) for lora in ("", "org/x")}
         status = worker.reported[0]
         reported = profile_fingerprint(status.fingerprint, worker.entry, "default")
-        known |= {reported, answer_fingerprint(reported, status.loras["org/x"], "")}
+        known |= {reported, answer_fingerprint(reported, status.loras[0].digest, "")}
         history.append(known)
 
     async def one_by_one() -> None:
@@ -561,13 +561,13 @@ async def test_a_key_cannot_see_what_another_key_has_sent(cluster: InProcess, sh
         body = answer.json()
         return headers, sorted(body), body.get("usage"), body.get("error", {}).get("message")
 
+    probe = await gateway.encode("a secret", x_sie_cache="only")
+    assert probe.status_code == (200 if shared else 404)
     guess, new = await gateway.encode("a secret"), await gateway.encode("a secreT")
     only = [await gateway.encode(text, x_sie_cache="only") for text in ("a secret 2", "b secret 2")]
     assert rows(adapter) == before + (1 if shared else 2)
     assert (evidence(guess) == evidence(new)) is not shared
     assert evidence(only[0]) == evidence(only[1])
-    probe = await gateway.encode("warm 1", x_sie_cache="only")
-    assert probe.status_code == (200 if shared else 404)
 
 
 async def test_tokens_of_cached_inputs_are_not_charged(cluster: InProcess) -> None:

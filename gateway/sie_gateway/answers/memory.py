@@ -29,7 +29,7 @@ class AnswerSpace(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CachedAnswer:
     space: AnswerSpace
     value: bytes
     until_s: float
@@ -46,7 +46,7 @@ class AnswerMemory:
         self.evictions = 0  # answers that were removed for lack of room
         self._ttl_s = ttl_s
         self._clock = clock
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[bytes, _CachedAnswer] = OrderedDict()  # the least recently used first
         self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name, with the number of answers
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class AnswerMemory:
         # all answers of a space refer to the same object
         space, count = self._spaces.get(space.name, (space, 0))
         self._spaces[space.name] = space, count + 1
-        self._entries[key] = _Entry(space, value, self._clock() + self._ttl_s)
+        self._entries[key] = _CachedAnswer(space, value, self._clock() + self._ttl_s)
         self.held_bytes += size
         while self.held_bytes > self.max_bytes:
             self._remove(next(iter(self._entries)))

@@ -125,7 +125,7 @@ class CachedRuns:
 
     def _signed(self, resolved: Resolved, status: ModelStatus, request: PlannedRequest) -> str:
         run = request.options.run
-        lora = status.loras.get(run.lora, "") if run.lora else ""
+        lora = next((lora.digest for lora in status.loras if lora.name == run.lora), "")
         if status.precision is None or status.engine is None or (run.lora and not lora):
             return ""
         entry = resolved.entry
@@ -280,7 +280,7 @@ class _CachedRun:
         outcomes = [(result, outcome) for result in results for outcome in result.outcomes]
         is_uniform = True
         for number, (place, (result, outcome)) in enumerate(zip(places, outcomes, strict=True)):
-            answer = None
+            answer: bytes | Failed | None = None
             if isinstance(outcome, Ok):
                 if result.fingerprint == self._signed:
                     answer = pack(result, outcome)

@@ -36,7 +36,14 @@ from sie_contracts.media.images import max_blocks
 from sie_contracts.models.catalogue import Resolved, answer_fingerprint, profile_fingerprint
 from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.wire import ipc
-from sie_contracts.wire.heartbeats import REPORTED_LORAS, Fetched, ModelStatus, ServedEngine, ServedPrecision
+from sie_contracts.wire.heartbeats import (
+    REPORTED_LORAS,
+    Fetched,
+    ModelStatus,
+    ServedEngine,
+    ServedLora,
+    ServedPrecision,
+)
 from sie_contracts.wire.messages import RunOptions
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models import devices
@@ -201,7 +208,9 @@ class ModelState:
             image_vectors=image_vectors,
             revision=self.revision,
             loaded_revision=self.loaded_revision,
-            loras=dict([(name, digest) for name, digest in self.lora_digests.items() if digest][-REPORTED_LORAS:]),
+            loras=tuple(ServedLora(name, digest) for name, digest in self.lora_digests.items() if digest)[
+                -REPORTED_LORAS:
+            ],
         )
 
     def refusal(self, now_s: float) -> SIEError | None:

@@ -325,7 +325,7 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
 
 def answer_fingerprint(profile: str, lora: str, variant: str) -> str:
     """Return the fingerprint of answers. `profile`: see `profile_fingerprint`. `lora`: digest of the files of the LoRA,
-    which may change under the same name; empty without a LoRA. `variant`: see `RunOptions.variant`.
+    which may change under the same name; empty if there is no LoRA. `variant`: see `RunOptions.variant`.
     """
     for part in (lora, variant):
         if part:

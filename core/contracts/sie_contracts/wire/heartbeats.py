@@ -42,6 +42,13 @@ class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
+class ServedLora(msgspec.Struct, frozen=True, omit_defaults=True):
+    """LoRA of a loaded model. `digest`: digest of its files, which may change under the same name."""
+
+    name: str
+    digest: str
+
+
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """State of a model on a worker. `queued`: number of its work items on the worker. `load_s`: seconds of its last
     load. `oldest_s`: age of its oldest work item in seconds. `cost_rate`: tokens per second that the worker recently
@@ -49,7 +56,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     which attention takes as long as everything else (see `costs`; 0: unknown). `image_tokens`: largest cost of an
     image; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`: revision of the entry
     to which `state` belongs. `loaded_revision`: revision of the copy that was loaded last (0: none, or unknown).
-    `loras`: digests of the files of its LoRAs by name, at most REPORTED_LORAS.
+    `loras`: its loaded LoRAs, at most REPORTED_LORAS.
     """
 
     model: str
@@ -70,7 +77,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: ServedEngine | None = None
     revision: int = 0
     loaded_revision: int = 0
-    loras: dict[str, str] = {}
+    loras: tuple[ServedLora, ...] = ()
 
 
 class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
