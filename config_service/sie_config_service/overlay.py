@@ -1,8 +1,8 @@
-"""Packaged catalogue, and an operator's folder whose entries replace packaged ones. Both are read at the start, and the
-folder again when it changes.
+"""Packaged catalogue, and an operator's folder whose entries replace packaged ones. The folder is read again when it
+changes.
 
-    packaged models, bundles ──┐
-    SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
+ packaged models, bundles ──┐
+ SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
 
 Files below `bundles/` of the folder are bundles; all other files are models and aliases. If one file is invalid, all
 files are refused; the error names the field and line. Hidden files and folders are skipped, and links to folders are
@@ -47,8 +47,8 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """Contents of the folders. `models`: each model and alias with its source, `packaged` or `overlay`. `files`: for
-    each model of the overlay, its file.
+    """Contents of the folders. `models`: each entry with its source, `packaged` or `overlay`. `files`: model of the
+    overlay -> its file.
     """
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
@@ -57,9 +57,7 @@ class Folders:
 
 
 class Overlay:
-    """Reader of the folder or bucket of SIE_MODELS_DIR. The parsed document of a file is kept until the file
-    changes.
-    """
+    """Reader of the folder or bucket of SIE_MODELS_DIR. A file is parsed again only after it has changed."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -72,8 +70,8 @@ class Overlay:
         self.last: Folders | None = None  # contents at the last read without an error
 
     def describe(self) -> str:
-        """Describe the folder in use, for the log at the start. Logs a warning if another user may write to the folder.
-        Raises SettingError, OSError.
+        """Return a line about the folder in use, for the log at the start. Log a warning if another user may write to
+        the folder. Raises SettingError, OSError.
         """
         if warning := examined(self._allowed):
             _logger.warning("%s", warning)
@@ -85,8 +83,8 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """Return the rules about which code and paths an entry that is written over HTTP may use. They depend on the
-        models of the package and the folder that were read last.
+        """Return the rules about the code and paths that an entry written over HTTP may use. They depend on the last
+        read models of the package and the folder.
         """
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
@@ -98,8 +96,8 @@ class Overlay:
         return [document for document in documents if isinstance(document, ModelEntry)]
 
     def read_signature(self) -> Signature:
-        """Return the current state of each file: its time, its size, and its inode or tag. Raises SettingError if the
-        folder of the setting does not exist or the store fails, and OSError.
+        """Return the current state of each file: its time, size, and inode or tag. Raises OSError, and SettingError if
+        the configured folder does not exist or the store fails.
         """
         if self._bucket is not None:
             return self._bucket.list_files()
@@ -125,7 +123,7 @@ class Overlay:
 
     def folders(self) -> Folders:
         """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line."""
-        if not self._packaged:  # read only once, because the package does not change
+        if not self._packaged:  # read only once: the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
             }
@@ -165,9 +163,7 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """Read these files. Of a too large file in a bucket, only one byte more than the limit is read, so that it is
-        refused.
-        """
+        """Read these files. From a bucket, read at most one byte more than the limit: enough to refuse the file."""
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
@@ -191,8 +187,8 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add the families of other installed distributions to the packaged bundle, because on one machine its workers run
-    in the same environment as this process.
+    """Add the families of other installed distributions to the packaged bundle: on one machine, its workers run in the
+    same environment as this process.
     """
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (

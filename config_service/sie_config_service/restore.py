@@ -1,9 +1,9 @@
-"""Restore of models: if workers cannot load a revision, the revision that they had loaded before is written again.
+"""Restore of models: if no worker can load a model's new revision, the last revision that was loaded is written again.
 
-    heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
+ heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
-The write is a new revision, with the reason as its note: history, list and `sie doctor` show it. The new revision has
-the same source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.
+The write is a new revision, with the reason as its note, which history, list and `sie doctor` show. It has the same
+source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models whose newest revision failed permanently and is loaded on no worker, if a worker had loaded an
-    earlier revision.
+    """Return the models whose newest revision failed permanently on some worker and is loaded on none, if an earlier
+    revision had been loaded.
     """
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}

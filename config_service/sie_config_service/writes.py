@@ -224,9 +224,7 @@ class Edits:
         self._trust = trust
 
     def entry(self, raw: Any, document: ParsedDocument) -> dict[str, Any]:
-        """Check a document, and return it in the form in which it is stored. Raises ValidationFailed,
-        PermissionDenied.
-        """
+        """Check a document, and return it in its stored form. Raises ValidationFailed, PermissionDenied."""
         return normalised(self._allowed(self._routable(checked(raw, document), document)))
 
     def _allowed(self, entry: ModelEntry | Alias) -> ModelEntry | Alias:

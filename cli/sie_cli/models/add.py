@@ -79,9 +79,7 @@ def add(
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Return a line that says whether the running `sie serve` reads the models of this folder. If it does not, the line
-    has a command with which it would.
-    """
+    """Return a line that says whether the running `sie serve` reads this folder of models, else how to serve it."""
     running, models_dir = cluster.local(), cluster.settings.models_dir
     if running is None:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
@@ -106,8 +104,9 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return the text of an entry and the parsed entry. The entry is read from a file or standard input, or it is
-    created from the files of a model. Raises CommandRefused, UsageError.
+    """Return an entry as text and parsed. `source` is an entry (a file, or - for standard input) or a model to inspect.
+
+    Raises CommandRefused, UsageError.
     """
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
@@ -127,10 +126,8 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files of an entry that are on this machine, where a load would also find them. Print the files that
-    were not checked.
-
-    Nothing is downloaded. Raises ModelLoadFailed if a file is wrong.
+    """Check those files of an entry that are already on this machine, without a download, and print which files were
+    not checked. Raises ModelLoadFailed if a file is wrong.
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
@@ -150,7 +147,6 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 
 
 def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
-    """Add the entry at the config service, or with `force` replace an existing one."""
     with write.service() as service:
         report_write(write, service.add(entry.id, text.encode(), YAML, write=write))
     if isinstance(entry, ModelEntry) and entry.weights.path:
@@ -175,7 +171,7 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
 
 
 def write_entry(text: str, model: str, folder: Path) -> Path:
-    """Write the text of an entry to the folder that `sie serve` reads, in one atomic step. Return its file."""
+    """Write an entry to the folder that `sie serve` reads, in one atomic step. Return the file."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")  # hidden, so that no process reads an incomplete file
@@ -189,7 +185,7 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
-    """Return whether the packaged catalogue has an entry with this name and different weights."""
+    """Return whether the packaged catalogue has an entry with this name but with different weights."""
     packaged = read_folder(packaged_folder() / "models").get(entry.id)
     return packaged is not None and (not isinstance(entry, ModelEntry) or _weights_of(packaged) != _weights_of(entry))
 

@@ -44,8 +44,8 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return the row of the result table. A rejected file is a row too. Raises CommandRefused if the
-    config service cannot accept any file.
+    """Import a file and return its row of the result table, also if it is rejected. Raises CommandRefused if the
+    config service accepts no file at all.
     """
     from sie_config_service.documents import read
 

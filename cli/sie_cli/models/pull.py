@@ -47,8 +47,8 @@ def pull(cluster: Cluster, models: tuple[str, ...]) -> None:
 
 
 def where_served(cluster: Cluster) -> Settings:
-    """Return the settings. If a `sie serve` runs and the command names no folder of models, use that of the `sie
-    serve`.
+    """Return the settings. If a `sie serve` runs and the user names no folder of models, use the folder of that
+    process.
     """
     running = cluster.local()
     if running is None or not running.models_dir or cluster.is_given("SIE_MODELS_DIR"):

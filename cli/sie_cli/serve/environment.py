@@ -1,8 +1,7 @@
 """Environment variables of each process of `sie serve`. A secret reaches only the processes that need it.
 
-settings                 the components that read them
-HF_TOKEN and the like    adapters, which ask the hub for weights
-AWS_, GOOGLE_, AZURE_    processes that open a bucket: of payloads, of jobs, of models, of weights
+settings the components that read them HF_TOKEN and the like adapters, which ask the hub for weights AWS_, GOOGLE_,
+AZURE_ processes that open a bucket: of payloads, of jobs, of models, of weights
 """
 
 from __future__ import annotations
@@ -38,5 +37,5 @@ def of_components(components: Collection[str], environ: Mapping[str, str], setti
 
 
 def of_broker(environ: Mapping[str, str], passwords: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for nats-server: the listed system variables and its passwords, but no setting of SIE."""
+    """Return the environment for nats-server: its passwords and some system variables, but no setting of SIE."""
     return {name: environ[name] for name in _BROKER if name in environ} | dict(passwords)

@@ -25,8 +25,6 @@ POLL_S, SERVED_S = 0.25, 30.0
 
 
 def _question_options(command: F) -> F:
-    """Add the arguments and options of a question to a model, and the option --json, to a command."""
-
     @click.argument("model")
     @click.argument("texts", metavar="TEXT...", nargs=-1)
     @click.option("--query", "-q", metavar="TEXT", help="Rank the texts by how well they answer this. - or @FILE too.")
@@ -98,7 +96,7 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            # raises the error: the gateway of another machine cannot read a folder of this machine
+            # raises the error: a gateway on another machine cannot read a folder of this machine
             client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:
@@ -110,7 +108,7 @@ def _served(cluster: Cluster, model: str) -> str:
                     f"{named.name} is not served after {SERVED_S:g} s: `sie models list` shows the served "
                     "models; the log of `sie serve` may have the reason"
                 )
-            time.sleep(POLL_S)  # seconds until the next check whether `sie serve` has read its models folder
+            time.sleep(POLL_S)  # until `sie serve` has read its models folder again
         return named.name
 
 
@@ -168,7 +166,6 @@ def _print_answer(
 
 
 def json_of(answer: ModelAnswer) -> str:
-    """Return the answer as JSON text."""
     from sie_cli.trying.asking import reply
 
     return document(reply(answer))
