@@ -1,7 +1,7 @@
 """Guard of aliases and models: no write may make a valid alias invalid.
 
-a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
-a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
+    a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
+    a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
 The index is one key of the bucket, with the targets of each alias. Every write of an alias, every write of a model that
 an alias names, and every removal of a model also writes the index by compare-and-set in the same batch. So two replicas

@@ -1,9 +1,9 @@
 """Copy of the catalogue's bucket in the memory of a replica. The whole bucket is read once, then only later writes: so
 a read of ten thousand models costs as much as a read of one.
 
- bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
-                                      └─► CatalogueSnapshot: all models at one epoch, and the number of the
-                                          last write that concerned each bundle
+    bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
+                                         └─► CatalogueSnapshot: all models at one epoch, and the number of the
+                                             last write that concerned each bundle
 
 `sie_broker.record.Record` may be behind its bucket for a moment, so it is not used here: the config service's reply to
 a write must contain that write. Each read asks the bucket's leader for its last revision, then for the writes up to it,

@@ -1,8 +1,8 @@
 """Packaged catalogue, and an operator's folder whose entries replace packaged ones. The folder is read again when it
-changes.
+    changes.
 
- packaged models, bundles ──┐
- SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
+    packaged models, bundles ──┐
+    SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
 
 Files below `bundles/` of the folder are bundles; all other files are models and aliases. If one file is invalid, all
 files are refused; the error names the field and line. Hidden files and folders are skipped, and links to folders are

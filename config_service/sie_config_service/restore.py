@@ -1,6 +1,6 @@
 """Restore of models: if no worker can load a model's new revision, the last revision that was loaded is written again.
 
- heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
+    heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
 The write is a new revision, with the reason as its note, which history, list and `sie doctor` show. It has the same
 source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.

@@ -1,15 +1,15 @@
 """Catalogue in a key-value bucket. A replica has no other state, so any number of replicas may run; compare-and-set
 decides between their writes.
 
- packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
-         an operator ──── write ──►           └──► one delta for each write of a model, with the epoch before it
+    packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
+                     an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
 
  model.<id>             the present model: compare-and-set uses its revision  bundle.<id>            a bundle of the
 folders; readers of the catalogue notice a change by the epoch  history.<id>.<number>  each of its last REVISIONS_KEPT
 revisions, in one batch with the model; the newest replaces
-                        the oldest
- replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
-aliases                the targets of each alias; an alias itself is stored like a model
+                           the oldest
+    replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
+    aliases                the targets of each alias; an alias itself is stored like a model
 
 To seed is to write the models of the folders to the bucket. Seeding never changes a model that was written or removed
 over the API. A removed model remains as a record without an entry, because its later revisions continue its numbers.

@@ -1,8 +1,8 @@
 """Lookup of the models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
 hub id, folder or catalogue name, with or without :profile
-  ├ the catalogue has it, with a commit ──► its entry
-  └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml; the command prints a line that it was added
+    ├ the catalogue has it, with a commit ──► its entry
+    └ else ──► inspected like in `sie models add` ──► DIR/ID.yaml; the command prints a line that it was added
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Deterministic replay of a trace through the scheduler, in virtual time.
 
- request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
-  device ─► answered
+    request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
+    device ─► answered
 
 Credit is the number of messages that a worker has requested from the broker. Chunks, credit, batches and the quantum
 (the time to wait for more messages) are computed by the code that runs in the cluster: `chunk` of the gateway, `batch`

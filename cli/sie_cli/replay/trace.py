@@ -2,12 +2,12 @@
 
 A trace is JSON lines, in any order:
 
-  {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
-                 a request; only at and tokens are needed
-  {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
-                 a measured batch
-  {"settings": {"max_wait_ms": 5, "workers": 2}}
-                 the settings of the cluster
+    {"at": 0.0184, "tokens": [12, 300], "model": "bge", "priority": "bulk", "lora": "org/x"}
+        a request; only at and tokens are needed
+    {"ran": {"tokens": 512, "attention": 40960, "seconds": 0.0123}}
+        a measured batch
+    {"settings": {"max_wait_ms": 5, "workers": 2}}
+        the settings of the cluster
 
 `at`: seconds from any origin. `tokens`: one number for each input. `attention`: sum of squared lengths of the batch.
 """

@@ -1,7 +1,7 @@
 """Main loop of `sie top`: it receives a gateway's frames (measurements of one moment) and draws them, in place in a
 terminal, or one after the other in a pipe.
 
-  frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal or pipe
+    frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal or pipe
 """
 
 from __future__ import annotations

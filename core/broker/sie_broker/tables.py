@@ -1,8 +1,8 @@
 """Storage of placement tables in a bucket. A lane (pool, machine profile and bundle) has one table: the workers on
 which each model is placed. A small table is one message; a large one is stored in parts, by a hash of the model.
 
-    key of the lane          Placement: at_s, and all rows, or the stamps of the parts
-    key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
+key of the lane          Placement: at_s, and all rows, or the stamps of the parts key of the lane .p{n}
+PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
 
 One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A stamp identifies the
 content of a part. A reader joins the parts once it has every part whose stamp the lane's key names. Until then it keeps
@@ -20,7 +20,8 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# bytes of a table; a larger one is stored in parts, because each worker of the lane reads changes every 5 s under load
+# Largest table, in bytes, that is stored whole, and size of a part. Under load, each worker of the lane reads changes
+# every 5 s.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
@@ -29,7 +30,7 @@ SPARE_BYTES = 4 << 10  # bytes for the headers, which are subtracted from the br
 
 @dataclass(frozen=True)
 class TableChange:
-    """Writes that store a table, and what a `StoredTable` has after them. `table`: the whole table. `head`: the value
+    """Writes that store a table, and the content of a `StoredTable` after them. `table`: the whole table. `head`: value
     of the lane's key. `sizes`: bytes of each part.
     """
 
@@ -56,8 +57,8 @@ def decode(entry: Entry) -> StoredPart:
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Read the table of one lane. Return its entries, of which the last is that of the lane's key, and a revision: a
-    watch that starts after this revision delivers all entries that are missing here. Raises BrokerError.
+    """Read the table of one lane. Return its entries, the one of the lane's key last, and a revision: a watch that
+    starts after it delivers all entries that are missing here. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -88,19 +89,16 @@ class StoredTable:
         self._sizes: dict[int, int] = {}
 
     def apply(self, entry: Entry) -> bool:
-        """Apply an entry of the bucket; see `put`. Returns whether the table changed. Raises ValueError for an entry
+        """Apply an entry of the bucket; see `put`. Return whether the table changed. Raises ValueError for an entry
         that cannot be decoded; the table then stays unchanged.
         """
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:
-        """Return whether the key belongs to this table."""
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
-        """Set the value of a key. None means that the key was removed, or that its value is unreadable. Returns whether
-        the table changed.
-        """
+        """Set the value of a key; None: it was removed, or is unreadable. Return whether the table changed."""
         number = topology.part_number(self.key, key)
         value = None if stored is None else stored.value
         if key == self.key:
@@ -201,9 +199,7 @@ class StoredTable:
         }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """Update the parts that have a changed row, and keep the others. Return all parts, and the encoded parts that
-        changed.
-        """
+        """Update the parts that have a changed row. Return all parts, and the encoded parts that changed."""
         changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
         changed |= before.hosts.keys() - table.hosts.keys()
         changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}

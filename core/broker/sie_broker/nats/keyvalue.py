@@ -36,7 +36,7 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 class NatsKeyValue:
     """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key marks the
-    removal. It is kept for `removed_age_s` seconds, or for ever if that is 0.
+    removal. This marker is kept for `removed_age_s` seconds, or for ever if that is 0.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -97,7 +97,7 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. The total time has no limit, because a bucket may be large, but API_TIMEOUT_S
+        """Wait until a read is complete. A bucket may be large, so the total time has no limit, but API_TIMEOUT_S
         seconds without a new entry raise BrokerUnavailable.
         """
         before = -1
@@ -152,7 +152,6 @@ class NatsKeyValue:
         return publish_ack(subject, answer).seq
 
     async def purge(self, within: str) -> None:
-        """Remove keys; see `KeyValue.purge`."""
         purged = {"filter": f"{self._prefix}{within}.>"}
         await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, ApiReply)
 
@@ -176,8 +175,8 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a consumer for one reader, which starts at revision `first`. Returns the consumer's name and the
-        number of messages to read.
+        """Create a consumer for one reader, from revision `first` on. Return its name and the number of messages to
+        read.
         """
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
@@ -245,10 +244,10 @@ class _KeyValueWatch:
     async def open(self) -> None:
         state = await self._jetstream.stream_state(self._stream)
         if self._created and self._created != state.created:
-            self._last = 0  # a new bucket with this name, so all entries are new
+            self._last = 0  # this is a new bucket of the same name, so all its entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # there is nothing left to read: entries up to this revision have expired
+            # nothing is left to read: the entries up to this revision have expired
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0
@@ -342,8 +341,6 @@ class _KeyValueWatch:
 
 
 class NatsStore(JetStream):
-    """Store whose buckets are streams of JetStream."""
-
     async def key_value(
         self,
         bucket: str,

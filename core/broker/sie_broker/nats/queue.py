@@ -46,8 +46,6 @@ _ENSURE_ATTEMPTS = 10  # attempts to create a consumer, because another process 
 
 
 class NatsQueue(JetStream):
-    """Queue over the streams of JetStream. Its base class `JetStream` publishes and pulls."""
-
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}
         while True:
@@ -100,9 +98,7 @@ class NatsQueue(JetStream):
 
 
 class NatsAdministration(NatsQueue):
-    """Queue over JetStream whose streams and consumers can also be created, updated and deleted. Operator commands use
-    its methods that return full configurations.
-    """
+    """Queue over JetStream whose streams and consumers can also be created, updated and deleted."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         desired = stream_config(spec)
@@ -184,7 +180,6 @@ class NatsAdministration(NatsQueue):
         return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
 
     async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
-        """Return all consumers of a stream, with their configurations."""
         infos: list[ConsumerInfo] = []
         while True:
             page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(infos)}, Consumers)
@@ -193,7 +188,6 @@ class NatsAdministration(NatsQueue):
                 return infos
 
     async def stream_infos(self) -> list[StreamInfo]:
-        """Return all streams of the account, with their configurations."""
         infos: list[StreamInfo] = []
         while True:
             page = await self.api("STREAM.LIST", {"offset": len(infos)}, Streams)

@@ -38,8 +38,7 @@ class ImageCost(NamedTuple):
 def crossover_tokens(width: int, layers: int, full_layers: int) -> int:
     """Return the crossover length in tokens: the length of a text at which attention takes as long as everything else.
     `width`: numbers in a hidden state. `full_layers` of the `layers` attend to the whole text, the other layers to a
-    window. Return 0 if no layer attends to the whole text: then the time
-    depends only on the number of tokens.
+    window. Return 0 if no layer attends to the whole text: then the time depends only on the number of tokens.
     """
     return CROSSOVER_WIDTHS * width * layers // full_layers if full_layers else 0
 
