@@ -262,7 +262,7 @@ class Connection(Protocol):
         """Wait until the broker has received all messages sent so far."""
 
     def on_reconnect(self, handler: Callable[[], Awaitable[None]]) -> None:
-        pass
+        """Call `handler` after each reconnect."""
 
 
 class Bus(Connection, Protocol):
@@ -331,7 +331,7 @@ class Queue(Connection, Protocol):
         """
 
     async def consumers(self, stream: str) -> list[str]:
-        pass
+        """Return the names of all durable consumers of a stream."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
         """Call `handler(name, exists)` when a consumer of the stream is created or deleted. Some calls may be lost."""
@@ -386,4 +386,4 @@ class Store(Connection, Protocol):
 
 
 class Broker(Bus, Administration, Store, Protocol):
-    pass
+    """All operations of the broker, over one connection."""

@@ -33,8 +33,8 @@ _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENC
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# Number of code points that sentencex reads in one call, and the largest number, which is used if no sentence ends in
-# the first. The time of a call grows with the square of the number.
+# number of code points that sentencex reads in one call: usually, and if no sentence ends in them; the time of a call
+# grows with the square of this number
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
@@ -102,9 +102,7 @@ def _next_start(
 
 
 def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
-    """Return the positions at which the text may be cut, ascending, for each level from that of `boundary` down to
-    TOKEN.
-    """
+    """Return the positions at which the text may be cut, ascending, for each level from `boundary` down to TOKEN."""
     first = _FIRST_LEVEL[boundary]
     levels: list[set[int]] = [set() for _ in range(TOKEN)]
     if first < TOKEN:
@@ -122,8 +120,8 @@ def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
 
 
 def _add_blocks(text: str, levels: list[set[int]]) -> None:
-    """Add to `levels` the positions at which the text may be cut: between blocks of Markdown, sentences, list items,
-    and lines of code and tables.
+    """Add possible cuts to `levels`: between blocks of Markdown, sentences, list items, and lines of code and
+    tables.
     """
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
     whole = np.zeros(
@@ -138,7 +136,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            if heading is not None:  # no cut after a heading, so that it stays in one chunk with the block that follows
+            if heading is not None:  # no cut after a heading: it stays in one chunk with the block that follows
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
         elif token.type == "list_item_open":
@@ -158,9 +156,7 @@ def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], wh
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
-    """Yield the ends of sentences and paragraphs. The end of a sentence of more than _LONGEST_PIECE code points may be
-    missed.
-    """
+    """Yield the ends of sentences and paragraphs. Ends of sentences above _LONGEST_PIECE code points may be missed."""
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])
@@ -180,16 +176,13 @@ def _sentence_ends(text: str) -> Iterator[int]:
 @cache
 def _markdown() -> MarkdownIt:
     """Return the parser for blocks of Markdown. It reads indented code and HTML as plain text, because most texts with
-    them are not Markdown. Tables are not parsed but found by a regular expression, because the parser would create an
-    object for each cell.
+    them are not Markdown. Tables are found by a regular expression: the parser would create an object for each cell.
     """
     return MarkdownIt("commonmark").disable(["inline", "code", "html_block"])
 
 
 def _grapheme_bounds(text: str) -> NDArray[np.bool_]:
-    """Return an array of booleans for all positions 0 to len(text): true if a grapheme begins at the position, or the
-    text ends there.
-    """
+    """Return booleans for the positions 0 to len(text): true if a grapheme begins there, or the text ends."""
     bounds = np.ones(len(text) + 1, bool)
     if text.isascii():
         bounds[[match.start() + 1 for match in re.finditer("\r\n", text)]] = False

@@ -103,7 +103,7 @@ class Puller(Protocol):
     def abandon(self) -> None: ...
 
     def deliver_leased(self, consumer: Consumer, message: Message) -> None:
-        pass
+        """Pass a leased message to the handler of the pulls."""
 
 
 class DeliveryCredit:

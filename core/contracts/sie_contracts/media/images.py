@@ -17,10 +17,9 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_ASPECT = 200  # largest allowed ratio of the longer edge to the shorter edge of an image
+MAX_ASPECT = 200  # maximum ratio of the longer edge to the shorter edge of an image
 MAX_DECODED_PIXELS = 100_000_000
-# Largest number of pixels of an image after each resize. A long, narrow image can grow when its shorter edge is
-# enlarged.
+# maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
 
@@ -30,8 +29,6 @@ Raised = Literal["no", "rounded", "floored"]
 
 
 class Size(NamedTuple):
-    """Size of an upright image, in pixels."""
-
     height: int
     width: int
 
@@ -105,9 +102,7 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Conversion of uint8 levels to the numbers that the model reads, per channel, in float32: `(level * rescale -
-    mean) / std`.
-    """
+    """Conversion of uint8 levels to the model's numbers in float32, per channel: `(level * rescale - mean) / std`."""
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -124,8 +119,8 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raise an error for an image whose size is outside the limits. `size` comes from the header of the file, so the
-    image may still be rotated.
+    """Raise an error for an image whose size is outside the limits. `size` is from the file's header: the image may
+    still be rotated.
     """
     height, width = size
     if min(size) < 1:
@@ -280,8 +275,8 @@ _COMMON = {
 
 
 def from_processor(config: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a checkpoint's preprocessor_config.json. The recipe has the same result as the image
-    processor in the file, up to uint8 pixels. Raises UnknownProcessor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. Up to uint8 pixels, it has the same result as the
+    image processor in the file. Raises UnknownProcessor.
     """
     settings = _completed(config)
     if not settings["do_resize"]:
@@ -361,7 +356,7 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     """Return the recipe of image encoders that read images of any size, in blocks of merged patches. `frames`: the
-    bounds in the file count the pixels of so many frames.
+    bounds in the file count the pixels of this many frames.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}
@@ -430,7 +425,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _BILINEAR = {"resample": _FILTERS.index("bilinear")}
-# name of a class -> function that builds the recipe from its settings, and the defaults of the class
+# class name -> function that builds the recipe from its settings, and the defaults of the class
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),
