@@ -1,7 +1,7 @@
 """Parser for model configurations in YAML or JSON. It also validates, merges and compares them.
 
-    bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
-                                      └ ValidationFailed: the field, what is wrong with it, and for YAML the line
+bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
+                                  └ ValidationFailed: the field, what is wrong with it, and for YAML the line
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Aliases: additional names of models. This module has the structs of an alias, the choice of a target by the key of a
 request, and the check of a document.
 
-    {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
-    {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
-    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests; its answers are
-                                                                        dropped
+{id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it {id: search, alias:
+[{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target {id: search, alias: A, shadow: {model:
+B, share: 0.1}}              B gets copies of requests; its answers are dropped
 
 An alias is a document of the catalogue, like a model: it is written, stored, rolled back, exported and broadcast in the
 same way. Its id differs from all ids of models. A target names a model by id. A revision and a profile pin the target.
@@ -26,7 +25,7 @@ from sie_contracts.names import in_words
 MAX_TARGETS = 8
 MAX_WEIGHT = 1_000_000
 _HASH_BYTES = 8
-# top-level fields by which a document is a model and not an alias
+# top-level fields of a model, which an alias does not have
 _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})
 
 
@@ -40,8 +39,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests, for a comparison. Its results are measured and then
-    dropped.
+    """A model that gets copies of a share of the requests. Its answers are compared with those of the alias's target,
+    and then dropped.
     """
 
     model: str
@@ -64,14 +63,11 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight; the first one if several have it. Requests without a key use
-        it.
-        """
+        """Return the target with the largest weight, or the first of several. Requests without a key use it."""
         return max(self.alias, key=lambda target: target.weight)
 
 
 def is_alias(raw: object) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether a document is an alias and not a model."""
     return isinstance(raw, Mapping) and "alias" in raw
 
 
@@ -125,7 +121,7 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the name under which a target is hashed with a key. It has no revision, so that keys keep their target
+    """Return the name under which a target is hashed with a key: without the revision, so that keys keep their target
     when the model gets a new revision.
     """
     name, at, tail = model.partition("@")
@@ -136,8 +132,8 @@ def choose(alias: Alias, key: str) -> Target:
     """Return the target for a request key; it is the same on all gateways. Over many keys, each target gets a share of
     the keys in proportion to its weight.
 
-    The method is weighted rendezvous hashing: if the weight of a target rises, keys only move to this target, none away
-    from it. The hash includes the alias, so that a key may have unrelated targets in different aliases.
+    The method is weighted rendezvous hashing: if the weight of a target rises, keys move only to this target. The hash
+    includes the alias, so that a key may have unrelated targets in different aliases.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]
@@ -161,8 +157,8 @@ def _uniform(*parts: str) -> float:
 
 
 def model_of(spec: str) -> str:
-    """Return the case-folded id in the name of a target, without bundle, revision and profile. Ids contain neither `@`
-    nor `:`.
+    """Return the case-folded id in a target's name, without bundle, revision and profile. Ids contain neither `@` nor
+    `:`.
     """
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()

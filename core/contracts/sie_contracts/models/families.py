@@ -2,11 +2,11 @@
 know about the family.
 
     family of an entry ──► row ──► parameters, LoRA, labels (gateway)
-                                   class, files, tokens around a text (adapter)
+class, files, tokens around a text (adapter)
 
 To add a family, write a file with its class in `sie_adapter/families` and a row here (docs/families.md).
 
-A family from another package has no row. The entry point `sie.adapters` names its class. The family checks its own
+A family from another package has no row: the entry point `sie.adapters` names its class. The family checks its own
 parameters, and any file of a model's folder may be read.
 """
 
@@ -44,8 +44,7 @@ class Family:
     # weights are in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    # extra (optional dependencies) of the distribution that the family needs; `built-in` in a bundle leaves such a
-    # family out
+    # optional dependencies ("extra") of the distribution that the family needs; `built-in` in a bundle then excludes it
     extra: str = ""
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
 

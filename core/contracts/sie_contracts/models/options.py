@@ -43,7 +43,7 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Largest numbers of characters of a prompt, which is added to each input, and of the name of a LoRA. Other parameters
+# Maximum numbers of characters of a prompt, which is added to each input, and of the name of a LoRA. Other parameters
 # are limited only by the size of a message.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
@@ -67,7 +67,7 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
-# Parameters that do not change the fingerprint of a result, each with the reason.
+# parameters that do not change the fingerprint of a result, each with the reason
 NEUTRAL: Mapping[str, str] = {
     "profile": "the fingerprint is that of the profile which was chosen",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
@@ -108,7 +108,7 @@ class _Parameters:
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
         self._side = side
-        # if levels have the same parameter, the first of these levels counts
+        # if several levels have a parameter, the first of these levels counts
         self.levels: list[tuple[str, Mapping[str, Any]]] = [
             ("params.", params),
             ("", body),
@@ -127,7 +127,6 @@ class _Parameters:
         return self._found.get(name) or (name, None)
 
     def is_set(self, *names: str) -> bool:
-        """Return whether the request sets any of the parameters `names`."""
         return any(name in self._found for name in names)
 
     def drop(self, *names: str) -> None:
@@ -136,8 +135,8 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts that the route implies ("document" or ""). Return None if the request or the
-        profile already sets a side or a prompt.
+        """Return the side of the texts that the route implies ("document" or ""). None if the request or the profile
+        already sets a side or a prompt.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
@@ -147,7 +146,6 @@ class _Parameters:
         return not self._found.keys() <= _TOP_LEVEL.union(names)
 
     def only(self, names: Collection[str]) -> _Parameters:
-        """Return a copy with only the parameters in `names`."""
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
@@ -280,8 +278,8 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """Return the template of the prompt `name`, which the request has at `path`. Raises InvalidInput if the model has
-    no such prompt.
+    """Return the template of the prompt `name`, which the request has at `path`. Raises InvalidInput if the model lacks
+    it.
     """
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
@@ -320,7 +318,6 @@ def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool =
 
 
 def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
-    """Return the options of a decode request."""
     return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
 
 
@@ -439,7 +436,7 @@ def _family_parameters(
 def _schema_parts(
     entry: ModelEntry, request: _Parameters, parameters: dict[str, Any]
 ) -> tuple[output_schemas.SchemaPart, ...]:
-    """Take the schema or the groups of labels out of the parameters. Return the parts that the model answers."""
+    """Remove the schema or the groups of labels from the parameters. Return the parts that the model answers."""
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
     if schema is not None and groups is not None:
@@ -578,7 +575,7 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters)
 
 
 def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
-    """Return the model's template for the prompt that the request names, otherwise for the side of the texts (query or
+    """Return the model's template for the prompt that the request names, else for the side of the texts (query or
     document).
     """
     if request.is_set("prompt_name"):

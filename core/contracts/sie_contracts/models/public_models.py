@@ -25,8 +25,8 @@ from sie_contracts.names import in_words
 @dataclass(frozen=True)
 class _Kind:
     """The family that replaces a class of the public server. `extracts`: its outputs for the task `extract`.
-    `is_complete`: true if the file has all values that an entry needs; otherwise the prompts are copied from this
-    catalogue's entry.
+    `is_complete`: the file has all values that an entry needs; otherwise the prompts are copied from this catalogue's
+    entry.
     """
 
     family: str
@@ -221,7 +221,6 @@ class _Draft:
 
 
 def is_public(raw: Any) -> bool:
-    """Return whether a document is a model file of the public SIE."""
     return isinstance(raw, dict) and "id" not in raw and ("sie_id" in raw or "hf_id" in raw)
 
 
@@ -304,8 +303,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed by the values of the profile that it extends. Options are not merged: if the
-        profile has its own options, all options of the other profile are dropped.
+        """Return a profile, completed by the values of the profile that it extends. If it has its own options, it
+        inherits none of the other profile's options.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -383,8 +382,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the options in which a profile differs from the default profile. Return None, and add the profile to
-        the ignored fields, if it needs another family.
+        """Return the options in which a profile differs from the default profile. If it needs another family, add it to
+        the ignored fields and return None.
         """
         try:
             variant = self._kind(name)
@@ -485,7 +484,6 @@ def _overlaid(below: Any, above: Any) -> Any:
 
 
 def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of `changed` that `own` does not have with the same value."""
     return {key: value for key, value in changed.items() if own.get(key) != value}
 
 
