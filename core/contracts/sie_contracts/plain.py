@@ -18,15 +18,15 @@ from sie_contracts import arrays, body_values
 from sie_contracts.body_values import MAX_NESTING
 from sie_contracts.json_faults import fault_of
 
-SMALL_BYTES = 4096  # size of a body up to which its values are not counted, because it cannot contain too many
+SMALL_BYTES = 4096  # largest size in bytes of a body whose values are not counted, because it cannot contain too many
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """Error for bytes that are not a plain value, or that contain too many values. `reason` is the reason in the
-    client's error. The message repeats no part of the bytes.
+    """Error for bytes that are not a plain value, or that contain too many values. `reason`: the reason in the client's
+    error. The message repeats no part of the bytes.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -82,9 +82,7 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
 
 
 def _clean(error: Exception) -> str:
-    """Return the decoder's message without the fragment of the body that it may quote, because that is a client's
-    input.
-    """
+    """Return the decoder's message without the fragment of the body that it may quote: a client's input."""
     return str(error).split("'")[0].split('"')[0].strip()[:120]
 
 

@@ -14,9 +14,9 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.wire.topology import pool_name
 
 Parse = Callable[[str], Any]
-Kind = tuple[str, Parse]  # (the words after "expected" in an error message, function that parses or raises ValueError)
+Kind = tuple[str, Parse]  # the words after "expected" in an error message; function that parses, or raises ValueError
 
-MAX_DEVICES = 16  # largest number of devices of one worker
+MAX_DEVICES = 16  # maximum number of devices of one worker
 
 
 class Secret:
@@ -145,7 +145,7 @@ def _secret(text: str) -> Secret:
 
 
 def password(text: str) -> Secret:
-    """Return a password unchanged, with any spaces at its begin or end."""
+    """Return a password unchanged, with any spaces at its beginning or end."""
     return Secret(text)
 
 

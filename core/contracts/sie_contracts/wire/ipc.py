@@ -32,7 +32,7 @@ from sie_contracts.wire.heartbeats import Fetched
 from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
-MAX_REQUEST_BYTES = 128 << 20  # largest number of bytes of a frame that an adapter reads: 32 million token ids
+MAX_REQUEST_BYTES = 128 << 20  # maximum size of a frame that an adapter reads, in bytes: 32 million token ids
 FRAME_TIMEOUT_S = 30.0  # seconds in which a frame must be complete after its first byte
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
@@ -422,9 +422,7 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
     """Return the body of the next frame. The wait for its first byte has no time limit; then the frame must be complete
-    within FRAME_TIMEOUT_S.
-
-    Raises EOFError if the peer closed the connection between two frames, otherwise FrameError.
+    within FRAME_TIMEOUT_S. Raises EOFError if the peer closed the connection between two frames, otherwise FrameError.
     """
     try:
         first = await reader.readexactly(1)
