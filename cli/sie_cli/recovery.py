@@ -93,7 +93,6 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
 
 
 def read_backup(file: Path) -> Backup:
-    """Read a backup. Raises CommandRefused if the file is no backup or is damaged."""
     with refusing():
         head, _, content = file.read_bytes().partition(b"\n")
     if not head.startswith(FORMAT):
@@ -150,8 +149,8 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write keys to both buckets; where a key exists already, the stricter record wins. Return the number of keys that
-    were written to the main bucket.
+    """Write keys to both buckets; of two records, the stricter one wins. Return the number written to the main
+    bucket.
     """
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
@@ -167,7 +166,6 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
 
 
 async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
-    """Write the entries whose keys the bucket lacks. Return their number."""
     present = {entry.key for entry in await bucket.entries()}
     missing = [Write(key, value, 0) for key, value in entries if key not in present]
     batch: list[Write] = []

@@ -146,7 +146,6 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
 
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
-    """Run the steps that are not refused. Return the steps that remain."""
     from sie_broker.nats.operator import apply
 
     for step in steps:

@@ -133,9 +133,7 @@ async def guard(
 
 
 def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
-    """Return a catalogue of only the models with these names, ignoring case, revision and profile. Parsing all, perhaps
-    ten thousand documents, would be slow.
-    """
+    """Return a catalogue of only these models, by name without revision and profile: to parse all would be slow."""
     models = {model_of(name) for name in names}
     entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
     return Catalogue.from_documents(
@@ -144,9 +142,7 @@ def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
 
 
 def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
-    """Parse a stored document; None if there is none or if it is invalid. An older schema may have permitted an invalid
-    document, which a later write replaces.
-    """
+    """Parse a stored document; None if it is invalid, which an older schema may have permitted."""
     try:
         return None if entry is None else parse_document(entry)
     except ValidationFailed:
@@ -154,9 +150,7 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """Return the reasons, by alias, for those in `named` that are valid now and would be invalid with the model
-    `after`.
-    """
+    """Return why aliases in `named` that are valid now would be invalid with the model `after`."""
     changed = present.with_model(model, after, 0, "")
     problems = {}
     for name in named:

@@ -109,8 +109,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """Return the reply to an exception. Any exception except an SIEError is a fault of this service: it is logged with
-    its traceback, and the reply has the code INTERNAL_ERROR.
+    """Return the reply to an exception. All but SIEError are faults of this service: logged, and answered
+    INTERNAL_ERROR.
     """
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):

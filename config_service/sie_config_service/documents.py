@@ -75,9 +75,7 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
 
 
 def _check_events(body: bytes) -> None:
-    """Refuse a YAML document that is nested too deeply or has too many values. This happens before a tree is built,
-    because that is a C recursion without a limit. Raises ValidationFailed.
-    """
+    """Refuse YAML with too many levels or values. Building its tree afterwards is a C recursion without a limit."""
     depth = 0
     for number, event in enumerate(yaml.parse(body, _LOADER)):
         if number > MAX_EVENTS:
@@ -152,9 +150,7 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the text or number at a path, as the end of the error text `message`; empty if the error is not about a
-    wrong type.
-    """
+    """Return the value at a path as the end of the error text `message`; empty unless the type is wrong."""
     if not _GOT.search(message):
         return ""
     while path:
@@ -174,8 +170,8 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in the path of a fault by the map key that has the fault. To find the key, parse the
-    document with one key at a time.
+    """Replace each `[...]` in the path of a fault by the map key at fault: parse the document with one key at a
+    time.
     """
     loc = message
     while _ANY_KEY in loc:
@@ -193,7 +189,6 @@ def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
 
 
 def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield, for each key of the map at `path`, the key and a copy of `value` in which the map has only this key."""
     if not isinstance(value, dict):
         return
     if not path:
@@ -206,9 +201,7 @@ def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield each key with which `path` can begin, and the remaining path. A key may contain dots, so several may fit;
-    the longest is first.
-    """
+    """Yield each key with which `path` can begin, longest first, and the remaining path. A key may contain dots."""
     for key in sorted((key for key in keys if isinstance(key, str)), key=len, reverse=True):
         rest = path.removeprefix(f".{key}")
         if rest != path and rest[:1] in ("", ".", "["):

@@ -211,7 +211,6 @@ async def _read(request: Request) -> tuple[ParsedDocument, bytes]:
 
 
 async def _body(request: Request) -> bytes:
-    """Read the whole body. Raises PayloadTooLarge, GatewayTimeout."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -249,9 +248,7 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags of a write from its query. Unknown parameters are refused: a write with a misspelt `dry_run` would
-    be stored.
-    """
+    """Read the flags of a write. Unknown parameters are refused: a write with a misspelt `dry_run` would be stored."""
     for name in request.query_params:
         if name not in names:
             message = f"{name[:60]}: no such parameter of a write{did_you_mean(name, names)}"

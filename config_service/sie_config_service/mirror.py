@@ -268,9 +268,7 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Return the writes after the last read, up to `last` or later. If the bucket has lost `last`, return the
-        writes that it still has. Raises BrokerUnavailable.
-        """
+        """Return the writes after the last read, up to `last` or later; without `last` if the bucket has lost it."""
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))

@@ -171,7 +171,6 @@ class Overlay:
 
 
 def _document(path: str, body: bytes) -> ModelEntry | Alias | BundleEntry:
-    """Parse one file. Raises ValidationFailed, which names the file."""
     try:
         if len(body) > MAX_FILE_BYTES:
             raise invalid("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")
@@ -187,8 +186,8 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add the families of other installed distributions to the packaged bundle: on one machine, its workers run in the
-    same environment as this process.
+    """Add families of other installed distributions to the packaged bundle: on one machine, its workers can import
+    them.
     """
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (

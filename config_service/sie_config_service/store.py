@@ -499,9 +499,7 @@ class CatalogueStore:
 def _to_seed(
     present: Mapping[str, HeldModel], packaged: Mapping[str, tuple[ModelEntry | Alias, str]]
 ) -> list[CatalogueChange]:
-    """Return the changes that make `present` equal to `packaged` (the models of the package and the models folder).
-    Models that were written over the API are not changed.
-    """
+    """Return the changes that make `present` equal to the folders (`packaged`), except models written over the API."""
     changes: list[CatalogueChange] = []
     for model, (entry, source) in packaged.items():
         held, document = present.get(model, HeldModel()), normalised(entry)
@@ -535,7 +533,6 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
 
 
 def _copied(entry: Entry | None) -> StoredModel | None:
-    """Decode an entry of the copy. A damaged entry counts as missing, so that it is written again."""
     try:
         return None if entry is None or entry.value is None else _stored.decode(entry.value)
     except msgspec.DecodeError as error:

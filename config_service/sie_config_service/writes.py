@@ -74,8 +74,8 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the stored reply to an earlier
-    write with the same Idempotency-Key.
+    """Reply to a write. `created`: a model or profiles. `replayed`: it is the stored reply to the same
+    Idempotency-Key.
     """
 
     body: dict[str, Any]
@@ -159,9 +159,6 @@ class CatalogueWriter:
         return await guard(index, read, self._store.catalogue, request.model, held, entry, force=request.force)
 
     async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
-        """Raise PayloadTooLarge for an entry above MAX_ENTRY_BYTES, and ContentConflict for a new id if MAX_IDS
-        exist.
-        """
         if (size := len(msgspec.json.encode(entry))) > MAX_ENTRY_BYTES:
             message = f"{model} takes {size} bytes, at most {MAX_ENTRY_BYTES} are kept: split its profiles"
             raise PayloadTooLarge(message, param="body", extras={"limit": MAX_ENTRY_BYTES})
@@ -193,8 +190,8 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for a write whose If-Match is not the current revision. Its `diff` has the changes since
-        that revision, if it is still stored.
+        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision, if it is still
+        stored.
         """
         base = await self._store.revision(model, expected)
         return ContentConflict(

@@ -132,7 +132,6 @@ class MigrationReport:
         self.step = step
 
     def report_step(self, text: str, **facts: Any) -> None:
-        """Print a line about the current step, and add `facts` to its entry in the report."""
         self.facts.setdefault(self.step, {}).update(facts)
         self.say(f"{STEPS.index(self.step) + 1}/{len(STEPS)} {self.step}: {printable(text)}")
 
@@ -366,7 +365,6 @@ class Migration:
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        """Return the new model's measurements as a shadow, merged from all gateways that have some."""
         aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
         shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
         return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
@@ -575,8 +573,6 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """Change of one field by a revision of an alias."""
-
     path: str
 
 
@@ -668,9 +664,7 @@ class Aliases:
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write a change of the alias and return the new revision. Raises CommandRefused, also if the alias has another
-        revision by now.
-        """
+        """Write a change and return the new revision. Raises CommandRefused, also if another writer was faster."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body

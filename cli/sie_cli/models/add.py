@@ -104,10 +104,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return an entry as text and parsed. `source` is an entry (a file, or - for standard input) or a model to inspect.
-
-    Raises CommandRefused, UsageError.
-    """
+    """Return an entry as text and parsed. It is read from a file or standard input (-), or created for a model."""
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
@@ -126,8 +123,8 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check those files of an entry that are already on this machine, without a download, and print which files were
-    not checked. Raises ModelLoadFailed if a file is wrong.
+    """Check the entry's files that are on this machine, and print the others. Raises ModelLoadFailed if one is
+    wrong.
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
@@ -154,7 +151,6 @@ def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
 
 
 def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Path) -> None:
-    """Write the entry to a folder of models. Raises CommandRefused if the name is taken or not allowed."""
     if entry.id.startswith("bundles/"):
         raise CommandRefused(f"{entry.id}: the folder bundles/ is for bundles; give the model another name with --id")
     file = _file(entry.id, folder)
@@ -185,7 +181,6 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
-    """Return whether the packaged catalogue has an entry with this name but with different weights."""
     packaged = read_folder(packaged_folder() / "models").get(entry.id)
     return packaged is not None and (not isinstance(entry, ModelEntry) or _weights_of(packaged) != _weights_of(entry))
 

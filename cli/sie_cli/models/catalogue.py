@@ -75,7 +75,6 @@ def list_command(
 
 
 def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
-    """Print one table of models. With `by`, print one table per group; a model may be in several groups."""
     if not models:
         click.echo("no models")
         return
@@ -103,7 +102,6 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _size(model: dict[str, Any]) -> str:
-    """Return the name of the model's size group, by the bytes of its first download."""
     count = model.get("download_bytes", 0)
     return next(name for name, most in _SIZES if count <= most) if count else _UNSTATED
 
@@ -155,7 +153,6 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
 
 
 def _changes(changes: list[dict[str, Any]]) -> str:
-    """Format the changes of a revision as `run.pooling: mean -> cls, ...`: the first MAX_CHANGES, then a count."""
     parts = [
         f"{change['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(change, 'before')} -> "
         f"{shown(change, 'after')}"
@@ -307,7 +304,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(path: str) -> list[str]:
-    """Split a path such as `profiles."v1.5".run` into its keys. Return an empty list if the path is invalid."""
+    """Split a path such as `profiles."v1.5".run` into its keys; empty if the path is invalid."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])

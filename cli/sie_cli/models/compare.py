@@ -178,10 +178,6 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
 
 
 def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
-    """Compare two models by their vectors if both have dense vectors, else by their scores.
-
-    Raises CommandRefused and SIEError.
-    """
     infos = [client.get_model(name) for name in names]
     if all("dense" in info["dims"] for info in infos):
         return of_vectors(client, names, sample.texts, queries)
@@ -383,7 +379,6 @@ def svg(agreement: Agreement) -> str:
 
 
 def _axes(title: str, x_name: str, x_ticks: Mapping[str, float], y_ticks: Mapping[str, float]) -> list[str]:
-    """Return the SVG elements of a panel's axes. Ticks: label -> position from 0 to 1."""
     parts = [
         f'<text x="{LEFT}" y="18">{title}</text>',
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{x_name}</text>',

@@ -44,8 +44,8 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return its row of the result table, also if it is rejected. Raises CommandRefused if the
-    config service accepts no file at all.
+    """Import a file and return its row of the result table. Raises CommandRefused if the service accepts no file at
+    all.
     """
     from sie_config_service.documents import read
 

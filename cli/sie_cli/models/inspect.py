@@ -98,10 +98,7 @@ def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str
 
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
-    """Find the model. Return its local folder, the value of the entry's field `weights`, and its default name.
-
-    Raises CommandRefused, ModelLoadFailed.
-    """
+    """Return the model's local folder, the value of the entry's field `weights`, and the model's default name."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision:
@@ -122,14 +119,13 @@ def folder_name(folder: Path) -> str:
 
 
 def _like(name: str) -> str:
-    """Return similar names in the packaged catalogue, as a question at the end of an error text. Empty if none."""
     near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the full commit of `revision`. Without a revision, return the commit in the packaged catalogue, else the
-    only commit in the cache, else the current commit of the main branch.
+    """Return the commit of `revision`; without one, of the packaged catalogue, the cache (if it has one), or the main
+    branch.
     """
     if revision and _COMMIT.fullmatch(revision):
         return revision
@@ -156,7 +152,6 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
 
 
 def _without_hub(hub: str, revision: str | None) -> str:
-    """Return advice to name a full commit, for a user whose machine cannot ask the hub."""
     if revision:
         return "give --revision the whole commit, 40 hex digits"
     return f"name its commit: `sie models add {hub} --revision COMMIT`"
@@ -164,7 +159,6 @@ def _without_hub(hub: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _hub(action: str, instead: str) -> Iterator[None]:
-    """Convert errors of the hub's client to CommandRefused, with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     # base class of all errors of the HTTP library that huggingface_hub uses (requests or httpx)
@@ -185,8 +179,6 @@ def _hub(action: str, instead: str) -> Iterator[None]:
 
 
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
-    """Return the folder of a commit, from the caches or downloaded: only the files that its kind of model needs."""
-
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry(
             {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}

@@ -68,7 +68,6 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
 
 
 def _catalogue(settings: Settings) -> Catalogue:
-    """Return the packaged catalogue and the models folder, merged like in the config service."""
     from sie_config_service.overlay import Overlay
 
     models: dict[str, ModelEntry] = {}
@@ -90,8 +89,8 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the catalogue entry of a model folder; None if there is none yet. Raises CommandRefused if another model
-    has the folder's name.
+    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if another model has the folder's
+    name.
     """
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):

@@ -195,7 +195,7 @@ class ConfigServiceClient:
         return lines
 
     def _config_url(self) -> str | None:
-        """Return the config service's address from the gateway's /health; None if the reply has none."""
+        """Return the config service's address, which a gateway's /health may contain."""
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):
@@ -254,7 +254,6 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _field(path: str) -> str:
-    """Return the path of a field without its beginning `$.` (the root of the document)."""
     return path.removeprefix("$.")
 
 

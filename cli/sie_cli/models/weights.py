@@ -260,9 +260,6 @@ class _WeightsSource:
 
 
 def _weights_source(settings: Settings, reference: str, name: str | None, revision: str | None) -> _WeightsSource:
-    """Resolve MODEL_OR_FOLDER to a folder of weights. Raises CommandRefused, click.UsageError, ModelLoadFailed,
-    FetchFailed, ManifestError, OSError.
-    """
     folder = Path(reference).expanduser()
     if folder.is_dir():
         if not name:
@@ -283,7 +280,6 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
-    """Return the manifest of a user's folder. If `revision` is None, the revision is a digest of the files."""
     with _bar(f"read {folder}") as progress:
         progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         manifest = describe(folder, name, revision or "content", read=progress.add)
@@ -294,10 +290,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub name and a commit: the catalogue's, or a stub if it lacks the model.
-
-    Raises CommandRefused.
-    """
+    """Return an entry whose weights have a hub name and a commit. If the catalogue lacks the model, return a stub."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
@@ -329,7 +322,6 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
 
 
 def _only_commit(settings: Settings, hub: str) -> str:
-    """Return the only commit of `hub` in this node's cache. Raises CommandRefused unless there is exactly one."""
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
@@ -360,9 +352,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots in the local cache. The names and sizes of a snapshot's files are compared with its
-    manifest. The hub's own client writes no manifest: its snapshot is listed if it is complete according to the hub's
-    list of files.
+    """Return the snapshots in the local cache: their files are compared with the manifest by name and size. Without a
+    manifest (the hub's own client writes none), a snapshot must be complete according to the hub's list of files.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -388,8 +379,8 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots that `names` selects by repository or repository@commit, where a commit may be shortened;
-    all if `names` is empty. Raises CommandRefused, click.UsageError.
+    """Yield the snapshots that match `names` (repository, or repository@commit, possibly shortened); all if it is
+    empty.
     """
     if not names:
         yield from stored
@@ -415,7 +406,6 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
 
 @contextlib.contextmanager
 def _refusing(settings: Settings) -> Iterator[None]:
-    """Convert an error to one line and an exit status: 2 for an invalid setting, else 1."""
     try:
         with refusing():
             yield

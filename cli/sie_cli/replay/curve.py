@@ -59,7 +59,6 @@ def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
 
 
 def _steps(most: float) -> tuple[float, int]:
-    """Return a round distance between two ticks, and the number of ticks up to `most`, at most eight."""
     power = 10.0 ** math.floor(math.log10(most))
     step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most <= 8 * power * part)
     return step, max(1, math.ceil(most / step))

@@ -159,8 +159,6 @@ class _ReplayConsumer:
 
 @dataclass
 class _Feed:
-    """State of a consumer at one worker."""
-
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0
     mean_cost: float = 0.0

@@ -135,7 +135,6 @@ def serve(
 
 
 def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
-    """Return the plan with the models of the command line, which are loaded at the start. Raises CommandRefused."""
     served = []
     for spec in models:
         model = look_up(plan.settings, spec)
@@ -150,8 +149,8 @@ def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
 
 
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """Return the settings with port 0 (any free port) for metrics, unless the operator set a port: on a laptop, the
-    documented ports are often in use.
+    """Set ports of metrics that the operator did not choose to 0 (any free port): on a laptop, the defaults are often
+    in use.
     """
     assigned = [
         name
@@ -162,9 +161,7 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return what this run needs from the machine. Ports that the user did not set are left out: they will be any free
-    ports.
-    """
+    """Return what this run needs from the machine, without the ports that will be any free ones."""
     settings = plan.settings
     listeners = [
         PortListener("--port", plan.host, plan.port, plan.gateways),

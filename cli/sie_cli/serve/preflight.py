@@ -76,7 +76,6 @@ def _ports(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _cannot_listen(host: str, port: int) -> OSError | None:
-    """Return the error of an attempt to bind this address; None if a server can listen on it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -101,7 +100,6 @@ def _remedy(listener: PortListener, port: int, reason: OSError) -> str:
 
 
 def _next_free(listener: PortListener) -> int:
-    """Return the first of `count` consecutive free ports above the listener's port."""
     for first in range(listener.port + 1, min(listener.port + 1000, 65536 - listener.count)):
         if not any(_cannot_listen(listener.host, first + number) for number in range(listener.count)):
             return first
@@ -150,7 +148,6 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _stream_bytes(queue_bytes: int) -> int:
-    """Return the bytes that the broker reserves for the two streams of a pool: for work and for dead letters."""
     dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
     return queue_bytes + dead.max_bytes
 

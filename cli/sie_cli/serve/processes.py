@@ -117,9 +117,7 @@ class LocalCluster:
         self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Start all processes in order, wait for a signal or a fatal error, then stop them in order. Return the exit
-        status.
-        """
+        """Run all processes until a signal or a fatal error, then stop them in order. Return the exit status."""
         broker, config, gateways, sidecars, adapters = groups
         children = [*broker, *config, *gateways, *sidecars, *adapters]
         self._say("serve", f"starting {', '.join(child.name for child in children)}")
@@ -175,8 +173,8 @@ class LocalCluster:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Return the processes as five lists: broker, config service, gateways, sidecars, adapters. In standalone mode,
-        one process replaces the first four.
+        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process replaces the
+        first four.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -270,13 +268,11 @@ class LocalCluster:
         )
 
     def _name_workers(self, ports: list[int]) -> None:
-        """Set the addresses of the workers in the gateways' settings. /ws/status needs them."""
         if self._plan.settings.gateway_workers is None:
             host = _reachable(self._plan.host)
             self._flags["SIE_GATEWAY_WORKERS"] = ",".join(f"http://{host}:{port}" for port in ports)
 
     def _worker_id(self, number: int) -> dict[str, str]:
-        """Return the setting for a worker's id: with several workers, the configured id and a number."""
         if self._plan.workers == 1:
             return {}
         base = self._plan.settings.worker_id or "worker"
@@ -299,9 +295,7 @@ class LocalCluster:
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Wait until all processes are ready, and print which are not. Stop `sie serve` if a model of the command line
-        cannot be loaded, because no request for it could be answered.
-        """
+        """Wait until all processes are ready. Stop `sie serve` if a model of the command line cannot be loaded."""
         started_s = last_reported_s = time.monotonic()
         last_line, repeats = "", 0
         waiting = {**self._readiness, **self._visibility}
@@ -340,9 +334,7 @@ class LocalCluster:
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print the name of the stream that the broker is reading at its start. Until all streams are read, the broker
-        does not answer; with damaged files, it may never finish.
-        """
+        """Print which stream the broker still reads. It answers only after that; with damaged files, perhaps never."""
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
@@ -353,8 +345,8 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker after a write error (usually: disk full), as soon as the disk has space again. Until its
-        restart, it refuses all writes to the stream.
+        """Restart the broker after a write error (a full disk) once the disk has space: until then it refuses all
+        writes.
         """
         embedded = self._embedded
         assert embedded is not None
@@ -375,7 +367,6 @@ class LocalCluster:
                     is_reported = True
 
     def _access(self) -> Access:
-        """Return the addresses and credentials of this run, for commands of the same user."""
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
         # do not publish the token of the operator's own config service
@@ -446,7 +437,6 @@ class LocalCluster:
             )
 
     def _metrics_urls(self) -> dict[str, list[str]]:
-        """Return the addresses of metrics and probes of gateways and workers, by component."""
         host = _reachable(self._plan.host)
         return {
             name: [f"http://{host}:{first + number}" for number in range(count)]

@@ -103,7 +103,6 @@ async def _run(
 
 
 def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
-    """Return the settings for each worker: they differ in socket, metrics port and id."""
     workers = []
     for number in range(count):
         port = settings.worker_metrics_port

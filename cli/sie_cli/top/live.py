@@ -68,9 +68,7 @@ async def show(
 
 
 async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
-    """Yield frames without end, and reconnect after a lost connection. Raises SIEError if the first connection fails,
-    or if the gateway refuses the request.
-    """
+    """Yield frames without end. Raises SIEError if the first connection fails, or if the gateway refuses."""
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:
@@ -110,7 +108,6 @@ async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw each frame: in a terminal in place, and restore the terminal at the end; in a pipe, one after the other."""
     if console.is_terminal:
         await _draw_in_place(view, console, stop)
     while True:
@@ -124,9 +121,7 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place until the task is cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the shell
-    continues the process.
-    """
+    """Draw in place until the key q sets `stop`. Ctrl-Z restores the terminal until the shell continues the process."""
     suspension = asyncio.Event()
 
     def request_pause() -> None:

@@ -209,9 +209,7 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """Return how many of `count` rows to show in `room` lines. If only one row would be hidden, show it in place of the
-    line that counts hidden rows.
-    """
+    """Return how many rows fit. A single hidden row is shown in place of the line that counts hidden rows."""
     return count if count <= room + 1 else room
 
 
@@ -236,12 +234,10 @@ def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
 
 
 def queued_in(frame: StatusFrame) -> int | None:
-    """Return the number of messages in all queues of a frame; None if the gateway has no data about the queues."""
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
 def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
-    """Join parts with two cells between them, on as many lines as needed. No part is split."""
     lines = [Text(no_wrap=True, overflow="ellipsis")]
     for text, colour in parts:
         if lines[-1].cell_len and lines[-1].cell_len + 2 + len(text) > width:
@@ -251,7 +247,6 @@ def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
 
 
 def _with_rest(table: Table, count: int, rest: int, noun: str) -> Iterable[RenderableType]:
-    """Return a table and a line below it: the number of hidden rows, or `none` for a table without rows."""
     below = f"  {rest:,} {noun}" if rest > 0 else "" if count else "  none"
     return (table, Text(below, "bright_black")) if below else (table,)
 
@@ -277,7 +272,6 @@ def lanes_of(frame: StatusFrame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
-    """Return the queue of each model, from the broker's figures, else from those of the workers."""
     queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
         queues.setdefault(row.model, Queued()).add(row)
@@ -285,7 +279,6 @@ def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
 
 
 def _age(age_s: float) -> str:
-    """Format an age with at most three digits and a unit."""
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
@@ -297,14 +290,13 @@ def _age_colour(age_s: float) -> str:
 
 
 def _aged(queued: Queued) -> str:
-    """Return a table cell with the age of the oldest work, in its colour; empty if there is no work."""
     age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
     return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return an empty table. `first`: width of the first column in cells, the same in all tables. `columns`: titles,
-    and whether the cells are numbers.
+    """Return an empty table. `first`: width of the first column, in cells. `columns`: titles, and whether cells are
+    numbers.
     """
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
@@ -334,8 +326,8 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
-    """Build the table of workers: unhealthy workers first, then by queue. If there is `room` (in lines), a worker with
-    several devices has a row for each of them below its own.
+    """Return the table of workers: unhealthy ones first, then by queue. With enough `room` (lines), devices have rows
+    too.
     """
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
@@ -355,7 +347,6 @@ def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: 
 
 
 def _cells(name: str, device: str, is_ready: bool, row: WorkerRow | DeviceRow, width: int) -> list[str]:
-    """Return the table cells of a worker, or of one of its devices."""
     state = "[green]ready[/green]" if is_ready else "[red]not ready[/red]"
     share = row.memory_used_bytes / row.memory_total_bytes if row.memory_total_bytes else None
     memory = [_plain(device), _memory(row, share)] if width >= _WIDE else ["-" if share is None else f"{share:.0%}"]
@@ -422,8 +413,8 @@ class HistoryTrend(msgspec.Struct, frozen=True):
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """Return a line with the trend of requests per second and of queued messages, the newest frame at the right end.
-    Return no line for fewer than two frames, or if the width is too small.
+    """Return a line with the trends of requests per second and queued messages, the newest at the right; none if too
+    narrow.
     """
     steps = list(trend)
     if len(steps) < 2:
@@ -443,9 +434,7 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
 
 
 def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
-    """Return a line with latency and errors of the last hour and the trend of the latency, the newest minute at the
-    right end. Return no line if no request was answered.
-    """
+    """Return a line with latency and errors of the last hour, the newest minute at the right; none without requests."""
     if past is None:
         return []
     if not past.steps or "total_time" not in past.stages:
@@ -481,7 +470,6 @@ def _ms(value: float) -> str:
 
 
 def _most(values: Iterable[float | None]) -> str:
-    """Format the largest value of a trend, which its highest bar shows."""
     most = max((value for value in values if value is not None), default=0)
     return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
 

@@ -225,7 +225,6 @@ def reply(answer: ModelAnswer) -> dict[str, Any]:
 
 
 def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result in the API's form, where each output is a map of its description and values."""
     slot = {name: value for name, value in result.items() if name != "outputs"}
     for name, described in result.get("outputs", {}).items():
         held = result[name]

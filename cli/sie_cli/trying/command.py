@@ -86,8 +86,8 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name under which the gateway serves a model. If the local `sie serve` lacks the model, add it and wait
-    for it. Raises CommandRefused.
+    """Return the name under which the gateway serves a model. If the local `sie serve` lacks the model, add it and
+    wait.
     """
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
@@ -132,7 +132,6 @@ def _print_answer(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Print the answer of a model. The process ends with status 1 if an input has no result."""
     from rich.console import Console
 
     from sie_cli.trying.asking import Question, ask_model, read

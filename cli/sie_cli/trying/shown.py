@@ -198,7 +198,6 @@ def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator
 
 
 def _place(entity: Mapping[str, Any]) -> str:
-    """Format the offsets of an entity in a text, or its box in an image."""
     if entity.get("bbox"):
         x, y, width, height = (round(edge) for edge in entity["bbox"])
         return f"x {x}, y {y}, {width} x {height}"
@@ -241,7 +240,6 @@ def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableTy
 
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
-    """Yield a line with the time of each stage, and below it the notes about the line."""
     timing, usage = answer.shared["timing"], answer.shared["usage"]
     rest = timing["total_ms"] - timing["queue_ms"] - timing["inference_ms"]
     yield Text.assemble(
@@ -260,7 +258,6 @@ def _ms(value: float) -> str:
 
 
 def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
-    """Yield a bar for each stage of the request, and then for each stage of each chunk at its worker."""
     timing = answer.shared["timing"]
     yield Text("")
     yield _stages([(name, timing[key]) for key, name in STAGE_WORDS.items()], timing["total_ms"])

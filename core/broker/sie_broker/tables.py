@@ -199,7 +199,6 @@ class StoredTable:
         }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """Update the parts that have a changed row. Return all parts, and the encoded parts that changed."""
         changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
         changed |= before.hosts.keys() - table.hosts.keys()
         changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}

@@ -112,7 +112,6 @@ def multivector(value: Any) -> NDArray[np.float32]:
 
 
 def _nested(rows: list[Any]) -> Array:
-    """Convert lists of numbers to float64. Raises ValueError for a row of another length, a string or a boolean."""
     width = len(rows[0]) if rows and isinstance(rows[0], list) else 0
     for index, row in enumerate(rows):
         if not isinstance(row, list):
@@ -135,14 +134,12 @@ def ext_hook(code: int, data: memoryview) -> Array:
 
 
 def _ext_map(code: int, data: memoryview) -> dict[bytes, Any]:
-    """Return the map of the array in an ext type. Raises ValueError."""
     dtype, axes, raw = _ext(code, data)
     _array(dtype, axes, raw, _EXT_ACCEPTED)
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": axes, b"data": raw}
 
 
 def _ext(code: int, data: memoryview) -> tuple[str, list[int], bytes]:
-    """Return dtype, shape and bytes of an array in numpy's ext type. Raises ValueError."""
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)

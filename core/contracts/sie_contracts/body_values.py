@@ -139,9 +139,6 @@ def _is_map(first: int) -> bool:
 
 
 def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
-    """Return the number of values (keys included) of the list or map whose header is at `at`, and the first one's
-    offset.
-    """
     if first < 0xA0:
         return (first & 15) << _is_map(first), at + 1
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(first)
@@ -152,8 +149,8 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Skip `count` values at once. Return the offset after them if all begin with the same byte (of a type with a fixed
-    size), or if each of them is one byte long. Otherwise return `begin`.
+    """Skip `count` values at once if all begin with the same byte (of a type with a fixed size), or if each is one byte
+    long. Return the offset after them, else `begin`.
     """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):

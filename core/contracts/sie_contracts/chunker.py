@@ -147,9 +147,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
 
 
 def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], whole: NDArray[np.bool_]) -> None:
-    """Add the line ends of a block of code or a table, from `first` to `stop`, as possible cuts. Ends of sentences
-    inside it are no cuts.
-    """
+    """Add the line ends of a block of code or a table as possible cuts. Ends of sentences inside it are no cuts."""
     whole[first + 1 : stop] = True
     lines = slice(int(np.searchsorted(starts, first, side="right")), int(np.searchsorted(starts, stop)))
     levels[LINE].update(starts[lines].tolist())
@@ -175,8 +173,8 @@ def _sentence_ends(text: str) -> Iterator[int]:
 
 @cache
 def _markdown() -> MarkdownIt:
-    """Return the parser for blocks of Markdown. It reads indented code and HTML as plain text, because most texts with
-    them are not Markdown. Tables are found by a regular expression: the parser would create an object for each cell.
+    """Return the parser for blocks of Markdown. Indented code and HTML are read as text: most texts with them are not
+    Markdown. Tables are found by a regular expression: the parser would create an object for each cell.
     """
     return MarkdownIt("commonmark").disable(["inline", "code", "html_block"])
 

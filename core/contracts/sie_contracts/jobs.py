@@ -232,7 +232,6 @@ def bounded(record: T) -> T:
 
 
 def cut_text(text: str, most: int) -> str:
-    """Return the text, shortened to at most `most` bytes of UTF-8."""
     if len(text) * 4 <= most or len(data := text.encode()) <= most:
         return text
     return data[: most - len(_CUT)].decode(errors="ignore") + _CUT.decode()

@@ -47,7 +47,6 @@ def fault_of(body: bytes, error: Exception) -> str:
 
 
 def _explained(body: bytes, at: int, says: str) -> str:
-    """Return the message for a fault at the byte `at`, where the decoder stopped with the message `says`."""
     if "trailing characters" in says:
         at = max(0, at - 1)  # the decoder has already read one of the trailing characters
     for number in _NO_NUMBERS:

@@ -64,7 +64,6 @@ class NameIndex:
 
     @cached_property
     def _folded(self) -> dict[str, list[str]]:
-        """Return a map from each id in its case-folded form to the ids as they are written."""
         ids: dict[str, list[str]] = {}
         for name in self._ids:
             ids.setdefault(name.casefold(), []).append(name)
@@ -72,8 +71,8 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return the case-folded ids in three forms: as one text with an id per line, as a list, and the offset of each
-        id in the text.
+        """Return the case-folded ids as a text with an id per line, as a list, and the offset of each id in the
+        text.
         """
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]

@@ -87,8 +87,8 @@ def _clean(error: Exception) -> str:
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Raise Malformed for values that are nested too deep, and in msgpack also for wrong types of values and keys. The
-    types of a list are compared as a set, which takes a fifth of the time of a test for each value.
+    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. The types
+    of a list are compared as a set, which takes a fifth of the time of a test for each value.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

@@ -160,8 +160,8 @@ class NatsConnection:
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try once to connect; the client then tries each server once or twice. The client's own retries would never
-        end, not even after a cancellation (nats-py 2.16).
+        """Try once to connect. The client's own retries would never end, not even after a cancellation (nats-py
+        2.16).
         """
         self._client = Client()
         self._client._transport = self._transport = Transport()
@@ -190,7 +190,7 @@ class NatsConnection:
         )
 
     async def _hang_up(self) -> None:
-        """Close the connection. If the peer does not read the bytes that are still buffered, abort the transport."""
+        """Close the connection. Abort the transport if the peer does not read the bytes that are still buffered."""
         closing = asyncio.get_running_loop().create_task(self._client.close())
         await asyncio.wait({closing}, timeout=HANG_UP_S)
         self._transport.abort()

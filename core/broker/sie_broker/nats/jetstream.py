@@ -167,7 +167,6 @@ class NatsPulls:
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> None:
-        """Start the task that sends pull requests. `expires_s`: for pulls of more than one delivery."""
         self._bus = bus
         self._expires_s = expires_s
         self._client = client
@@ -325,8 +324,8 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Give up expired pulls as lost if their deliveries neither arrived nor were reported as not delivered. New
-        pulls then request these deliveries again.
+        """Give up expired pulls as lost if their deliveries did not arrive and were not reported. New pulls replace
+        them.
         """
         loop = asyncio.get_running_loop()
         self._watchdog = None

@@ -97,9 +97,7 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. A bucket may be large, so the total time has no limit, but API_TIMEOUT_S
-        seconds without a new entry raise BrokerUnavailable.
-        """
+        """Wait until a read is complete. Raises BrokerUnavailable after API_TIMEOUT_S seconds without a new entry."""
         before = -1
         while not complete.done():
             if len(entries) == before:
@@ -175,7 +173,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a consumer for one reader, from revision `first` on. Return its name and the number of messages to
+        """Create a consumer for a reader, from revision `first` on. Return its name and the number of messages to
         read.
         """
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
@@ -296,7 +294,6 @@ class _KeyValueWatch:
                 await self._check()
 
     async def _woken(self) -> bool:
-        """Wait for a wake-up and return True; return False after _WATCH_CHECK_S seconds without one."""
         try:
             async with asyncio.timeout(_WATCH_CHECK_S):
                 await self._wake.wait()

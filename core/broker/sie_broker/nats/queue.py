@@ -154,9 +154,6 @@ class NatsAdministration(NatsQueue):
         )
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Try once to create or update a consumer. Raises Refusal with a code in CONSUMER_GONE if another process
-        deletes it meanwhile.
-        """
         desired = consumer_config(spec)
         verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
         create = {"stream_name": spec.stream, "action": "create", "config": desired}

@@ -305,7 +305,6 @@ def _name(config: Mapping[str, Any]) -> str:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the file; missing ones have the defaults of the class."""
     _, defaults = _PROCESSORS[_name(config)]
     return {**_COMMON, **defaults, **{key: value for key, value in config.items() if value is not None}}
 
@@ -319,9 +318,7 @@ def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, floa
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return a size setting as a map from edge to pixels. A single number is both edges if `square` is true, otherwise
-    the shorter edge. Raises UnknownProcessor.
-    """
+    """Return a size as a map from edge to pixels. A single number is both edges if `square`, else the shorter edge."""
     value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}

@@ -203,9 +203,7 @@ _WHISPER_HIGH = 8000.0
 
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    """Return the recipe of Whisper, like WhisperFeatureExtractor of transformers without truncation: a sound longer
-    than the window keeps all its frames.
-    """
+    """Return the recipe of Whisper without truncation: a sound longer than the window keeps all its frames."""
     settings = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in _WHISPER_FIXED.items() if settings[name] != value]:
         raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, known is {_WHISPER_FIXED[changed[0]]}")

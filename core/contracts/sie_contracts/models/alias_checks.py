@@ -94,9 +94,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` by profile, for all profiles that a request to the alias may name: only the target's
-    profile, or any profile if the target names none.
-    """
+    """Return `Resolved.numbers` by profile, for the profiles that a request to the alias may name."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,

@@ -121,9 +121,7 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the name under which a target is hashed with a key: without the revision, so that keys keep their target
-    when the model gets a new revision.
-    """
+    """Return the name to hash with a key: without the revision, so that keys keep their target at a new revision."""
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
@@ -145,8 +143,8 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1, computed from a hash of the parts. The length of each part is hashed too, so
-    that ("ab", "c") and ("a", "bc") differ.
+    """Return a number above 0 and below 1, from a hash of the parts. Their lengths are hashed too: ("ab", "c") and
+    ("a", "bc") differ.
     """
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:

@@ -181,8 +181,8 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return the resolution with its bundles: only `bundle` if the request names it, otherwise all bundles that can
-        serve the model. Raises BundleConflict.
+        """Return the resolution with its bundles: only `bundle` if the request names it, else all that can serve the
+        model.
         """
         if resolved.bundles and not bundle:
             return resolved
@@ -261,9 +261,6 @@ class Catalogue:
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """Return a copy of the map in which `key` has the value, or is removed if `value` is None. Without a change, return
-    the map itself.
-    """
     if value is None and key not in mapping:
         return mapping
     new = dict(mapping)
@@ -280,9 +277,6 @@ def _no_revision(entry: ModelEntry, revision: str) -> ModelNotFound:
 
 
 def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
-    """Return the options of a profile: those of the model, overridden by those of the profile that it extends,
-    overridden by its own.
-    """
     run, load = entry.run, entry.load
     variant = entry.profiles.get(profile)
     if variant is None:
@@ -301,8 +295,8 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options, key by key. A profile can set a flag but cannot clear one, because false also means unset.
-    The exception is `causal`, for which unset is None.
+    """Override load options. A profile cannot clear a flag, because false means unset; for `causal`, None means
+    unset.
     """
     if layer is None:
         return base

@@ -27,8 +27,8 @@ _FIRST_MODELS = 64
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host that serves until all new hosts have loaded the model; not counted
-    in `target_count`.
+    """Hosts of one model. `leaving`: a former host, not in `target_count`, that serves until all new hosts are
+    loaded.
     """
 
     model: str
@@ -196,7 +196,6 @@ class Layout:
         return self._changes(touched)
 
     def _is_movable(self, use: NDArray[np.float64]) -> bool:
-        """Return whether a move of one model could lower the use of the busiest worker enough."""
         most = use.max()
         if most <= HOT:
             return False
@@ -245,9 +244,7 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use of each worker, by worker index. Rounding makes the values independent of the order in
-        which the demands were added.
-        """
+        """Return the planned use by worker index, rounded in order not to depend on the order of the additions."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
@@ -347,9 +344,7 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """For workers with more models than slots: move models that they have not loaded to workers with room, lowest
-        demand first.
-        """
+        """For workers with more models than slots: move unloaded models to workers with room, lowest demand first."""
         if not self._overfull:
             return
         room = sum(max(0, worker.free) for worker in self.workers.values())
@@ -412,5 +407,4 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    """Return a sort key for descending order of names."""
     return (*(-ord(char) for char in name), 1)

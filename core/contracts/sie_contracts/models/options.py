@@ -142,7 +142,6 @@ class _Parameters:
         return None if is_named else self._side
 
     def has_others(self, names: Collection[str]) -> bool:
-        """Return whether the request sets a parameter that is not in `names`."""
         return not self._found.keys() <= _TOP_LEVEL.union(names)
 
     def only(self, names: Collection[str]) -> _Parameters:
@@ -246,7 +245,6 @@ def run_options(
 def _merged(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
 ) -> RunOptions:
-    """Merge all parameters into the options for the model. `names`: parameters that only this family reads."""
     parameters = _family_parameters(entry, defaults, request, names)
     common: dict[str, Any] = {
         "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
@@ -260,9 +258,7 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters that do not change the fingerprint: NEUTRAL, and `instruction` for a family where the
-    instruction is the query.
-    """
+    """Return the parameters that do not change the fingerprint. For some families, the instruction is the query."""
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
@@ -348,9 +344,6 @@ def _encode(
 
 
 def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
-    """Return whether an instruction in a request has an effect. It has none if the profile sets an empty
-    instruction.
-    """
     if defaults.instruction == "":
         return False
     if operation != "score" or entry.family not in FAMILIES or FAMILIES[entry.family].gives_vectors:
@@ -415,9 +408,7 @@ def _extract(
 def _family_parameters(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the options of this family, listed in `names`, with checked values. A family of another package checks
-    them itself.
-    """
+    """Return the options of this family (`names`) with checked values. A family of another package checks its own."""
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
@@ -436,7 +427,6 @@ def _family_parameters(
 def _schema_parts(
     entry: ModelEntry, request: _Parameters, parameters: dict[str, Any]
 ) -> tuple[output_schemas.SchemaPart, ...]:
-    """Remove the schema or the groups of labels from the parameters. Return the parts that the model answers."""
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
     if schema is not None and groups is not None:
@@ -450,8 +440,8 @@ def _schema_parts(
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """Split a piece of a pair template into a list that alternates literal text and field names. The instruction is
-    inserted after the split, so that braces in it have no meaning.
+    """Split a piece into literal text and field names, alternately. The instruction is inserted after that: its braces
+    have no meaning.
     """
     parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
@@ -575,9 +565,6 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters)
 
 
 def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
-    """Return the model's template for the prompt that the request names, else for the side of the texts (query or
-    document).
-    """
     if request.is_set("prompt_name"):
         path, name = request.get("prompt_name")
         return "{text}" if name is None else prompt_template(entry, path, name)
@@ -588,8 +575,8 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether the texts get a document prompt that the request did not name and that the model's own library
-    would not add.
+    """Return whether the texts get a document prompt that neither the request names nor the model's own library
+    adds.
     """
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False

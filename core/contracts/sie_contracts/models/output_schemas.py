@@ -245,9 +245,6 @@ class _SchemaReader:
         return inner
 
     def _node(self, path: str, schema: Any) -> _SchemaNode:
-        """Return the part of the schema that `schema` stands for. Raises InvalidInput for a part that no model can
-        answer.
-        """
         is_nullable = False
         description = ""
         for _ in range(MAX_REFERENCES):
@@ -291,7 +288,6 @@ class _SchemaReader:
 
 
 def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
-    """Return the kind of a part, and whether null is allowed."""
     types = schema.get("type")
     names = [name for name in types if name != "null"] if isinstance(types, list) else [types]
     is_nullable = isinstance(types, list) and len(names) < len(types)
@@ -305,7 +301,6 @@ def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _alternative(path: str, alternatives: Any) -> tuple[str, Any]:
-    """Return the path and the schema of the one alternative that is not null."""
     rest = [
         (index, schema)
         for index, schema in enumerate(alternatives if isinstance(alternatives, list) else ())
@@ -322,7 +317,6 @@ def _enum(schema: dict[str, Any]) -> Any:
 
 
 def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...]]:
-    """Return the labels of choices, and their values. Null is no choice."""
     if not isinstance(values, list):
         raise bad(path, values, "a list of choices")
     chosen = [value for value in values if value is not None]

@@ -284,7 +284,6 @@ class _Translator:
         return Translation({**entry, **rest}, tuple(f"{path}: {why}" for path, why in self._ignored.items()))
 
     def _kind(self, profile: str) -> _Kind:
-        """Return the family that replaces the class in a profile. Raises ValidationFailed."""
         loc = f"$.profiles.{profile}.adapter_path"
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
@@ -303,8 +302,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed by the values of the profile that it extends. If it has its own options, it
-        inherits none of the other profile's options.
+        """Return a profile, completed from the one that it extends. Options are not merged: its own ones replace all of
+        them.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -320,7 +319,6 @@ class _Translator:
         )
 
     def _name_unread(self) -> None:
-        """Add all fields that the translation does not read to the list of ignored fields."""
         for name, value in self._raw.items():
             if name not in _Model.__struct_fields__ and value:
                 self._ignored[str(name)] = _WHY.get(str(name), _NOTHING)
@@ -382,8 +380,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the options in which a profile differs from the default profile. If it needs another family, add it to
-        the ignored fields and return None.
+        """Return the changes of a profile from the default profile; None, and an ignored field, if its family
+        differs.
         """
         try:
             variant = self._kind(name)
@@ -445,7 +443,6 @@ class _Translator:
 
     @staticmethod
     def _is_clear(option: str, value: Any, outputs: Mapping[str, int]) -> bool:
-        """Return whether an option only repeats what the entry says anyway, so that it is not listed as ignored."""
         return (option == "pooling" and "dense" not in outputs) or (
             option == "token_dim" and value == outputs.get("multivector")
         )
@@ -477,7 +474,6 @@ class _Translator:
 
 
 def _overlaid(below: Any, above: Any) -> Any:
-    """Return `below`, overridden by `above`; nested maps are merged."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     return {**below, **{key: _overlaid(below.get(key), value) for key, value in above.items()}}

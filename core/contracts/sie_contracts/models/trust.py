@@ -70,7 +70,6 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
 
 
 def is_place(lora: str) -> bool:
-    """Return whether a LoRA is a path and not a repository of the hub."""
     return lora.startswith(("/", ".", "~"))
 
 
@@ -131,8 +130,8 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path is in one of the folders, after all links are resolved. With `is_here`, also check each
-    file below the path.
+    """Return whether a path is in one of the folders, with all links resolved; with `is_here`, also every file below
+    it.
     """
     roots = [folder.rstrip("/") + "/" for folder in folders]
 

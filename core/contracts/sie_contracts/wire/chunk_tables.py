@@ -13,9 +13,7 @@ TABLE = "chunks"
 
 
 class ChunkArrays(NamedTuple):
-    """Outputs of one chunk: its first and its end code point, the tokens of its text, its arrays by name, which are
-    views.
-    """
+    """Outputs of one chunk: first and end code point, tokens of its text, and its arrays by name, which are views."""
 
     start: int
     end: int
