@@ -149,9 +149,7 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write keys to both buckets; of two records, the stricter one wins. Return the number written to the main
-    bucket.
-    """
+    """Write keys to both buckets; of two records, the stricter wins. Return the number written to the main bucket."""
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
         present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}

@@ -200,9 +200,7 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """Return the targets of all aliases in the catalogue, for the index. For a stored alias that is invalid, keep the
-    targets in `index`.
-    """
+    """Return the targets of all aliases, for the index. For an invalid alias, keep the targets in `index`."""
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):

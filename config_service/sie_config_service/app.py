@@ -109,9 +109,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """Return the reply to an exception. All but SIEError are faults of this service: logged, and answered
-    INTERNAL_ERROR.
-    """
+    """Return the reply to an exception. Any other than SIEError is logged and answered with INTERNAL_ERROR."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})

@@ -37,7 +37,7 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """Suggest for an unknown field: a similar name in `names`, a similar field elsewhere in the document, or all
+    """Return a suggestion for an unknown field: a similar name in `names` or elsewhere in the document, or all
     `names`.
     """
     if like := difflib.get_close_matches(name, names, 1, 0.6):

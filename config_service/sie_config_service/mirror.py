@@ -181,14 +181,14 @@ class Mirror:
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without a request to the broker. None before the first read, and after `invalidate`
-        until the next read.
+        """Return the last snapshot, without a request to the broker; None before the first read and after
+        `invalidate`.
         """
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at the newest write that the broker's leader has. Raises BrokerError, and NotReady for an
-        unreadable record or a lost bucket.
+        """Return all models at the newest write at the broker's leader. Raises BrokerError; NotReady for an unreadable
+        record or a lost bucket.
         """
         async with self._lock:
             try:
@@ -208,9 +208,7 @@ class Mirror:
             return self._now
 
     async def invalidate(self) -> None:
-        """Discard the snapshot after a reconnect, because the broker may have an older copy of the bucket. The next
-        call of `snapshot` reads the whole bucket.
-        """
+        """Discard the snapshot after a reconnect, because the broker may have an older copy of the bucket."""
         async with self._lock:
             if self._now.epoch:
                 self.before = self._now
@@ -251,9 +249,7 @@ class Mirror:
             return before if before.epoch else None, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and bundles. `last`: number of the bucket's last write. Which bundles the writes up to it
-        changed is unknown.
-        """
+        """Read all models and bundles, up to write number `last`. Which bundles these writes changed is unknown."""
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
         bundles = [decoded(_bundle, entry) for entry in entries]

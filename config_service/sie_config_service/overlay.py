@@ -47,8 +47,8 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """Contents of the folders. `models`: each entry with its source, `packaged` or `overlay`. `files`: model of the
-    overlay -> its file.
+    """Contents of the folders. `models`: entry, and its source (packaged or overlay). `files`: model of the overlay ->
+    file.
     """
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
@@ -70,8 +70,8 @@ class Overlay:
         self.last: Folders | None = None  # contents at the last read without an error
 
     def describe(self) -> str:
-        """Return a line about the folder in use, for the log at the start. Log a warning if another user may write to
-        the folder. Raises SettingError, OSError.
+        """Return a line about the folder in use. Log a warning if another user may write to it. Raises SettingError,
+        OSError.
         """
         if warning := examined(self._allowed):
             _logger.warning("%s", warning)
@@ -83,8 +83,8 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """Return the rules about the code and paths that an entry written over HTTP may use. They depend on the last
-        read models of the package and the folder.
+        """Return the rules about code and paths in entries that are written over HTTP, after the last read of the
+        folder.
         """
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
@@ -186,9 +186,7 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add families of other installed distributions to the packaged bundle: on one machine, its workers can import
-    them.
-    """
+    """Add families of other installed distributions to the packaged bundle: on one machine, workers can import them."""
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (
         msgspec.structs.replace(bundle, families=(*bundle.families, *sorted(plugged_in))) if bundle.families else bundle

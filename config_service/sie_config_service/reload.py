@@ -132,7 +132,7 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for a changed entry that no worker could load. Then no change of the folder is
+        """Raise ValidationFailed for a changed entry that no worker could load; no change of the folder is then
         applied.
         """
         if self.check is None:
@@ -172,7 +172,7 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Log which changes all gateways and all workers of their bundles have, and which some do not have after
+        """Log the changes that all gateways and all workers of their bundles have, and those missing after
         WATCHED_S.
         """
         left = []

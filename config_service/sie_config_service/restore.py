@@ -30,8 +30,8 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """Model of which no worker can load `revision`. `loaded`: the last revision that a worker had loaded. `why`: the
-    error of the load.
+    """Model of which no worker can load `revision`. `loaded`: the last loaded revision. `why`: the error of the
+    load.
     """
 
     model: str
@@ -41,8 +41,8 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models whose newest revision failed permanently on some worker and is loaded on none, if an earlier
-    revision had been loaded.
+    """Return the models that had been loaded, but whose newest revision failed permanently and is loaded on no
+    worker.
     """
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}

@@ -106,7 +106,7 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Return the write that adds a reply. It drops replies older than REPLY_KEPT_S, and the oldest ones beyond
+        """Return the write that adds a reply. It drops replies after REPLY_KEPT_S, and the oldest beyond
         REPLIES_PER_SLOT.
         """
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
@@ -191,17 +191,15 @@ class CatalogueStore:
         return _export(await self.snapshot())
 
     async def exported(self) -> bytes:
-        """Return the export in JSON. It is cached per epoch, because all gateways and workers request it at the same
-        time.
-        """
+        """Return the export in JSON. It is cached per epoch: all gateways and workers request it at the same time."""
         read = await self.snapshot()
         if self._exported[0] is not read:
             self._exported = read, msgspec.json.encode(_export(read))
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """Return the parsed catalogue, which resolves names as in a gateway. Raises ValidationFailed for a stored entry
-        that the current schema does not permit.
+        """Return the parsed catalogue. Raises ValidationFailed for a stored entry that the current schema does not
+        permit.
         """
         read = await self.snapshot()
         if self._parsed[0] is not read:
@@ -221,9 +219,7 @@ class CatalogueStore:
         return await self._bucket.use(lambda bucket: bucket.entries(within))
 
     async def not_found(self, model: str) -> ModelNotFound:
-        """Return the error for a model that does not exist. It names the revision that removed the model, or similar
-        names.
-        """
+        """Return the error for a missing model. It names the revision that removed the model, or similar names."""
         held = await self.held(model)
         if held.stored is not None:
             fix = "roll back to an earlier revision, which /history lists, or POST it again"
@@ -245,8 +241,8 @@ class CatalogueStore:
         return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
-        """Return a function that maps an epoch to the model's revision at that epoch: 0 before the first revision, None
-        if the stored history begins later.
+        """Return a function from an epoch to the model's revision then: 0 before the first, None before the stored
+        history.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -448,8 +444,8 @@ class CatalogueStore:
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
-        """Replace the bundles in the bucket. Return whether that changed it. Raises WrongRevision if other writers were
-        faster in each of SEED_ATTEMPTS attempts.
+        """Replace the bundles in the bucket, and return whether that changed it. Raises WrongRevision after
+        SEED_ATTEMPTS.
         """
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 

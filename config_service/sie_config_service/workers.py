@@ -29,9 +29,7 @@ class CatalogueReaders:
         self.failed = asyncio.Event()  # set when a heartbeat reports a failed load of a model
 
     async def follow(self, bus: Bus, stop: Stop) -> None:
-        """Subscribe to heartbeats and announcements. Try again until the broker accepts the subscriptions, or until
-        `stop`.
-        """
+        """Subscribe to heartbeats and announcements. Try again until the broker accepts them, or until `stop`."""
         for subject, handler in (
             (topology.HEALTH_SUBJECT, self._on_heartbeat),
             (topology.GATEWAY_SUBJECT, self._on_gateway),
@@ -98,7 +96,5 @@ class CatalogueReaders:
         }
 
     def epochs(self, bundle: str) -> dict[str, str]:
-        """Return the catalogue's epoch at each worker of a bundle, by the worker's name, without workers that accept no
-        work.
-        """
+        """Return the catalogue's epoch at each worker of a bundle that accepts work, by the worker's name."""
         return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}

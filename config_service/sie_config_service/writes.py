@@ -74,9 +74,7 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: a model or profiles. `replayed`: it is the stored reply to the same
-    Idempotency-Key.
-    """
+    """Reply to a write. `created`: a model or profiles. `replayed`: it is the stored reply of an earlier attempt."""
 
     body: dict[str, Any]
     created: bool = False
@@ -190,7 +188,7 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision, if it is still
+        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision, if it is
         stored.
         """
         base = await self._store.revision(model, expected)

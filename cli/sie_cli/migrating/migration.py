@@ -137,8 +137,8 @@ class MigrationReport:
 
 
 class Migration:
-    """Run of a migration. `clients`: clients of all gateways; the first is that of `url`. `err`: print the progress to
-    standard error.
+    """Run of a migration. `clients`: of all gateways, that of `url` first. `err`: print the progress to standard
+    error.
     """
 
     def __init__(
@@ -548,8 +548,8 @@ def has_files(folder: Path, job: str) -> bool:
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raise CommandRefused if a job of another model has written to `output`: an index must not mix two models'
-    vectors.
+    """Raise CommandRefused if another model's job has written to `output`: an index must not mix vectors of two
+    models.
     """
     for info in jobs:
         theirs = info.request_map("output")
@@ -685,9 +685,7 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return when the current shadow was set, in seconds since 1970. If `history` does not reach back so far, return
-    the time of its oldest revision.
-    """
+    """Return when the shadow was set, in seconds since 1970; if `history` begins later, its beginning."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 

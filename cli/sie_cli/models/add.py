@@ -123,8 +123,8 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the entry's files that are on this machine, and print the others. Raises ModelLoadFailed if one is
-    wrong.
+    """Check the entry's files that are on this machine, and print the others. Raises ModelLoadFailed for a wrong
+    file.
     """
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files

@@ -268,7 +268,7 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return, for k = 1, 2, 3, ..., the share of common neighbours among each model's first k, averaged over the
+    """Return, for k = 1, 2, 3, ..., the share of common neighbours among both models' first k, as a mean over the
     queries.
     """
     most = first.shape[1]

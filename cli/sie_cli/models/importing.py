@@ -44,7 +44,7 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return its row of the result table. Raises CommandRefused if the service accepts no file at
+    """Import a file and return its row of the result table. Raises CommandRefused if the service accepts no files at
     all.
     """
     from sie_config_service.documents import read

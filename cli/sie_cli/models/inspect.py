@@ -124,9 +124,7 @@ def _like(name: str) -> str:
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the commit of `revision`; without one, of the packaged catalogue, the cache (if it has one), or the main
-    branch.
-    """
+    """Return the commit of `revision`; if None, that of the packaged catalogue, of the cache, or of the main branch."""
     if revision and _COMMIT.fullmatch(revision):
         return revision
     packaged = read_folder(packaged_folder() / "models").get(hub)

@@ -89,9 +89,7 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if another model has the folder's
-    name.
-    """
+    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if another model has its name."""
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):
         return entry

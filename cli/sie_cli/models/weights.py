@@ -379,7 +379,7 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots that match `names` (repository, or repository@commit, possibly shortened); all if it is
+    """Yield the snapshots that match `names` (repository[@commit], where a commit may be shortened); all if it is
     empty.
     """
     if not names:

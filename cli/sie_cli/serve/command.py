@@ -149,9 +149,7 @@ def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
 
 
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """Set ports of metrics that the operator did not choose to 0 (any free port): on a laptop, the defaults are often
-    in use.
-    """
+    """Return the settings with port 0 (any free port) for metrics, unless the operator set a port."""
     assigned = [
         name
         for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT")

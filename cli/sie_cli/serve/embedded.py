@@ -67,8 +67,8 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the passwords as environment variables for nats-server. The quotes keep it from parsing a password
-        such as 1e10 as a number.
+        """Return the passwords as environment variables. Quotes keep nats-server from reading one such as 1e10 as a
+        number.
         """
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
@@ -89,7 +89,7 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the users and their permissions as a part of the server's configuration. The Helm chart uses the same
+    """Return the users and their permissions, a part of the server's configuration. The Helm chart uses the same
     file.
     """
     return files("sie_broker").joinpath("nats/users.conf").read_text()

@@ -56,8 +56,8 @@ class MachineNeeds:
 
 
 def faults(needs: MachineNeeds) -> list[str]:
-    """Return the faults of this machine, each as one line with the remedy. Also raises the soft limit of open files to
-    its maximum.
+    """Return the faults of this machine, each as one line with the remedy. Raise the soft limit of open files as
+    well.
     """
     return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 

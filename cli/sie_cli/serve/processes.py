@@ -174,7 +174,7 @@ class LocalCluster:
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
         """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process replaces the
-        first four.
+        first 4.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -345,7 +345,7 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker after a write error (a full disk) once the disk has space: until then it refuses all
+        """Restart the broker after a write error (a full disk) once there is space: until then it refuses all
         writes.
         """
         embedded = self._embedded

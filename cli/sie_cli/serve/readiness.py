@@ -19,9 +19,7 @@ _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """Return the name of the stream that a starting broker is still reading, according to the lines that it printed;
-    empty if there is none.
-    """
+    """Return the name of the stream that a starting broker is reading, from the lines that it printed; else empty."""
     pending: dict[str, None] = {}
     for line in lines:
         if (match := _RESTORE.search(line)) is not None:

@@ -295,8 +295,8 @@ def _aged(queued: Queued) -> str:
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return an empty table. `first`: width of the first column, in cells. `columns`: titles, and whether cells are
-    numbers.
+    """Return an empty table. `first`: width of the first column, in cells. `columns`: titles, and whether they are
+    numeric.
     """
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
@@ -326,7 +326,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
-    """Return the table of workers: unhealthy ones first, then by queue. With enough `room` (lines), devices have rows
+    """Return the table of workers: unhealthy ones first, then by queue. If there is `room` (lines), devices have rows
     too.
     """
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
@@ -392,9 +392,7 @@ _STEPS = "▁▂▃▄▅▆▇█"
 
 
 class TrendStep(msgspec.Struct, frozen=True):
-    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency of each
-    stage.
-    """
+    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency by stage."""
 
     at: int
     requests: int
@@ -413,9 +411,7 @@ class HistoryTrend(msgspec.Struct, frozen=True):
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """Return a line with the trends of requests per second and queued messages, the newest at the right; none if too
-    narrow.
-    """
+    """Return a line with the trends of requests per second and queued messages, the newest at the right, if it fits."""
     steps = list(trend)
     if len(steps) < 2:
         return []

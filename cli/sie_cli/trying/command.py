@@ -86,7 +86,7 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name under which the gateway serves a model. If the local `sie serve` lacks the model, add it and
+    """Return the name under which the gateway serves a model. If the local `sie serve` lacks it, add the model and
     wait.
     """
     from sie_cli.models.lookup import look_up

@@ -36,8 +36,8 @@ class BrokerUnavailable(BrokerError):
 
 
 class StreamFull(BrokerError):
-    """A stream has reached its limit, in total or for one subject. The broker refuses new messages; stored ones
-    remain.
+    """A stream has reached its limit, in total or for one subject. It refuses new messages and keeps the stored
+    ones.
     """
 
 
@@ -76,9 +76,7 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """Answer to a publish. `sequence`: number of the message in its stream. `duplicate`: the broker had already stored
-    a message with this id.
-    """
+    """Answer to a publish. `sequence`: number of the message in its stream. `duplicate`: its id was already stored."""
 
     sequence: int
     duplicate: bool = False
@@ -86,7 +84,7 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created` changes if the stream was lost and created again. The counts include leased
+    """State of a stream. `created` changes if the stream is lost and created again. The counts include leased
     messages.
     """
 
@@ -200,9 +198,7 @@ class Pulls(Protocol):
         """Return the number of deliveries that were requested from this consumer and have not arrived."""
 
     async def stop(self) -> None:
-        """Withdraw all pull requests. Deliveries that the broker has already sent are handled before this method
-        returns.
-        """
+        """Withdraw all pull requests. Deliveries that the broker has already sent are handled before this returns."""
 
 
 class KeyValue(Protocol):
@@ -230,13 +226,11 @@ class KeyValue(Protocol):
         """Remove the keys below `within` without a trace: watches and `since` do not report this removal."""
 
     async def epoch(self) -> str:
-        """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was lost and created
-        again between two reads.
-        """
+        """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader has this or a later revision. It may lose the last writes: they expire, or a file
-        of the broker is damaged.
+        """Return whether the leader has this or a later revision. It may lose the last ones by expiry or a damaged
+        file.
         """
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
@@ -289,8 +283,8 @@ class Bus(Connection, Protocol):
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Send a request and return the first answer. Raises NoResponder at once without a subscriber,
-        BrokerUnavailable at the time-out.
+        """Return the first answer to a request. Raises NoResponder without a subscriber, BrokerUnavailable at the
+        time-out.
         """
 
 
@@ -321,14 +315,12 @@ class Queue(Connection, Protocol):
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """Return the first stored message with this or a later sequence whose subject matches, even if it is leased;
-        None if there is none.
+        """Return the first stored message from this sequence on whose subject matches, even if it is leased, or
+        None.
         """
 
     async def server_time(self, stream: str) -> float:
-        """Return the current wall clock, in seconds since 1970, of the server that sets the times of this stream's
-        messages.
-        """
+        """Return the wall clock, in seconds since 1970, of the server that sets the times of this stream's messages."""
 
     async def consumers(self, stream: str) -> list[str]:
         """Return the names of all durable consumers of a stream."""
@@ -349,8 +341,8 @@ class Administration(Queue, Protocol):
         """
 
     async def delete_stream(self, stream: str) -> bool:
-        """Delete a stream with its messages and consumers. Return False if it does not exist. After this, open pulls
-        deliver nothing, and acks have no effect.
+        """Delete a stream with its messages and consumers; open pulls and acks then have no effect. Return False if
+        absent.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:

@@ -92,9 +92,7 @@ class RecordBucket:
         self._opened: KeyValue | None = None
 
     async def open(self) -> KeyValue:
-        """Open the bucket and return it. Do so even if it is open, because the broker may have lost it. Raises
-        BrokerError.
-        """
+        """Open the bucket, even if it is open, because the broker may have lost it. Return it. Raises BrokerError."""
         with self.reporting():
             self._opened = await self.broker.key_value(
                 self.name,
@@ -107,8 +105,8 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """After a BrokerError in the context, record it in `Connection.troubles`, and open the bucket again at its next
-        use.
+        """After a BrokerError in the context, record it in `Connection.troubles`. The next use opens the bucket
+        again.
         """
         try:
             yield
@@ -219,9 +217,7 @@ class Record(Generic[T]):
         return True
 
     async def close(self) -> None:
-        """Stop the watch, also one that a running `follow` is about to start. The owner may call `follow` again
-        later.
-        """
+        """Stop the watch, also one that a running `follow` is about to start. `follow` may be called again."""
         self._closings += 1
         await self._end_watch()
 
@@ -231,7 +227,7 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Mark the record as stale, because a broker that restarted may have lost the bucket. Pass this method to
+        """Mark the record as stale: a restarted broker may have lost the bucket. Pass this to
         `Connection.on_reconnect`.
         """
         self._reconnects += 1

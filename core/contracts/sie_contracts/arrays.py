@@ -25,9 +25,7 @@ VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """Return the map of an array for a msgpack encoder, in C order and little endian. Raises ValueError for a dtype
-    that clients cannot read.
-    """
+    """Return the map of an array in C order, little endian. Raises ValueError for a dtype that clients cannot read."""
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")

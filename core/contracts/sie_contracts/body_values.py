@@ -99,9 +99,7 @@ _ALIKE = 8
 
 
 def of_msgpack(data: bytes) -> int:
-    """Return the number of values and keys of a msgpack body. Raises Excess, also for nesting deeper than
-    MAX_NESTING.
-    """
+    """Return the number of values and keys of a msgpack body. Raises Excess, also for nesting above MAX_NESTING."""
     values = containers = at = 0
     # numbers of values still to read: in the innermost container, and in each container around it
     left, outer = 1, list[int]()

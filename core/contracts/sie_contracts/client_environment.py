@@ -1,6 +1,4 @@
-"""Environment variables that clients read: the gateway's address and the client's key. They are no settings of
-servers.
-"""
+"""Environment variables of clients: the gateway's address and the client's key. They are no settings of servers."""
 
 from __future__ import annotations
 

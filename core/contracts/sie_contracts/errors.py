@@ -93,9 +93,7 @@ class SIEError(Exception):
 
     @staticmethod
     def from_info(info: ErrorInfo) -> SIEError:
-        """Return the error that `info` describes. An unknown code, from a newer sender, becomes INTERNAL_ERROR with the
-        code in the message.
-        """
+        """Return the error that `info` describes. An unknown code, from a newer sender, becomes INTERNAL_ERROR."""
         cls = _BY_CODE.get(info.code)
         if cls is None:
             return InternalFailure(
@@ -400,9 +398,7 @@ _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 def envelope(
     error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native"
 ) -> dict[str, Any]:
-    """Return the HTTP body of `error` for a client family: the members in FAMILIES, and `errors`, the errors of single
-    inputs, if there are any.
-    """
+    """Return the HTTP body of `error` for a client family. `errors`: errors of single inputs."""
     code = _SPELLED.get(family, str)(error.code)
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     every: dict[str, Any] = {

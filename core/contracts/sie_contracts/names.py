@@ -1,5 +1,5 @@
-"""Search for the ids that are similar to a misspelled name. With ten thousand ids, it takes about as long as with a
-hundred.
+"""Search for the ids that are similar to a misspelled name. It takes hardly longer for ten thousand ids than for
+100.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _LIKE = 0.7  # lowest similarity of a suggestion (1: equal); one or two letters 
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean `x`?" with the most similar candidate, as the end of an error message; empty if none is
-    similar enough.
-    """
+    """Return "; did you mean `x`?" with the most similar candidate, for the end of an error message, or ""."""
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(candidates), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
 
@@ -71,9 +69,7 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return the case-folded ids as a text with an id per line, as a list, and the offset of each id in the
-        text.
-        """
+        """Return the case-folded ids as a text with an id per line, as a list, and each id's offset in the text."""
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
@@ -96,9 +92,7 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids to compare with a name: those that have the most rare pieces (three letters) in common with
-        it.
-        """
+        """Return the ids to compare with a name: those that have most rare pieces (three letters) in common with it."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines

@@ -35,8 +35,8 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return an upper bound of the number of values in the bytes, or 0 for a body of at most SMALL_BYTES. Raises
-    Malformed for too many values.
+    """Return an upper bound of the number of values; 0 for at most SMALL_BYTES. Raises Malformed for too many
+    values.
     """
     if len(data) <= SMALL_BYTES:
         return 0

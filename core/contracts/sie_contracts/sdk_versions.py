@@ -42,9 +42,7 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` as these clients expect it. If its code is replaced and it has no reason, the original code
-        becomes the reason.
-        """
+        """Return `error` as these clients expect it. A replaced code becomes the reason if there was none."""
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:

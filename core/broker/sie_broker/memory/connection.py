@@ -1,6 +1,4 @@
-"""Connections to the in-process server, and the messages between them that are not stored. A test can lose and restore
-each connection.
-"""
+"""Connections to the in-process server, each of which a test can lose and restore, and messages that are not stored."""
 
 from __future__ import annotations
 
@@ -87,8 +85,8 @@ class Exchange(StreamServer):
             self._exact.pop(listener.subject, None)
 
     def route(self, message: CoreMessage) -> int:
-        """Deliver a message to all subscriptions without a queue group, and to one subscription of each queue group.
-        Return the number of receivers.
+        """Deliver a message to all subscriptions, but to only one of each queue group. Return the number of
+        receivers.
         """
         inbox = self.inboxes.get(message.subject)
         if inbox is not None:
@@ -208,8 +206,8 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait until the connection exists. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none
-        are.
+        """Wait until the connection exists. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at its
+        end.
         """
         # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
@@ -233,9 +231,7 @@ class MemoryConnection:
             )
 
     def acknowledge(self, delivery: Settlement) -> None:
-        """Acknowledge a delivery now, or after the next reconnect: unlike other messages, a late ack is still
-        correct.
-        """
+        """Acknowledge a delivery now, or after the next reconnect: unlike other messages, an ack may be late."""
         if self._live:
             delivery.settle()
         elif self._closed:

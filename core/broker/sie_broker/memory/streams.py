@@ -43,9 +43,7 @@ def overlap(first: str, second: str) -> bool:
 
 
 class Timers:
-    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due`, which runs those that are
-    due.
-    """
+    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due`, which runs the due ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -165,9 +163,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease and return the next message; None if there is none. Messages that must be delivered again come
-        first.
-        """
+        """Lease and return the next message, or None. Messages that must be delivered again come first."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -378,9 +374,7 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with its messages and consumers, like `delete_stream` or the restart of a broker with memory
-        storage.
-        """
+        """Remove a stream with its messages and consumers, like `delete_stream` or a restart with memory storage."""
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
             stream.remove_consumer(consumer)
@@ -394,9 +388,7 @@ class StreamServer:
             pulls.attach(consumer.spec.name)
 
     def serve(self, consumer: Consumer) -> None:
-        """Schedule deliveries of this consumer for the next iteration of the event loop, after the caller has
-        finished.
-        """
+        """Schedule deliveries of this consumer for the next iteration of the event loop."""
         if consumer.credits:
             if not self._dirty:
                 asyncio.get_running_loop().call_soon(self._deliver)

@@ -179,9 +179,7 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
 
 
 def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration for an update of a stream or consumer. Settings that `desired` lacks, and metadata of
-    other programs, stay unchanged.
-    """
+    """Return the configuration for an update. Settings that `desired` lacks, and metadata of other programs, stay."""
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
         # the broker refuses to change this setting of an existing consumer
@@ -206,9 +204,7 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """Return the names of the settings in `desired` that have another value at the broker, which omits a setting whose
-    value is zero or empty.
-    """
+    """Return the settings in `desired` that differ at the broker, which omits settings whose value is zero or empty."""
     return [
         name
         for name, value in desired.items()

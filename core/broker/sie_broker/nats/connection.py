@@ -41,8 +41,8 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Methods of open pull requests that their connection calls. Their inbox, the subject on which deliveries arrive,
-    is lost with the connection.
+    """Methods that a connection calls on its open pull requests. Their inbox (reply subject) is lost with the
+    connection.
     """
 
     def abandon(self) -> None:
@@ -76,8 +76,8 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject to which this user may not publish: they would get no answer. Return
-        whether there were any.
+        """Fail the requests in flight on a subject that this user may not use: no answer would come. Return if any
+        were.
         """
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
@@ -160,9 +160,7 @@ class NatsConnection:
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try once to connect. The client's own retries would never end, not even after a cancellation (nats-py
-        2.16).
-        """
+        """Try once to connect. The client's own retries would never end, not even if cancelled (nats-py 2.16)."""
         self._client = Client()
         self._client._transport = self._transport = Transport()
         await self._client.connect(
@@ -239,8 +237,8 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait until the connection exists. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none
-        are.
+        """Wait until the connection exists. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at its
+        end.
         """
         loop = asyncio.get_running_loop()
         start_s = loop.time()
@@ -259,9 +257,7 @@ class NatsConnection:
         return self._tasks.start(work, name)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Register open pull requests until `remove` is called. The connection calls their methods when it is lost,
-        restored or closed.
-        """
+        """Register pull requests until `remove`. The connection tells them when it is lost, restored or closed."""
         self._inboxes.add(inbox)
 
     def remove(self, inbox: PullInbox) -> None:

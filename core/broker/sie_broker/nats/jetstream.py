@@ -228,8 +228,8 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """Give up the inbox. Deliveries that have already arrived on it are handled before this method returns; later
-        ones may be lost.
+        """Give up the inbox, after the deliveries that have already arrived on it are handled. Later ones may be
+        lost.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
@@ -324,7 +324,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Give up expired pulls as lost if their deliveries did not arrive and were not reported. New pulls replace
+        """Give up expired pulls as lost if their deliveries neither arrived nor were reported. New pulls replace
         them.
         """
         loop = asyncio.get_running_loop()

@@ -27,9 +27,7 @@ class DocumentLimits(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def cost(size: int) -> int:
-    """Return the cost of a file in tokens. It depends on the bytes, because the pages are unknown before the file is
-    parsed.
-    """
+    """Return the cost of a file in tokens, by its bytes: the number of pages is unknown before the file is parsed."""
     return max(MIN_TOKENS, size // BYTES_PER_TOKEN)
 
 

@@ -107,9 +107,7 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether the new alias may give other vectors than the old one: an existing index could then not be
-    searched.
-    """
+    """Return whether the new alias may give other vectors, so that an index of the old ones could not be searched."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]

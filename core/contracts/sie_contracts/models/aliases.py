@@ -39,8 +39,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests. Its answers are compared with those of the alias's target,
-    and then dropped.
+    """A model that gets copies of a share of the requests. Its answers are compared with the real ones, then
+    dropped.
     """
 
     model: str
@@ -143,8 +143,8 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1, from a hash of the parts. Their lengths are hashed too: ("ab", "c") and
-    ("a", "bc") differ.
+    """Return a number above 0 and below 1, by a hash of the parts and their lengths: ("ab", "c") and ("a", "bc")
+    differ.
     """
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
@@ -155,9 +155,7 @@ def _uniform(*parts: str) -> float:
 
 
 def model_of(spec: str) -> str:
-    """Return the case-folded id in a target's name, without bundle, revision and profile. Ids contain neither `@` nor
-    `:`.
-    """
+    """Return the case-folded id in a target's name, without bundle, revision and profile. No id has an `@` or `:`."""
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()
 

@@ -79,8 +79,8 @@ def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
 
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
-    """Return the bundles that can serve a model of `family`, the preferred one first. If the model names a bundle, no
-    other bundle may serve it.
+    """Return the bundles that can serve a model of `family`, the preferred first; only `named` if the model names
+    one.
     """
     if not bundles:  # for example, the catalogue of a process that serves one model
         return (named or DEFAULT,)
@@ -88,9 +88,7 @@ def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") ->
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with the fault and the
-    fix.
-    """
+    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with fault and fix."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

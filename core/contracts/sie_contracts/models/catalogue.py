@@ -29,9 +29,7 @@ _Value = TypeVar("_Value")
 
 
 def packaged_folder() -> Path:
-    """Return the folder of the catalogue that ships with SIE: in an installation inside the package, in a checkout at
-    the root of the repository.
-    """
+    """Return the folder of the packaged catalogue: inside the installed package, or at the root of a checkout."""
     installed = Path(__file__).parents[1] / "catalog"
     return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
 
@@ -126,9 +124,7 @@ class Catalogue:
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that created the present revision of a model; if that write is unknown, the
-        epoch of the snapshot.
-        """
+        """Return the epoch of the write that created a model's present revision; if unknown, that of the snapshot."""
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -181,7 +177,7 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return the resolution with its bundles: only `bundle` if the request names it, else all that can serve the
+        """Return the resolution with its bundles: `bundle` if the request names it, else all that can serve the
         model.
         """
         if resolved.bundles and not bundle:
@@ -295,9 +291,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options. A profile cannot clear a flag, because false means unset; for `causal`, None means
-    unset.
-    """
+    """Override load options. A profile cannot clear a flag: false means unset, except for `causal` (None)."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -307,9 +301,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: `loaded`, the fingerprint of the loaded model, combined with the
-    run options that the profile changes.
-    """
+    """Return the fingerprint of a profile's answers: that of the loaded model, plus the run options that it changes."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded

@@ -117,9 +117,7 @@ class BatchTimes:
         return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """Return the fitted line: seconds of the fixed part, and seconds for each token. None if all batches had about
-        the same size.
-        """
+        """Return seconds of the fixed part, and seconds per token; None if all batches had about the same size."""
         spread = self._n * self._xx - self._x * self._x
         if spread <= _MIN_SPREAD * self._x * self._x:
             return None
@@ -178,9 +176,7 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the size, in tokens, of the largest batch that takes at most `seconds`: 0 if every batch takes longer,
-        infinity if no batch was measured yet.
-        """
+        """Return the largest batch, in tokens, that takes at most `seconds`; infinity if no batch was measured yet."""
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

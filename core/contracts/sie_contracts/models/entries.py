@@ -146,8 +146,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends`: another profile, whose options this profile inherits. `extends` of that other
-    profile is not followed.
+    """A variant of a model. `extends`: another profile whose own options it inherits, but not those which that
+    extends.
     """
 
     load: LoadOptions | None = None
@@ -267,8 +267,8 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 
 def parse_entry(raw: object) -> ModelEntry:
-    """Check a document from YAML or JSON and return the entry. Raises ValidationFailed; its `errors` have the path of
-    each faulty field.
+    """Check a document and return the entry. Raises ValidationFailed; its `errors` have the path of each faulty
+    field.
     """
     if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
         raise _invalid("a field of model files of the public SIE; `sie models import` translates them - at `$.sie_id`")
@@ -329,8 +329,8 @@ def parse_entry(raw: object) -> ModelEntry:
 
 
 def parse_document(raw: object) -> ModelEntry | Alias:
-    """Check a document of the catalogue and return the model or the alias. Raises ValidationFailed; its `errors` have
-    the path of each faulty field.
+    """Check a document of a model or alias. Raises ValidationFailed; its `errors` have the path of each faulty
+    field.
     """
     if not is_alias(raw):
         return parse_entry(raw)

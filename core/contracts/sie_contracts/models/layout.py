@@ -27,9 +27,7 @@ _FIRST_MODELS = 64
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host, not in `target_count`, that serves until all new hosts are
-    loaded.
-    """
+    """Hosts of one model. `leaving`: a former host, not in `target_count`, that serves until all others are loaded."""
 
     model: str
     index: int
@@ -121,9 +119,7 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """Remove a worker that is no longer live. Return the models whose state on it has changed, like
-        `set_worker`.
-        """
+        """Remove a worker that is no longer live. Return the models whose state on it has changed."""
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -363,7 +359,7 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model away from the worker with the highest planned use, if this use is above HOT and falls by
+        """Move one model away from the worker with the highest planned use, if that is above HOT and falls by
         MOVE_GAIN.
         """
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))

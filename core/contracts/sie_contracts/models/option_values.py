@@ -33,8 +33,8 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message: numbers and booleans by their value, others by their type, because they
-    may contain a client's text.
+    """Describe a value for an error message: only numbers and booleans are shown, others may contain a client's
+    text.
     """
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)

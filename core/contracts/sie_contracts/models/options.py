@@ -163,9 +163,7 @@ class _Parameters:
                     yield prefix + shown, suggestion
 
     def foreign(self) -> frozenset[str]:
-        """Return the names in the request that no route knows as a parameter. They may be options of a family from
-        another package.
-        """
+        """Return the names in the request that no route knows. They may be options of a family from another package."""
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -263,9 +261,7 @@ def _neutral(entry: ModelEntry) -> frozenset[str]:
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. If a value really differs, the results get another fingerprint
-    (`RunOptions.variant`).
-    """
+    """Return `usual` with some fields changed. A real change gives the results another fingerprint (`variant`)."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -274,8 +270,8 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """Return the template of the prompt `name`, which the request has at `path`. Raises InvalidInput if the model lacks
-    it.
+    """Return the template of the prompt `name`, found at `path` in the request. Raises InvalidInput if there is
+    none.
     """
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
@@ -289,8 +285,8 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with one output: the last hidden state of each token. Raises InvalidInput if the model is not a
-    dense text encoder.
+    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput for all but dense text
+    encoders.
     """
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
@@ -301,9 +297,7 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a tokenize request that only counts the tokens of the inputs of `run`, including the prompt
-    and before truncation.
-    """
+    """Return the options of a request that only counts the tokens of `run`'s inputs, with prompt, before truncation."""
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
@@ -440,9 +434,7 @@ def _schema_parts(
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """Split a piece into literal text and field names, alternately. The instruction is inserted after that: its braces
-    have no meaning.
-    """
+    """Split a piece into literal text and field names, alternately. Braces in the instruction have no meaning."""
     parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
 
@@ -575,9 +567,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether the texts get a document prompt that neither the request names nor the model's own library
-    adds.
-    """
+    """Return whether the texts get a document prompt that neither the request nor the model's own library adds."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)

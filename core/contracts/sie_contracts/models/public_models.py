@@ -302,8 +302,8 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the one that it extends. Options are not merged: its own ones replace all of
-        them.
+        """Return a profile, completed from the one that it extends. Its own options, if any, replace all inherited
+        ones.
         """
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
@@ -380,8 +380,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the changes of a profile from the default profile; None, and an ignored field, if its family
-        differs.
+        """Return a profile's changes of the default profile. If its family differs, note that as ignored and return
+        None.
         """
         try:
             variant = self._kind(name)

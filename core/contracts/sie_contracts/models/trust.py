@@ -130,8 +130,8 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path is in one of the folders, with all links resolved; with `is_here`, also every file below
-    it.
+    """Return whether a path, and with `is_here` each file below it, is in one of the folders, with all links
+    resolved.
     """
     roots = [folder.rstrip("/") + "/" for folder in folders]
 

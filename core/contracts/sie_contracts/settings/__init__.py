@@ -152,9 +152,7 @@ class Loaded:
 def load(
     *, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, mode: Mode = "queue"
 ) -> Loaded:
-    """Read all settings. `flags`: raw text of the command-line flags, by the name of the variable. Raises
-    SettingError.
-    """
+    """Read all settings. `flags`: variable name -> raw text of the command-line flag. Raises SettingError."""
     environ = os.environ if environ is None else environ
     flags = flags or {}
     values: dict[str, Any] = {}

@@ -167,9 +167,7 @@ def _url(*schemes: str) -> Kind:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Parsed address of an object store. `scheme` s3 or gs: `path` is the prefix in `bucket`. `scheme` file: `path` is
-    an absolute path.
-    """
+    """Parsed address of an object store. `path`: for s3 and gs the prefix in `bucket`, for file an absolute path."""
 
     scheme: Literal["s3", "gs", "file"]
     bucket: str

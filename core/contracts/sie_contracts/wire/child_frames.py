@@ -27,9 +27,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a job whose file cannot be used. `what`: error message for the client. `raised`: type of the exception,
-    for the log.
-    """
+    """Answer to a job whose file cannot be used. `what`: text for the client. `raised`: exception type, for the log."""
 
     number: int
     cause: Cause
@@ -38,9 +36,7 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFrames(Generic[J, A]):
-    """Encoder and decoder for the messages of one kind of child. `jobs`, `answers`: the allowed type, or a union of
-    types.
-    """
+    """Encoder and decoder for the messages of one kind of child. `jobs`, `answers`: a type, or a union of types."""
 
     def __init__(self, jobs: Any, answers: Any) -> None:
         self._jobs: msgspec.msgpack.Decoder[J] = msgspec.msgpack.Decoder(jobs)

@@ -50,9 +50,7 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
 
 
 class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model in an export of the catalogue. `written`: the number, as in epochs, of the write that created this
-    revision; 0 if unknown.
-    """
+    """A model in an export of the catalogue. `written`: number of the write that created this revision; 0: unknown."""
 
     model_id: str
     model_config: dict[str, Any]
@@ -63,9 +61,7 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present epoch of the catalogue. `bundles`: for each bundle, the epoch of the last write that changed its
-    models, if it is known.
-    """
+    """The present epoch of the catalogue. `bundles`: by bundle, the epoch of the last write of its models, if known."""
 
     epoch: str
     bundles: dict[str, str] = {}
@@ -203,9 +199,7 @@ def digest(facts: Any) -> str:
 
 
 def bundle_hash(revisions: Mapping[str, int]) -> str:
-    """Return a hash of a bundle's models, which changes with each of their revisions. `revisions`: revision by
-    model.
-    """
+    """Return a hash of a bundle's models, which changes with each revision. `revisions`: model -> revision."""
     return digest(revisions)
 
 

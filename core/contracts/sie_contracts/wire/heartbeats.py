@@ -1,4 +1,4 @@
-"""Heartbeats that workers and gateways send over NATS to announce their state. The rules for changes in `messages`
+"""Heartbeats of workers and gateways over NATS, which announce their state. The rules for changes in `messages`
 apply.
 """
 

@@ -41,16 +41,12 @@ _HEADER = struct.Struct(">I")
 
 
 def device_socket(path: str, number: int) -> str:
-    """Return the path of the socket of the adapter for device `number` of a worker. For device 0 it is `path`
-    itself.
-    """
+    """Return the socket path of the adapter for device `number` of a worker; for device 0 it is `path` itself."""
     return f"{path}.{number}" if number else path
 
 
 class FrameError(Exception):
-    """Error for a peer that closed the connection or stalled in the middle of a frame, or sent a message that is not of
-    this protocol.
-    """
+    """Error for a peer that closed or stalled within a frame, or sent a message that is not of this protocol."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -338,9 +334,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the device starts this batch now. If the adapter dies after it, an input of this batch may be the
-    cause.
-    """
+    """Notice that the device starts this batch now. If the adapter then dies, one of its inputs may be the cause."""
 
     batch: str
 

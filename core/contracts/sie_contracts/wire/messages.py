@@ -46,9 +46,7 @@ def utf8_bytes(text: str) -> int:
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. No number is NaN or
-    infinite.
-    """
+    """A multivector: `rows` vectors of `width` finite numbers in `data`, little-endian float32, C order."""
 
     rows: int
     width: int
@@ -263,9 +261,7 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times of one chunk at the worker, in milliseconds, from delivery until the result is sent. The stages follow each
-    other without gaps.
-    """
+    """Times of one chunk at the worker, in ms, from delivery until the result is sent, without gaps between stages."""
 
     load_ms: float = 0.0
     preprocess_ms: float = 0.0
@@ -356,8 +352,8 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """A work item whose work was given up. `item`: the encoded WorkItem as it was delivered, so that it can be
-    published again.
+    """A work item that was given up. `item`: the encoded WorkItem as it was delivered, so that it can be published
+    again.
     """
 
     id: str
@@ -375,9 +371,7 @@ encode = _encoder.encode
 
 
 def encode_in_pieces(payload: Payload) -> bytes:
-    """Encode a payload, with the same result as `encode`. Long texts are encoded in pieces, so that other threads can
-    run in between.
-    """
+    """Encode a payload, like `encode`, but long texts in pieces, so that other threads can run in between."""
     query = None if payload.query is None else _in_pieces(payload.query)
     return encode(Payload(tuple(map(_in_pieces, payload.inputs)), query))
 
