@@ -170,7 +170,7 @@ def _value_at(value: Any, path: str, message: str) -> str:
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in the path of a fault by the map key at fault, which is found by parsing one key at a
+    """Replace each `[...]` in the path of a fault by the faulty map key, which is found by parsing one key at a
     time.
     """
     loc = message
@@ -225,9 +225,7 @@ def _line(node: yaml.Node, path: str) -> int:
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7396): null removes a key, maps are merged, any other value replaces the old
-    one.
-    """
+    """Apply a JSON merge patch (RFC 7396): null removes a key, maps are merged, other values replace the old ones."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}

@@ -37,7 +37,7 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """Return a suggestion for an unknown field: a similar name in `names` or elsewhere in the document, or all
+    """Suggest a field in place of an unknown one: a similar one in `names` or elsewhere in the document, or all
     `names`.
     """
     if like := difflib.get_close_matches(name, names, 1, 0.6):

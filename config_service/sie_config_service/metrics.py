@@ -36,9 +36,7 @@ class ConfigMetrics(Collector):
         self.refused.labels(reason).inc()
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count an answered request. `route`: its route's name without names of models, so that label values are
-        limited.
-        """
+        """Count an answered request. `route` has no name of a model, so that clients cannot add label values."""
         self._requests.labels(route, method if method in _METHODS else OTHER, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 

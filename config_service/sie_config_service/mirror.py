@@ -181,9 +181,7 @@ class Mirror:
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot, without a request to the broker; None before the first read and after
-        `invalidate`.
-        """
+        """Return the last snapshot without a new read; None before the first read and after `invalidate`."""
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:

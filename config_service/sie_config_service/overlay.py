@@ -47,9 +47,7 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """Contents of the folders. `models`: entry, and its source (packaged or overlay). `files`: model of the overlay ->
-    file.
-    """
+    """Contents of the folders. `models`: each with its source, packaged or overlay. `files`: overlay model -> file."""
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
     bundles: Mapping[str, BundleEntry]
@@ -70,7 +68,7 @@ class Overlay:
         self.last: Folders | None = None  # contents at the last read without an error
 
     def describe(self) -> str:
-        """Return a line about the folder in use. Log a warning if another user may write to it. Raises SettingError,
+        """Return a line about the folder. Log a warning if another user may write to it. Raises SettingError,
         OSError.
         """
         if warning := examined(self._allowed):
@@ -83,9 +81,7 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """Return the rules about code and paths in entries that are written over HTTP, after the last read of the
-        folder.
-        """
+        """Return the rules about code and paths in entries written over HTTP, as of the last read of the folder."""
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
     def _entries(self) -> list[ModelEntry]:

@@ -132,9 +132,7 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for a changed entry that no worker could load; no change of the folder is then
-        applied.
-        """
+        """Raise ValidationFailed for a changed entry that no worker could load. The whole folder is then refused."""
         if self.check is None:
             return
         for change in await self.store.to_seed(folders.models):
@@ -172,9 +170,7 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Log the changes that all gateways and all workers of their bundles have, and those missing after
-        WATCHED_S.
-        """
+        """Log the changes that all gateways and workers of their bundles have, and those missing after WATCHED_S."""
         left = []
         for watched in self._watched if self.workers is not None else ():
             assert self.workers is not None

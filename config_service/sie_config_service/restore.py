@@ -30,9 +30,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """Model of which no worker can load `revision`. `loaded`: the last loaded revision. `why`: the error of the
-    load.
-    """
+    """Model of which no worker can load `revision`. `loaded`: the last loaded revision. `why`: the load's error."""
 
     model: str
     revision: int
@@ -41,9 +39,7 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models that had been loaded, but whose newest revision failed permanently and is loaded on no
-    worker.
-    """
+    """Return the models that had been loaded, but whose newest revision failed permanently and is loaded nowhere."""
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
     failed: dict[tuple[str, int], Unloadable] = {}

@@ -39,9 +39,7 @@ class ConfigService:
         self.metrics = ConfigMetrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
-        """Serve the catalogue of `store`. `trust`: rules about the code and paths in entries that are written over
-        HTTP.
-        """
+        """Serve the catalogue of `store`. `trust`: rules about code and paths in entries written over HTTP."""
         self.store, self.writer, self.trust = store, CatalogueWriter(store, self.files.check), trust
         self.trouble = ""
 

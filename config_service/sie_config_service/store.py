@@ -106,9 +106,7 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Return the write that adds a reply. It drops replies after REPLY_KEPT_S, and the oldest beyond
-        REPLIES_PER_SLOT.
-        """
+        """Return the write that adds a reply, and drops those after REPLY_KEPT_S or beyond REPLIES_PER_SLOT."""
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
             -REPLIES_PER_SLOT + 1 :
         ]
@@ -198,9 +196,7 @@ class CatalogueStore:
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """Return the parsed catalogue. Raises ValidationFailed for a stored entry that the current schema does not
-        permit.
-        """
+        """Return the parsed catalogue. Raises ValidationFailed for a stored entry that the schema does not permit."""
         read = await self.snapshot()
         if self._parsed[0] is not read:
             self._parsed = read, await snapshot(_export(read))
@@ -241,8 +237,8 @@ class CatalogueStore:
         return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
-        """Return a function from an epoch to the model's revision then: 0 before the first, None before the stored
-        history.
+        """Return a function that maps an epoch to the model's revision at that epoch: 0 before the first revision, None
+        before the stored history.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -444,9 +440,7 @@ class CatalogueStore:
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
-        """Replace the bundles in the bucket, and return whether that changed it. Raises WrongRevision after
-        SEED_ATTEMPTS.
-        """
+        """Replace the bundles in the bucket. Return whether they differed. Raises WrongRevision after SEED_ATTEMPTS."""
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
         async def attempt() -> bool:

@@ -188,9 +188,7 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision, if it is
-        stored.
-        """
+        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision, if stored."""
         base = await self._store.revision(model, expected)
         return ContentConflict(
             f"{model} is at revision {held.revision}, not {expected}; read it again and repeat the change",

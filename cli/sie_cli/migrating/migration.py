@@ -137,9 +137,7 @@ class MigrationReport:
 
 
 class Migration:
-    """Run of a migration. `clients`: of all gateways, that of `url` first. `err`: print the progress to standard
-    error.
-    """
+    """Run of a migration. `clients`: of all gateways, that of `url` first. `err`: print progress to standard error."""
 
     def __init__(
         self,
@@ -548,9 +546,7 @@ def has_files(folder: Path, job: str) -> bool:
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raise CommandRefused if another model's job has written to `output`: an index must not mix vectors of two
-    models.
-    """
+    """Raise CommandRefused if a job of another model wrote to `output`: an index must not mix vectors of two models."""
     for info in jobs:
         theirs = info.request_map("output")
         is_same = (info.fingerprint or fingerprint) == fingerprint and (bool(info.fingerprint) or info.model == model)

@@ -123,9 +123,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the entry's files that are on this machine, and print the others. Raises ModelLoadFailed for a wrong
-    file.
-    """
+    """Check those files of an entry that are on this machine; print the others. Raises ModelLoadFailed for a fault."""
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
 

@@ -268,9 +268,7 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return, for k = 1, 2, 3, ..., the share of common neighbours among both models' first k, as a mean over the
-    queries.
-    """
+    """Return, for k = 1, 2, 3, ..., the mean over the queries of the share of common neighbours among the first k."""
     most = first.shape[1]
     # First count in shares[k] the common neighbours that both lists have only from k + 1 entries on.
     shares = np.zeros(most)

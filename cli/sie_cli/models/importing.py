@@ -44,9 +44,7 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return its row of the result table. Raises CommandRefused if the service accepts no files at
-    all.
-    """
+    """Import a file and return its row of the result table. Raises CommandRefused if no file can be imported."""
     from sie_config_service.documents import read
 
     row: dict[str, Any] = {"file": str(file)}

@@ -379,8 +379,8 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots that match `names` (repository[@commit], where a commit may be shortened); all if it is
-    empty.
+    """Yield the snapshots that `names` selects; all if it is empty. A name is a repository or repository@commit, where
+    the commit may be shortened.
     """
     if not names:
         yield from stored

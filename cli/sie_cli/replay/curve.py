@@ -19,9 +19,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG with a curve for each name. The axis of percentiles is logarithmic, with 90, 99, 99.9 % equally
-    spaced.
-    """
+    """Return an SVG with a curve for each name. On the axis of percentiles, 90, 99 and 99.9 % are equally spaced."""
     curves = {name: sorted(values) for name, values in latencies_s.items()}
     step_ms, steps = _steps(max(values[-1] for values in curves.values()) * 1e3)
 

@@ -67,15 +67,11 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the passwords as environment variables. Quotes keep nats-server from reading one such as 1e10 as a
-        number.
-        """
+        """Return the passwords as environment variables, in quotes: nats-server would read 1e10 as a number."""
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
     def credentials(self, role: str) -> dict[str, str]:
-        """Return the settings with which a process of this role connects to the broker; empty for a role without
-        access.
-        """
+        """Return the settings for a role's connection to the broker; empty if this role has no access."""
         if role not in _USER_OF:
             return {}
         user = _USER_OF[role]
@@ -89,7 +85,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the users and their permissions, a part of the server's configuration. The Helm chart uses the same
-    file.
-    """
+    """Return the configuration of the server's users and their permissions. The Helm chart uses the same file."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

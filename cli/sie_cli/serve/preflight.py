@@ -56,9 +56,7 @@ class MachineNeeds:
 
 
 def faults(needs: MachineNeeds) -> list[str]:
-    """Return the faults of this machine, each as one line with the remedy. Raise the soft limit of open files as
-    well.
-    """
+    """Return the faults of this machine, each as a line with the remedy. Also raises the soft limit of open files."""
     return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 
 

@@ -173,8 +173,8 @@ class LocalCluster:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process replaces the
-        first 4.
+        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process is all but the
+        adapters.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -345,9 +345,7 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker after a write error (a full disk) once there is space: until then it refuses all
-        writes.
-        """
+        """Restart the broker after a write error (a full disk) once there is space. Until then it refuses writes."""
         embedded = self._embedded
         assert embedded is not None
         is_reported = False

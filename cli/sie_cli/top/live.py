@@ -193,9 +193,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def suspend() -> None:
-    """Stop this process like Ctrl-Z; return when it continues, or at once if there is no shell that could continue
-    it.
-    """
+    """Stop this process like Ctrl-Z. Return when it continues, or at once if no shell could continue it."""
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:
         os.kill(os.getpid(), signal.SIGTSTP)

@@ -295,7 +295,7 @@ def _aged(queued: Queued) -> str:
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return an empty table. `first`: width of the first column, in cells. `columns`: titles, and whether they are
+    """Return an empty table. `first`: width of the first column, in cells. `columns`: title -> whether it is
     numeric.
     """
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
@@ -326,8 +326,8 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
-    """Return the table of workers: unhealthy ones first, then by queue. If there is `room` (lines), devices have rows
-    too.
+    """Return the table of workers: unhealthy ones first, then by queue. If `room` (lines) permits, with their
+    devices.
     """
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]

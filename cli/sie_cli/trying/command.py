@@ -86,9 +86,7 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name under which the gateway serves a model. If the local `sie serve` lacks it, add the model and
-    wait.
-    """
+    """Return the name under which the gateway serves a model. If `sie serve` here lacks it, add it and wait."""
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
 

@@ -36,9 +36,7 @@ class BrokerUnavailable(BrokerError):
 
 
 class StreamFull(BrokerError):
-    """A stream has reached its limit, in total or for one subject. It refuses new messages and keeps the stored
-    ones.
-    """
+    """A stream has reached its limit, in total or for one subject. It refuses new messages; stored ones remain."""
 
 
 class PayloadTooBig(BrokerError):
@@ -84,9 +82,7 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created` changes if the stream is lost and created again. The counts include leased
-    messages.
-    """
+    """State of a stream. `created` changes if the stream was created again. The counts include leased messages."""
 
     created: str
     messages: int
@@ -229,9 +225,7 @@ class KeyValue(Protocol):
         """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader has this or a later revision. It may lose the last ones by expiry or a damaged
-        file.
-        """
+        """Return whether the leader has this or a later revision. The last ones may be lost (expiry, damaged file)."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was
@@ -283,8 +277,8 @@ class Bus(Connection, Protocol):
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Return the first answer to a request. Raises NoResponder without a subscriber, BrokerUnavailable at the
-        time-out.
+        """Send a request and return the first answer. Raises NoResponder at once without a subscriber,
+        BrokerUnavailable at the time-out.
         """
 
 
@@ -315,9 +309,7 @@ class Queue(Connection, Protocol):
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """Return the first stored message from this sequence on whose subject matches, even if it is leased, or
-        None.
-        """
+        """Return the first stored message from `sequence` on with a matching subject, even if it is leased, or None."""
 
     async def server_time(self, stream: str) -> float:
         """Return the wall clock, in seconds since 1970, of the server that sets the times of this stream's messages."""
@@ -341,8 +333,8 @@ class Administration(Queue, Protocol):
         """
 
     async def delete_stream(self, stream: str) -> bool:
-        """Delete a stream with its messages and consumers; open pulls and acks then have no effect. Return False if
-        absent.
+        """Delete a stream with its messages and consumers. Return False if absent. Open pulls then deliver nothing, and
+        acks have no effect.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:

@@ -105,9 +105,7 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """After a BrokerError in the context, record it in `Connection.troubles`. The next use opens the bucket
-        again.
-        """
+        """Record a BrokerError of the context in `Connection.troubles`, and open the bucket again at its next use."""
         try:
             yield
         except (WrongRevision, PayloadTooBig):
@@ -227,9 +225,7 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Mark the record as stale: a restarted broker may have lost the bucket. Pass this to
-        `Connection.on_reconnect`.
-        """
+        """Mark the record as stale: a restarted broker may have lost the bucket. Pass it to `on_reconnect`."""
         self._reconnects += 1
         self.is_stale = True
 

@@ -189,8 +189,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Return the URL of the output folder, for a retry a subfolder of the first job's; empty if SIE stores the
-        output.
+        """Return the URL of the output folder, empty if SIE stores the output. That of a retry is a subfolder of the
+        first job's.
         """
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url

@@ -1,6 +1,4 @@
-"""Search for the ids that are similar to a misspelled name. It takes hardly longer for ten thousand ids than for
-100.
-"""
+"""Search for the ids that are similar to a misspelled name, which takes hardly longer for 10,000 ids than for 100."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return an upper bound of the number of values; 0 for at most SMALL_BYTES. Raises Malformed for too many
-    values.
-    """
+    """Return an upper bound of the number of values; 0 up to SMALL_BYTES. Raises Malformed for too many values."""
     if len(data) <= SMALL_BYTES:
         return 0
     try:

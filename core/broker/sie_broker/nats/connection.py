@@ -41,7 +41,7 @@ _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Methods that a connection calls on its open pull requests. Their inbox (reply subject) is lost with the
+    """Methods of open pull requests that their connection calls. Their inbox (reply subject) is lost with the
     connection.
     """
 
@@ -76,9 +76,7 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject that this user may not use: no answer would come. Return if any
-        were.
-        """
+        """Fail the requests in flight on a subject that this user may not use. Return whether there were any."""
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
@@ -237,9 +235,7 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait until the connection exists. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at its
-        end.
-        """
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at its end."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:

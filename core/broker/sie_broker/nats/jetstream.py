@@ -228,9 +228,7 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """Give up the inbox, after the deliveries that have already arrived on it are handled. Later ones may be
-        lost.
-        """
+        """Give up the inbox after the deliveries that have arrived on it are handled. Later ones may be lost."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
@@ -324,9 +322,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Give up expired pulls as lost if their deliveries neither arrived nor were reported. New pulls replace
-        them.
-        """
+        """Give up expired pulls as lost if their deliveries neither arrived nor were reported; new pulls follow."""
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages

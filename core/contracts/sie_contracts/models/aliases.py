@@ -39,9 +39,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests. Its answers are compared with the real ones, then
-    dropped.
-    """
+    """A model that gets copies of a share of the requests. Its answers are compared with the real ones and dropped."""
 
     model: str
     share: float = 1.0
@@ -143,9 +141,7 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1, by a hash of the parts and their lengths: ("ab", "c") and ("a", "bc")
-    differ.
-    """
+    """Return a number above 0 and below 1 from a hash of the parts and their lengths: ("ab", "c") != ("a", "bc")."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()

@@ -177,9 +177,7 @@ class Catalogue:
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return the resolution with its bundles: `bundle` if the request names it, else all that can serve the
-        model.
-        """
+        """Return the resolution with its bundles: `bundle` if the request names it, else all that serve the model."""
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)

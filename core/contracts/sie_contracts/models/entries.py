@@ -146,8 +146,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends`: another profile whose own options it inherits, but not those which that
-    extends.
+    """A variant of a model. `extends`: another profile, whose own options this profile inherits. That profile's
+    `extends` is not followed.
     """
 
     load: LoadOptions | None = None
@@ -267,9 +267,7 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 
 def parse_entry(raw: object) -> ModelEntry:
-    """Check a document and return the entry. Raises ValidationFailed; its `errors` have the path of each faulty
-    field.
-    """
+    """Check a document and return the entry. Raises ValidationFailed; its `errors` have the paths of faulty fields."""
     if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
         raise _invalid("a field of model files of the public SIE; `sie models import` translates them - at `$.sie_id`")
     # `score: {}` is allowed and means an output without a width
@@ -329,9 +327,7 @@ def parse_entry(raw: object) -> ModelEntry:
 
 
 def parse_document(raw: object) -> ModelEntry | Alias:
-    """Check a document of a model or alias. Raises ValidationFailed; its `errors` have the path of each faulty
-    field.
-    """
+    """Check a document of a model or alias. Raises ValidationFailed; its `errors` have the paths of faulty fields."""
     if not is_alias(raw):
         return parse_entry(raw)
     alias = parse_alias(raw)

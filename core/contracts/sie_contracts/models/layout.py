@@ -359,8 +359,8 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model away from the worker with the highest planned use, if that is above HOT and falls by
-        MOVE_GAIN.
+        """Move one model away from the worker with the highest planned use, if this is above HOT and MOVE_GAIN lower
+        after.
         """
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(

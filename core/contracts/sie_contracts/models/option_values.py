@@ -33,9 +33,7 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message: only numbers and booleans are shown, others may contain a client's
-    text.
-    """
+    """Describe a value for an error message. Only numbers and booleans are shown: others may be a client's text."""
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)

@@ -270,9 +270,7 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """Return the template of the prompt `name`, found at `path` in the request. Raises InvalidInput if there is
-    none.
-    """
+    """Return the template of the prompt `name`. `path`: its field in the request. Raises InvalidInput if unknown."""
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
         expected = (
@@ -285,9 +283,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with the tokens' last hidden states as output. Raises InvalidInput for all but dense text
-    encoders.
-    """
+    """Return `run` with one output, each token's last hidden state. Raises InvalidInput if no dense text encoder."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")

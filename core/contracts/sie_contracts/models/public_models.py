@@ -302,9 +302,7 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed from the one that it extends. Its own options, if any, replace all inherited
-        ones.
-        """
+        """Return a profile, completed from the one that it extends. Its own options replace all inherited ones."""
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
@@ -380,9 +378,7 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return a profile's changes of the default profile. If its family differs, note that as ignored and return
-        None.
-        """
+        """Return a profile's changes of the default. If its family differs, note it as ignored and return None."""
         try:
             variant = self._kind(name)
         except ValidationFailed as error:

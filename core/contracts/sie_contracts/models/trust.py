@@ -130,9 +130,7 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path, and with `is_here` each file below it, is in one of the folders, with all links
-    resolved.
-    """
+    """Return whether a path is in one of the folders, with links resolved; with `is_here`, also each file below it."""
     roots = [folder.rstrip("/") + "/" for folder in folders]
 
     def is_in(place: str) -> bool:

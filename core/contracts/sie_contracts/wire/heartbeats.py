@@ -1,6 +1,4 @@
-"""Heartbeats of workers and gateways over NATS, which announce their state. The rules for changes in `messages`
-apply.
-"""
+"""Heartbeats of workers and gateways over NATS, which tell their state. The rules for changes in `messages` apply."""
 
 from __future__ import annotations
 

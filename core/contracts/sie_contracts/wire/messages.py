@@ -352,9 +352,7 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """A work item that was given up. `item`: the encoded WorkItem as it was delivered, so that it can be published
-    again.
-    """
+    """Work that was given up. `item`: the encoded WorkItem as it was delivered, so that it can be published again."""
 
     id: str
     subject: str
