@@ -271,7 +271,7 @@ class Mirror:
             # this answer came from a replica of the broker that is behind: try again until it has caught up
             await asyncio.sleep(_PAUSE_S)
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
-            raise BrokerUnavailable(f"the catalogue's bucket has its write {last}, but does not return it")
+            raise BrokerUnavailable(f"the broker has write {last} of the catalogue's bucket, but does not return it")
         _logger.warning(
             "bucket %s is damaged: its last write, %d, is missing; "
             "it is filled again from the model folders and its copy",

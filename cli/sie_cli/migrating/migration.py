@@ -223,8 +223,8 @@ class Migration:
         )
         if prints[0] == prints[1]:
             raise CommandRefused(
-                f"both have the fingerprint {prints[0]}, so the index fits: `sie models alias {plan.alias} "
-                f"{plan.model}` flips at once"
+                f"both models have the fingerprint {prints[0]}, so the index stays valid: instead of a migration, run "
+                f"`sie models alias {plan.alias} {plan.model}`"
             )
         if old != new:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
@@ -632,7 +632,7 @@ class Aliases:
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
             raise CommandRefused(
-                f"{name} is a model: clients have to ask for an alias, which `sie models alias NAME {name}` makes"
+                f"{name} is a model: clients have to ask for an alias. Create one with `sie models alias NAME {name}`"
             )
         targets = [_model_of(target) for target in document.alias]
         if len(targets) != 1:

@@ -86,8 +86,8 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
         return (
-            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}, so none was told; one that"
-            f" was started with another --data-dir and this folder of models serves it within seconds; else {how}"
+            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}, so no process was told. One "
+            f"that was started with another --data-dir and this folder of models serves it within seconds. Else {how}"
         )
     if (
         running.models_dir

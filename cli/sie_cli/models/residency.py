@@ -190,7 +190,9 @@ def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) 
         if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
             click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
             return
-    raise CommandRefused(f"{model} is still loaded after {wait_s:g} s: new requests use it, or have loaded it again")
+    raise CommandRefused(
+        f"{model} is still loaded after {wait_s:g} s: other requests still use it, or have loaded it again"
+    )
 
 
 def _show_lane(lane: dict[str, Any]) -> None:

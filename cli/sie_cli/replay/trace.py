@@ -108,7 +108,7 @@ def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name not in names:
-            raise TraceError(f"{name!r} is none of {', '.join(names)}")
+            raise TraceError(f"{name!r} is unknown, expected one of {', '.join(names)}")
         try:
             values[name] = float(value)
         except ValueError as error:

@@ -79,7 +79,7 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
         index = int(np.searchsorted(counts[-1], lower, side="right"))
         if index < len(counts[-1]):
             return int(places[-1][index])
-    raise AssertionError("the end of the text is a place")
+    raise AssertionError("no place to cut was found, although the end of the text is one")
 
 
 def _next_start(

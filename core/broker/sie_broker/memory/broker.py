@@ -108,7 +108,7 @@ class MemoryKeyValue:
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):
-            raise ValueError("a batch writes at least one key and each key once")
+            raise ValueError("a batch must write at least one key, and each key only once")
         await self._connection.reach(API_TIMEOUT_S)
         return self._bucket.write(writes)
 

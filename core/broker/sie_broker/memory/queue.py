@@ -92,7 +92,7 @@ def parse_reply(reply: str) -> tuple[str, str, int]:
     """Return stream, consumer and sequence from the `reply` of a delivery. Raises ValueError for any other text."""
     tokens = reply.split(".")
     if len(tokens) != 6 or tokens[:2] != ["$JS", "ACK"]:
-        raise ValueError(f"{reply[:70]!r} names no delivery")
+        raise ValueError(f"{reply[:70]!r} is not the reply subject of a delivery")
     return tokens[2], tokens[3], int(tokens[5])
 
 

@@ -284,7 +284,7 @@ class NatsConnection:
         self._failed_attempts += 1
         self._client.options["reconnect_time_wait"] = min(1.0, FIRST_RETRY_S * 1.2 ** min(self._failed_attempts, 20))
         if self._failed_attempts == 1 and not self._closed:
-            log.warning("%s: connection error, trying again: %r", self.name, error)
+            log.warning("%s: the connection to the broker failed, trying again: %r", self.name, error)
 
     async def _on_lost(self) -> None:
         if not self._live:
@@ -297,7 +297,9 @@ class NatsConnection:
             await inbox.retire()
 
     async def _on_back(self) -> None:
-        log.warning("%s: connected again after %d failed attempts", self.name, self._failed_attempts)
+        log.warning(
+            "%s: the connection to the broker is restored after %d failed attempts", self.name, self._failed_attempts
+        )
         self._failed_attempts = 0
         self._client.options["reconnect_time_wait"] = FIRST_RETRY_S
         self.max_payload = self._client.max_payload

@@ -114,7 +114,7 @@ class NatsKeyValue:
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):
-            raise ValueError("a batch writes at least one key and each key once")
+            raise ValueError("a batch must write at least one key, and each key only once")
         expected = [write.expected for write in writes]
         while True:
             try:

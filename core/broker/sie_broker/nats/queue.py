@@ -150,7 +150,7 @@ class NatsAdministration(NatsQueue):
                 if refusal.number not in CONSUMER_GONE:
                     raise
         raise BrokerUnavailable(
-            f"consumer {spec.name}: other processes deleted it in {_ENSURE_ATTEMPTS} attempts to create it"
+            f"consumer {spec.name} was not created: other processes deleted it in each of {_ENSURE_ATTEMPTS} attempts"
         )
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
