@@ -4,9 +4,9 @@ decides between their writes.
     packaged folder + SIE_MODELS_DIR ──seed──► bucket ──► export, epoch
                      an operator ──── write ──►   └──► one delta for each write of a model, with the epoch before it
 
- model.<id>             the present model: compare-and-set uses its revision  bundle.<id>            a bundle of the
-folders; readers of the catalogue notice a change by the epoch  history.<id>.<number>  each of its last REVISIONS_KEPT
-revisions, in one batch with the model; the newest replaces
+    model.<id>             the present model: compare-and-set uses its revision
+    bundle.<id>            a bundle of the folders; readers of the catalogue notice a change by the epoch
+    history.<id>.<number>  each of its last REVISIONS_KEPT revisions, in one batch with the model; the newest replaces
                            the oldest
     replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
     aliases                the targets of each alias; an alias itself is stored like a model

@@ -1,7 +1,8 @@
 """Environment variables of each process of `sie serve`. A secret reaches only the processes that need it.
 
-settings the components that read them HF_TOKEN and the like adapters, which ask the hub for weights AWS_, GOOGLE_,
-AZURE_ processes that open a bucket: of payloads, of jobs, of models, of weights
+settings                 the components that read them
+HF_TOKEN and the like    adapters, which ask the hub for weights
+AWS_, GOOGLE_, AZURE_    processes that open a bucket: of payloads, of jobs, of models, of weights
 """
 
 from __future__ import annotations

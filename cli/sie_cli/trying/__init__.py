@@ -1,7 +1,8 @@
 """Commands `sie try` and `sie run`: they show a model's answer in the terminal.
 
-command  the commands asking   the inputs, the choice of encode, score or extract, and the answer shown    the answer
-for a person: bars, heat maps and marked texts
+command  the commands
+asking   the inputs, the choice of encode, score or extract, and the answer
+shown    the answer for a person: bars, heat maps and marked texts
 """
 
 from sie_cli.trying.command import run_model, try_model

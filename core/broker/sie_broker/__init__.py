@@ -1,8 +1,10 @@
 """Protocols of the message broker for gateway, sidecar and config service.
 
-Bus send, request, subscribe: messages that are delivered at most once Queue publish, pulls, counts, delete: messages
-that are stored in streams Administration a Queue that also creates, updates and deletes streams and consumers Store
-buckets: replicated maps with revisions Broker all four protocols, over one connection
+    Bus              send, request, subscribe: messages that are delivered at most once
+    Queue            publish, pulls, counts, delete: messages that are stored in streams
+    Administration   a Queue that also creates, updates and deletes streams and consumers
+    Store            buckets: replicated maps with revisions
+    Broker           all four protocols, over one connection
 
 A function that uses the broker declares the smallest protocol that it needs.
 

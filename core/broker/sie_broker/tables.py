@@ -1,8 +1,8 @@
 """Storage of placement tables in a bucket. A lane (pool, machine profile and bundle) has one table: the workers on
 which each model is placed. A small table is one message; a large one is stored in parts, by a hash of the model.
 
-key of the lane          Placement: at_s, and all rows, or the stamps of the parts key of the lane .p{n}
-PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
+    key of the lane          Placement: at_s, and all rows, or the stamps of the parts
+    key of the lane .p{n}    PlacementPart: its stamp, and the rows of models with crc32(model) % parts == n
 
 One write stores all changed parts and the lane's key, by compare-and-set on the lane's key. A stamp identifies the
 content of a part. A reader joins the parts once it has every part whose stamp the lane's key names. Until then it keeps

@@ -1,10 +1,19 @@
 """The public HTTP API: each body and each reply as a struct, from which the OpenAPI document is generated.
 
-shapes types that several files share, and the schema of a field that accepts several types inference encode, score and
-extract dialects OpenAI, Jina, Voyage, Cohere, Infinity, NVIDIA tei Text Embeddings Inference ollama Ollama batches
-files and batches of OpenAI jobs jobs on whole files models models and aliases residency loads and unloads of models
-operations pools, health, scaling dead_letters dead letters, and the scopes of the caller's credential views pages of
-the console configs routes of the catalogue, which gateways and the config service serve faults errors
+    shapes        types that several files share, and the schema of a field that accepts several types
+    inference     encode, score and extract
+    dialects      OpenAI, Jina, Voyage, Cohere, Infinity, NVIDIA
+    tei           Text Embeddings Inference
+    ollama        Ollama
+    batches       files and batches of OpenAI
+    jobs          jobs on whole files
+    models        models and aliases
+    residency     loads and unloads of models
+    operations    pools, health, scaling
+    dead_letters  dead letters, and the scopes of the caller's credential
+    views         pages of the console
+    configs       routes of the catalogue, which gateways and the config service serve
+    faults        errors
 
 A field that may be absent has the type `... | UnsetType`. `EXAMPLE` of a struct appears in the OpenAPI document. Tests
 check it against the schema, and that the code that parses a body reads exactly the fields of its struct.

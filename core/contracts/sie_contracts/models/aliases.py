@@ -1,9 +1,10 @@
 """Aliases: additional names of models. This module has the structs of an alias, the choice of a target by the key of a
 request, and the check of a document.
 
-{id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it {id: search, alias:
-[{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target {id: search, alias: A, shadow: {model:
-B, share: 0.1}}              B gets copies of requests; its answers are dropped
+    {id: search, alias: BAAI/bge-m3@<commit>}                           one target; a write replaces it
+    {id: search, alias: [{model: A, weight: 90}, {model: B, weight: 10}]}     each key keeps its target
+    {id: search, alias: A, shadow: {model: B, share: 0.1}}              B gets copies of requests; its answers are
+                                                                        dropped
 
 An alias is a document of the catalogue, like a model: it is written, stored, rolled back, exported and broadcast in the
 same way. Its id differs from all ids of models. A target names a model by id. A revision and a profile pin the target.
