@@ -150,7 +150,7 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """Return why aliases in `named` that are valid now would be invalid with the model `after`."""
+    """Return, by alias, why those in `named` that are valid now would be invalid with the model `after`."""
     changed = present.with_model(model, after, 0, "")
     problems = {}
     for name in named:

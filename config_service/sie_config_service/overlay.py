@@ -1,5 +1,4 @@
-"""Packaged catalogue, and an operator's folder whose entries replace packaged ones. The folder is read again when it
-    changes.
+"""Packaged catalogue, and an operator's folder whose entries replace packaged ones. A changed folder is read again.
 
     packaged models, bundles ──┐
     SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders

@@ -106,7 +106,7 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Return the write that adds a reply, and drops those after REPLY_KEPT_S or beyond REPLIES_PER_SLOT."""
+        """Return the write that adds a reply, without replies older than REPLY_KEPT_S or above REPLIES_PER_SLOT."""
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
             -REPLIES_PER_SLOT + 1 :
         ]

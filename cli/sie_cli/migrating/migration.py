@@ -660,7 +660,7 @@ class Aliases:
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write a change and return the new revision. Raises CommandRefused, also if another writer was faster."""
+        """Write a change, return the new revision. Raises CommandRefused, also if another writer was faster."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
@@ -681,7 +681,7 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return when the shadow was set, in seconds since 1970; if `history` begins later, its beginning."""
+    """Return when the shadow was set, in seconds since 1970. If that is unknown, use the oldest revision."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 

@@ -58,7 +58,7 @@ class Agreement:
     fingerprints: tuple[str, str] = ("", "")
     cosines: Sequence[float] = ()
     recall: Sequence[float] = ()
-    chance: Sequence[float] = ()  # recall of randomly drawn neighbours, by k as above
+    chance: Sequence[float] = ()  # recall of randomly drawn neighbours, in the form of `recall`
     ranks: Sequence[float] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -143,7 +143,7 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample. Repeated texts are dropped: they would be nearest neighbours. Raises CommandRefused."""
+    """Read a sample. Repeated texts are dropped: copies would be nearest neighbours. Raises CommandRefused."""
     texts: dict[str, None] = {}
     rankings: list[tuple[str, tuple[str, ...]]] = []
     try:
@@ -270,7 +270,8 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
     """Return, for k = 1, 2, 3, ..., the mean over the queries of the share of common neighbours among the first k."""
     most = first.shape[1]
-    # First count in shares[k] the common neighbours that both lists have only from k + 1 entries on.
+    # Count in shares[k] the neighbours that are common to both lists from their first k + 1 entries on. The sum over k
+    # follows.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}

@@ -23,7 +23,7 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 15.0
 POLL_S = 0.5
-# seconds after the start in which a reported failure is ignored: it may belong to an earlier load
+# seconds after the start of the command in which a reported failure is ignored: it may belong to an earlier load
 STALE_S = 3.0
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",

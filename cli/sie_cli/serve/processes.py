@@ -44,7 +44,7 @@ from sie_store.models_folder import in_use, place_of
 BROKER = "nats-server"
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
-REPEAT = 3  # while the start waits for the same process, one of this many equal lines is printed
+REPEAT = 3  # the start prints only every third of the equal lines about a process that it waits for
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -466,7 +466,7 @@ def _reachable(host: str) -> str:
 
 
 def _command() -> list[str]:
-    """Return the argv of this program. The name `sie` shows in process lists which role the process has."""
+    """Return the argv that starts this program. Lists of processes then show the name `sie`, if possible."""
     script = Path(sys.argv[0])
     return (
         [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]

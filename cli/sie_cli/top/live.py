@@ -90,7 +90,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the history of the last hour. Keep the earlier one without an answer, or if it has another format."""
+    """Read the history of the last hour. If the answer is missing or of another format, keep the earlier one."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:

@@ -326,9 +326,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
-    """Return the table of workers: unhealthy ones first, then by queue. If `room` (lines) permits, with their
-    devices.
-    """
+    """Return the table of workers: unhealthy ones first, then by queue. With `room` (lines), devices have rows too."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
@@ -411,7 +409,9 @@ class HistoryTrend(msgspec.Struct, frozen=True):
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """Return a line with the trends of requests per second and queued messages, the newest at the right, if it fits."""
+    """Return a line with the trends of requests per second and queued messages, the newest at the right. Return no line
+    for fewer than two frames, or if the width is too small.
+    """
     steps = list(trend)
     if len(steps) < 2:
         return []

@@ -106,7 +106,7 @@ def _served(cluster: Cluster, model: str) -> str:
                     f"{named.name} is not served after {SERVED_S:g} s: `sie models list` shows the served "
                     "models; the log of `sie serve` may have the reason"
                 )
-            time.sleep(POLL_S)  # until `sie serve` has read its models folder again
+            time.sleep(POLL_S)  # wait until `sie serve` has read its models folder again
         return named.name
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
-_LOAD_STEPS = 10  # workers whose planned use, in tenths, is the same count as equal
+_LOAD_STEPS = 10  # number of steps of planned use: workers whose use is in the same step (here a tenth) count as equal
 _NEAR = 16
 # order of workers: first those with room, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]

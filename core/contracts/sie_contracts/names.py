@@ -24,7 +24,7 @@ _LIKE = 0.7  # lowest similarity of a suggestion (1: equal); one or two letters 
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean `x`?" with the most similar candidate, for the end of an error message, or ""."""
+    """Return "; did you mean `x`?" with the most similar candidate, to end an error message; empty if there is none."""
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(candidates), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
 

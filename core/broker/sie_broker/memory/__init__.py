@@ -1,7 +1,7 @@
 """Broker inside one process: for `sie serve --standalone`, and as a fake for tests.
 
- StreamServer < Exchange < MemoryServer  MemoryConnection < MemoryBus < MemoryQueue < MemoryAdministration <
-MemoryBroker
+    StreamServer < Exchange < MemoryServer
+    MemoryConnection < MemoryBus < MemoryQueue < MemoryAdministration < MemoryBroker
                      < MemoryStore                                    < MemoryBroker
 
 `A < B`: B inherits from A. A `MemoryServer` has the state; `MemoryServer.connect` creates connections to it. All code

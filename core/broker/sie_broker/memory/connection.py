@@ -85,7 +85,7 @@ class Exchange(StreamServer):
             self._exact.pop(listener.subject, None)
 
     def route(self, message: CoreMessage) -> int:
-        """Deliver a message to all subscriptions, of a queue group only to one. Return the number of receivers."""
+        """Deliver a message to all subscriptions, but only to one of each queue group. Return their number."""
         inbox = self.inboxes.get(message.subject)
         if inbox is not None:
             if not inbox.done():
@@ -204,7 +204,7 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at its end."""
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none are."""
         # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:

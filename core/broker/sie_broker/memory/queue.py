@@ -141,7 +141,7 @@ class MemoryPulls:
             log.exception("pulls on stream %s: the handler of a delivery failed", self._stream)
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls (deliveries that they still accept) to the consumer's queue, if that exists."""
+        """Add the credit of these pulls (deliveries that they still accept) to the consumer's queue of credits."""
         entry = self._credits.get(name)
         stream = self._server.streams.get(self._stream)
         consumer = stream.consumers.get(name) if stream is not None else None

@@ -235,7 +235,7 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable at its end."""
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none are."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:

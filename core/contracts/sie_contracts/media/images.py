@@ -119,7 +119,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raise an error if the image exceeds the limits. `size` is from the file's header: it may still be rotated."""
+    """Raise an error if an image exceeds the limits. `size` is from the file's header, perhaps before a rotation."""
     height, width = size
     if min(size) < 1:
         raise fault("undecodable", f"the image is {width} x {height} pixels")

@@ -289,7 +289,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options. A profile cannot clear a flag: false means unset, except for `causal` (None)."""
+    """Override load options. A profile cannot clear a flag, because false means unset (for `causal`: None)."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -299,7 +299,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of a profile's answers: that of the loaded model, plus the run options that it changes."""
+    """Return the fingerprint of a profile's answers: that of the loaded model, with the run options that it changes."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded

@@ -176,7 +176,9 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the largest batch, in tokens, that takes at most `seconds`; infinity if no batch was measured yet."""
+        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if there is none, infinity if
+        unmeasured.
+        """
         if not self._n:
             return math.inf
         mean, mean_s = self._x / self._n, self._y / self._n

@@ -2,11 +2,11 @@
 know about the family.
 
     family of an entry ──► row ──► parameters, LoRA, labels (gateway)
-class, files, tokens around a text (adapter)
+                                   class, files, tokens around a text (adapter)
 
 To add a family, write a file with its class in `sie_adapter/families` and a row here (docs/families.md).
 
-A family from another package has no row: the entry point `sie.adapters` names its class. The family checks its own
+A family from another package has no row. The entry point `sie.adapters` names its class. The family checks its own
 parameters, and any file of a model's folder may be read.
 """
 

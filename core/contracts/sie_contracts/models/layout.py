@@ -27,7 +27,7 @@ _FIRST_MODELS = 64
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host, not in `target_count`, that serves until all others are loaded."""
+    """Hosts of one model. `leaving`: a former host, not in `target_count`, that serves until the others can."""
 
     model: str
     index: int
@@ -240,7 +240,7 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use by worker index, rounded in order not to depend on the order of the additions."""
+        """Return the planned use by worker index, rounded, so that it does not depend on the order of additions."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
@@ -359,8 +359,8 @@ class Layout:
                     room -= 1
 
     def _relieve_hot(self, touched: set[str]) -> None:
-        """Move one model away from the worker with the highest planned use, if this is above HOT and MOVE_GAIN lower
-        after.
+        """Move one model away from the worker with the highest planned use, if this use is above HOT and falls by
+        MOVE_GAIN.
         """
         hot = min(self.workers.values(), key=lambda worker: (-worker.use, worker.name))
         if hot.use <= HOT or any(

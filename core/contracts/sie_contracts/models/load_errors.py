@@ -18,8 +18,8 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """Return the error for a LoRA that cannot be loaded, if the client is not at fault. `name` may be long: it is
-    cut.
+    """Return the error for a LoRA that cannot be loaded, if the client is not at fault. The name is cut to 200
+    characters.
     """
     return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
 

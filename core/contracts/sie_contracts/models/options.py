@@ -256,7 +256,7 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters that do not change the fingerprint. For some families, the instruction is the query."""
+    """Return the parameters that do not change the fingerprint, with `instruction` if this is the query."""
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
@@ -283,7 +283,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with one output, each token's last hidden state. Raises InvalidInput if no dense text encoder."""
+    """Return `run` with each token's last hidden state as output. Raises InvalidInput unless it is a dense encoder."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")

@@ -21,8 +21,8 @@ MAX_FIELDS = 64  # maximum number of properties that have a value, over both lev
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
 MAX_NAME = 100  # maximum number of characters of a property, or of a choice
 MAX_DESCRIPTION = 1000
-MAX_REFERENCES = 8  # maximum number of references that lead to one part
-YES_NO = ("yes", "no")  # choices of a boolean property of an object, beside spans of the text
+MAX_REFERENCES = 8  # maximum length of the chain of references ($ref) that leads to one part
+YES_NO = ("yes", "no")  # choices that stand for the values of a boolean property of an object
 
 Scalar = str | int | float | bool
 FieldKind = Literal["string", "number", "integer", "choice"]
@@ -61,7 +61,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Labels of the values in the results: the path, and the choice or the truth."""
+        """Return the labels of the values in the results: `path.choice`, for a boolean `path.true`, `path.false`."""
         path = ".".join(self.path)
         return tuple(f"{path}.{name}" for name in (("true", "false") if self.is_boolean else self.labels))
 

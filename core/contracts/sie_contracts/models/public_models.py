@@ -378,7 +378,7 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return a profile's changes of the default. If its family differs, note it as ignored and return None."""
+        """Return how a profile differs from the default profile. If its family does, ignore it and return None."""
         try:
             variant = self._kind(name)
         except ValidationFailed as error:

@@ -40,7 +40,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Why an entry was refused, as a sentence for its author. It contains no path of this machine."""
+    """Reason why an entry was refused, as a sentence for its author. It contains no path of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
