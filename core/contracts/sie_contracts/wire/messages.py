@@ -261,7 +261,9 @@ Outcome = Ok | Failed
 
 
 class Stages(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times of one chunk at the worker, in ms, from delivery until the result is sent, without gaps between stages."""
+    """Times of one chunk at the worker, in milliseconds, from delivery until the result is sent. The stages follow each
+    other without gaps.
+    """
 
     load_ms: float = 0.0
     preprocess_ms: float = 0.0
