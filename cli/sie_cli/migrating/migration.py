@@ -681,7 +681,7 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return when the shadow was set, in seconds since 1970. If that is unknown, use the oldest revision."""
+    """Return the time when the shadow was set, in seconds since 1970; if unknown, that of the oldest revision."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 
