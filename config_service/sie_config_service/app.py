@@ -95,7 +95,7 @@ def create_app(service: ConfigService) -> App:
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
-            # without a status, the end of this process has cancelled the request
+            # no status: the request was cancelled, because this process ends
             status = status or InternalFailure.status
             service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
             if span is not None:

@@ -201,7 +201,7 @@ def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield each key with which `path` can begin, longest first, and the remaining path. A key may contain dots."""
+    """Yield each key with which `path` can begin, longest first, and the path after it. Keys may contain dots."""
     for key in sorted((key for key in keys if isinstance(key, str)), key=len, reverse=True):
         rest = path.removeprefix(f".{key}")
         if rest != path and rest[:1] in ("", ".", "["):

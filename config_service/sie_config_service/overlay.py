@@ -46,7 +46,7 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """Contents of the folders. `models`: each with its source, packaged or overlay. `files`: overlay model -> file."""
+    """Contents of the folders. `models`: id -> entry, and packaged or overlay. `files`: id in the overlay -> file."""
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
     bundles: Mapping[str, BundleEntry]

@@ -203,7 +203,7 @@ async def run(
             await stop.wait()
             service.leaving = True
             server.leave()
-            # only if the service was ready once; otherwise it has no clients
+            # a service that was never ready has no clients to wait for
             if lame_duck_s and service.store is not None:
                 _logger.info(
                     "config service is stopping: for %g s it still accepts requests and reports not ready", lame_duck_s

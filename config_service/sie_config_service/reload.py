@@ -79,7 +79,7 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = None  # state of the files that was refused, kept in order to log its error only once
+    _refused: Signature | None = None  # last state of the files that was refused; its error is logged only once
     _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
     _watched: list[_Watched] = field(default_factory=list)
 
@@ -100,7 +100,8 @@ class Reload:
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
                 self._trouble.passed()  # a new change: discard the failure of the earlier one
-            elif now not in (self.signature, self._refused):  # equal at two looks, so no process is still writing files
+            # the files were equal at two looks, so no process is still writing them
+            elif now not in (self.signature, self._refused):
                 await self._apply(now)
             last = now
             self._report()
@@ -170,7 +171,9 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Log the changes that all gateways and workers of their bundles have, and those missing after WATCHED_S."""
+        """Log the changes that all gateways and workers of their bundles have, and those that some lack after
+        WATCHED_S.
+        """
         left = []
         for watched in self._watched if self.workers is not None else ():
             assert self.workers is not None

@@ -114,7 +114,7 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def folder_name(folder: Path) -> str:
-    """Return the default id of a model in a folder: the folder's name, with other characters replaced by hyphens."""
+    """Return the default id of a model in a folder: the folder's name, with hyphens for characters that ids lack."""
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
 
 

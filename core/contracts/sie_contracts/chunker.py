@@ -178,7 +178,7 @@ def _markdown() -> MarkdownIt:
 
 
 def _grapheme_bounds(text: str) -> NDArray[np.bool_]:
-    """Return booleans for the positions 0 to len(text): true if a grapheme begins there, or the text ends."""
+    """Return booleans for the positions 0 to len(text): true if a grapheme begins or the text ends there."""
     bounds = np.ones(len(text) + 1, bool)
     if text.isascii():
         bounds[[match.start() + 1 for match in re.finditer("\r\n", text)]] = False

@@ -322,7 +322,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Give up expired pulls as lost if their deliveries neither arrived nor were reported; new pulls follow."""
+        """Give up expired pulls as lost if their deliveries neither arrived nor were reported as undelivered."""
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages

@@ -210,7 +210,7 @@ class Translation:
 
 @dataclass
 class _Draft:
-    """Parts of an entry, as they follow from one profile of the file."""
+    """Parts of an entry that one profile of the file determines."""
 
     load: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)

@@ -180,7 +180,7 @@ def store_url(text: str) -> StoreUrl:
     if not pieces.scheme and text.strip():
         return StoreUrl("file", "", os.path.abspath(text))
     if pieces.query or pieces.fragment:
-        raise ValueError("it must have neither a query nor a fragment")
+        raise ValueError("the URL must have neither a query nor a fragment")
     if pieces.scheme == "file" and pieces.netloc in ("", "localhost") and pieces.path.strip("/"):
         return StoreUrl("file", "", os.path.abspath(unquote(pieces.path)))
     if pieces.scheme in ("s3", "gs") and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", pieces.netloc):
