@@ -92,6 +92,6 @@ class Restore:
         restore = WriteRequest(
             OPERATION, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        with contextlib.suppress(ContentConflict):  # another writer changed the model first
+        with contextlib.suppress(ContentConflict):  # another writer changed the model first: its newer revision stays
             await self._writer.write(restore)
             _logger.error("%s: %s", failed.model, note)

@@ -74,7 +74,9 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: a model or profiles. `replayed`: it is the stored reply of an earlier attempt."""
+    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the reply to an earlier write
+    with the same Idempotency-Key.
+    """
 
     body: dict[str, Any]
     created: bool = False

@@ -146,7 +146,9 @@ def generate(spec: str) -> list[TraceRequest]:
     ):
         raise TraceError("rate, length and seconds must be above 0; burst, inputs and models at least 1")
     if max(parameters["rate"] * parameters["seconds"], parameters["burst"]) * parameters["inputs"] > MAX_INPUTS:
-        raise TraceError(f"these are more than {MAX_INPUTS:,} inputs: lower the rate or the seconds")
+        raise TraceError(
+            f"--generate would make more than {MAX_INPUTS:,} inputs: lower the rate, the seconds or the inputs"
+        )
     chance, sigma = random.Random(int(parameters["seed"])), parameters["spread"]  # noqa: S311  arrivals, no secrets
     middle = np.log(parameters["length"]) - sigma * sigma / 2
     requests: list[TraceRequest] = []

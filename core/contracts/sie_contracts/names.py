@@ -14,8 +14,8 @@ from itertools import accumulate
 # comparison takes up to 0.1 ms
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# limit of the occurrences of the name's pieces in the ids, rare pieces first, that are counted to find the promising
-# ids
+# Maximum number of occurrences that are counted to choose the promising ids: occurrences of the name's pieces in all
+# ids, rare pieces first.
 _MAX_PLACES = 2000
 _PIECE = 3
 _LONG = 20

@@ -118,8 +118,8 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """Consumer. A message that matches its filter is waiting, or leased, or must be delivered again. Connections with
-    credit get messages in turn.
+    """Consumer. A message that matches its filter is waiting, or leased, or must be delivered again. Connections that
+    still accept deliveries (have credit) get messages in turn.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:

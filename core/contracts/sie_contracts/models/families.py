@@ -19,9 +19,9 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Row of the table. `implementation`: `module:class` in the adapter, imported when a model of the family is first
-    loaded. `parameters`: request options that only this family reads. `config_file`: a folder with this file and
-    weights is a model of the family. `transformers_class`: the class of transformers that loads the folder.
+    """Row of the table of model families. `implementation`: `module:class` in the adapter, imported when a model of the
+    family is first loaded. `parameters`: request options that only this family reads. `config_file`: a folder with this
+    file and weights is a model of the family. `transformers_class`: the class of transformers that loads the folder.
     """
 
     implementation: str
