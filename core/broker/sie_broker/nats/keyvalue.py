@@ -301,7 +301,7 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Check for missed entries: after its broker was killed, a reader may exist whose pulls are never filled."""
+        """Check for missed entries: if the broker was killed, a reader may exist whose pulls are never filled."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
