@@ -164,7 +164,7 @@ def _value_at(value: Any, path: str, message: str) -> str:
         value, path = value[step[0]], step[1]
     if isinstance(value, str):
         return f": {value[:MAX_SHOWN]!r}"
-    # an integer of more than 64 bits may have too many digits for Python's conversion to text
+    # an integer of more than 64 bits is not shown: it may have too many digits for Python's conversion to text
     is_short = isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
     return f": {value!r}" if is_short else ""
 

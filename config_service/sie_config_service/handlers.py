@@ -239,7 +239,7 @@ def _if_match(request: Request) -> int | None:
     header = request.headers.get("if-match")
     if header is None:
         return None
-    # a proxy that compresses a reply makes its ETag weak (W/)
+    # accept W/: a proxy that compresses a reply makes its ETag weak
     text = header.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {header[:60]!r}"

@@ -296,7 +296,8 @@ class Mirror:
                 if stored.revision <= before.revision:
                     continue  # an old revision that was restored from a backup: only the history has it
                 if stored.revision > before.revision + 1:
-                    # The bucket has lost the revisions between these two, so it is unknown which bundles they changed.
+                    # The bucket has lost the revisions between `before` and `stored`: which bundles they changed is
+                    # unknown.
                     unknown = read
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read

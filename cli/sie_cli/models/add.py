@@ -168,7 +168,8 @@ def write_entry(text: str, model: str, folder: Path) -> Path:
     """Write an entry to the folder that `sie serve` reads, in one atomic step. Return the file."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")  # hidden, so that no process reads an incomplete file
+    # a hidden file, because processes that read the folder skip hidden files
+    partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text, "utf-8")
     partial.replace(file)
     return file

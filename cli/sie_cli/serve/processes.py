@@ -165,7 +165,7 @@ class LocalCluster:
             self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            # remove the files: only the memory of the earlier process had references to them
+            # remove the payloads of an earlier process: only its memory had references to them
             if plan.standalone:
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)

@@ -69,7 +69,8 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    parts = await bucket.entries(lane_key)  # may come from a replica that is behind, so the lowest revision is returned
+    # the parts may come from a replica that is behind, so the lowest revision is returned
+    parts = await bucket.entries(lane_key)
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
 

@@ -34,7 +34,7 @@ def of_json(data: bytes) -> int:
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        # count fast at first, including marks inside strings, of which most strings have few
+        # first a fast count, which includes marks inside strings; most strings have few
         return _count(piece.translate(None, _NO_MARK) for piece in pieces)
     except Excess:
         return _count(_marks(data))

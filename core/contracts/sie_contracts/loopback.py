@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 T = TypeVar("T")
 MAX_CAUSE = 200  # maximum number of characters of a cause in an error message
 
-# names and addresses, no networks, which httpx and the standard library do not understand in NO_PROXY
+# only names and addresses: httpx and the standard library do not understand networks in NO_PROXY
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
-# both names, because some libraries read only one of them, such as gRPC the first
+# set both names: some libraries read only one of them (gRPC reads only the first)
 _EXCEPTIONS = ("no_proxy", "NO_PROXY")
 
 

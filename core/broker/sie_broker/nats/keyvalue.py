@@ -120,7 +120,8 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # the key may have been removed: it then counts as missing, but the marker of its removal has a revision
+                # for a write that expects no key: a removed key does not exist, but the marker of its removal has a
+                # revision
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise

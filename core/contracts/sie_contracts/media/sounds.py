@@ -151,7 +151,7 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-# number of bands of a whole long sound that transformers has shrunk; it is the same for all models
+# number of bands of a long sound that transformers shrinks as a whole; it is the same for all models
 FUSED_BINS = 64
 
 

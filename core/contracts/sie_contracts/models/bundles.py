@@ -80,7 +80,7 @@ def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
     """Return the bundles that can serve a model of `family`, the preferred first. `named`: the only bundle allowed."""
-    if not bundles:  # for example, the catalogue of a process that serves one model
+    if not bundles:  # the catalogue of a process that serves one model has no bundles
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 

@@ -18,7 +18,7 @@ MAX_CELLS = 1 << 23
 _WHOLE = {
     "num_repetitions": (1, 128),
     "num_simhash_projections": (0, 10),
-    # maximum per token and repetition; more values would need too much memory for long texts
+    # at most 1,024 values per token and repetition: more would need too much memory for long texts
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
     "seed": (0, (1 << 53) - 1),  # maximum whole number that every JSON reader represents exactly

@@ -178,7 +178,7 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# options for the lowest score of a result; scores are probabilities, except with raw_scores
+# options that set the lowest score of a reported result; scores are probabilities, except with raw_scores
 THRESHOLDS = frozenset(
     {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
 )

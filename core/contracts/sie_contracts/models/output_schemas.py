@@ -17,7 +17,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import any_value, bad, number
 
-MAX_FIELDS = 64  # maximum number of properties that have a value, over both levels
+MAX_FIELDS = 64  # maximum number of properties that have a value, summed over both levels of objects
 MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
 MAX_NAME = 100  # maximum number of characters of a property, or of a choice
 MAX_DESCRIPTION = 1000
