@@ -146,7 +146,7 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
     hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
     times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
     if min(times_s) < 0 or not any(batch):
-        raise TraceError("--device, --host: no time may be negative, and the time of a batch must be above 0")
+        raise TraceError("--device, --host: times must not be negative, and the time of a batch must be above 0")
     return Machine(*times_s)
 
 
