@@ -46,7 +46,7 @@ from sie_client.jobs import JobInfo
 from sie_contracts.api.jobs import JobManifest
 
 PROBE = "A text that shows whether the model answers."
-LOOK_S = 0.5  # seconds between two reads of the shadow's measurements
+LOOK_S = 0.5  # seconds between two requests for the shadow's measurements, or for the gateways' revisions
 FOLLOW_S = 10.0  # seconds to wait until every gateway uses the alias's new target
 FAILED_ROWS = 5  # number of failed rows that are printed as examples
 _Number = Annotated[int, Meta(ge=0)]

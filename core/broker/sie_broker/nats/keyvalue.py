@@ -120,7 +120,7 @@ class NatsKeyValue:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # for a write that expects no key: a removed key does not exist, but the marker of its removal has a
+                # a write that expects no key fails for a removed key, whose marker has a revision: try again with that
                 # revision
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:

@@ -62,7 +62,7 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight, or the first of several. Requests without a key use it."""
+        """Return the target with the largest weight, the first if several have it. Requests without a key use it."""
         return max(self.alias, key=lambda target: target.weight)
 
 
