@@ -1,6 +1,4 @@
-"""Head of late interaction: it computes one vector per token, for the tokens whose vectors are scored. Source:
-ColBERTv2 (arXiv 2112.01488).
-"""
+"""Head of late interaction: a vector for each token that counts in scores. Source: ColBERTv2 (arXiv 2112.01488)."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ _STATE_BYTES = 32 << 20  # limit for the bytes of the float32 states of one bloc
 
 class MultivectorHead:
     """Head of late interaction: it applies `layers` (float32) to the states of tokens. Tokens of documents with an id
-    in `skipped` get no vector; with `drop_first`, the first token of each text gets none either. `pooling` merges
-    similar vectors.
+    in `skipped` get no vector; with `drop_first`, nor does the first token of each text. `pooling` merges similar
+    vectors.
     """
 
     def __init__(
@@ -46,8 +44,8 @@ class MultivectorHead:
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the token vectors of each segment before similar vectors are merged. One gather reads the states of
-        all segments.
+        """Return the token vectors of each segment before similar ones are merged. One gather reads the states of all
+        segments.
         """
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
@@ -68,9 +66,7 @@ class MultivectorHead:
         return Reduced(rows, usable)
 
     def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
-        """Return the token vectors of each chunk: the vectors of its parts, in order, merged like the vectors of a
-        document.
-        """
+        """Return the token vectors of each chunk: those of its parts, in order, merged like a document's vectors."""
         rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]
         is_pooled = self._pooling is not None and self._pooling.documents
         return [self._pooling(own) for own in rows] if is_pooled and self._pooling is not None else rows

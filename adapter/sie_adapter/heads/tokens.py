@@ -10,8 +10,8 @@ from sie_adapter.packed.packing import Int64
 
 
 class TokenStatesHead:
-    """Head that returns the states of the tokens of any backbone. Special tokens are included. The states are not
-    normalised, and later layers of the model are not applied.
+    """Head that returns the states of all tokens, special ones included. They are not normalised, and later layers of
+    the model are not applied.
     """
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:

@@ -54,8 +54,7 @@ class NotApplicable(Exception):
 @dataclass(frozen=True)
 class ProbeResult:
     """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: the server's wall clock minus
-    this machine's, computed from the time in the reply's request id, with an error of at most `margin_s`; None if there
-    is no id.
+    this machine's, from the time in the reply's request id, with an error of at most `margin_s`; None without an id.
     """
 
     url: str
@@ -111,19 +110,17 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class AdapterSocket:
-    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy, empty if there is none. `description`: the
-    adapter's answer.
-    """
+    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy, else empty. `description`: the adapter's answer."""
 
     path: Path
     wrong: str = ""
     fix: str = ""
     description: ipc.Description | None = None
-    is_unseen: bool = False  # true if this user has no permission to read the socket's folder
+    is_unseen: bool = False  # this user has no permission to read the socket's folder
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
-    """Decorate a method of ClusterProbe so that it runs only once, in a task of its own. All callers get its result."""
+    """Decorate a method of ClusterProbe so that it runs only once, in a separate task. All callers get its result."""
 
     @functools.wraps(read)
     async def outcome(probe: ClusterProbe) -> T:
@@ -148,7 +145,6 @@ class ClusterProbe:
 
     @property
     def serve(self) -> str:
-        """Return the command that starts `sie serve` with this data directory."""
         return self.cluster.serve
 
     async def close(self) -> None:
@@ -162,7 +158,7 @@ class ClusterProbe:
     # ---- HTTP
 
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
-        """Send a GET. If a server is missing or faulty, the result has the reason; the method never raises."""
+        """Send a GET. If a server is missing or faulty, the result has the reason. Never raises."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         asked_s = time.time()
         try:
@@ -202,7 +198,7 @@ class ClusterProbe:
 
     async def ask_views(self) -> dict[str, ClusterView]:
         """Request `/v1/cluster` from each gateway that answers, without the cache of `views`. Return the views by URL.
-        Raises CheckSkipped if no gateway returns one.
+        Raises CheckSkipped if there is none.
         """
         cluster = self.cluster
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
@@ -227,13 +223,10 @@ class ClusterProbe:
         return bool(health) and health.get("nats_url") is None
 
     async def config_url(self) -> str:
-        """Return the address of the config service; empty if it is not known."""
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch again, without the cache of `config`. Raises NotApplicable,
-        CheckSkipped.
-        """
+        """Request the config service's epoch without the cache of `config`. Raises NotApplicable, CheckSkipped."""
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
@@ -278,8 +271,8 @@ class ClusterProbe:
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection to the broker, for a check of something else: if the broker fails, the check is
-        skipped. Raises NotApplicable, CheckSkipped.
+        """Return the connection to the broker, for a check of something else. Raises NotApplicable, or CheckSkipped if
+        the broker fails.
         """
         try:
             return await self.broker()
@@ -287,9 +280,7 @@ class ClusterProbe:
             raise CheckSkipped("there is no connection to the broker") from error
 
     async def stream_broker(self) -> NatsBroker:
-        """Return the connection to a broker with JetStream, for a check that reads streams. Raises NotApplicable,
-        CheckSkipped.
-        """
+        """Return the connection to a broker with JetStream. Raises NotApplicable, CheckSkipped."""
         broker = await self.connected_broker()
         if not broker.server[1]:
             raise CheckSkipped("the broker has no JetStream")
@@ -306,7 +297,7 @@ class ClusterProbe:
         await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
         begun_s = time.monotonic()
         expected = {info["name"] for info in (await self.health()).get("workers", ())}
-        await asyncio.sleep(GATEWAYS_S)  # wait the full time, because the number of gateways is unknown
+        await asyncio.sleep(GATEWAYS_S)  # the number of gateways is unknown, so the full time
         end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
         while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
             beats.came.clear()
@@ -346,7 +337,7 @@ def _sockets_of_devices(first: Path) -> list[Path]:
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
-    """Check that an adapter answers at a socket, and that only its own user may open the socket. Return the adapter's
+    """Check that an adapter answers at a socket, and that only its own user may open it. Return the adapter's
     description, or the fault and its remedy.
     """
     restart = (

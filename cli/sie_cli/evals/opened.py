@@ -53,8 +53,8 @@ def names(sources: str) -> list[str]:
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If no cluster is named and none runs, a cluster is started here, and the exit
-    of `held` stops it. `patience_s`: seconds to wait for the gateway.
+    """Gateway of the command's cluster. If no cluster is named and none runs, one is started here, and the exit of
+    `held` stops it. `patience_s`: seconds to wait for the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -76,14 +76,14 @@ class EvalGateway:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def refusal(self, url: str, error: BaseException) -> str:
-        """Return the error text for a command to whom the gateway at `url` did not answer. `error`: the client's
+        """Return the error text for a command to which the gateway at `url` did not answer. `error`: the client's
         error.
         """
         return self._cluster.without_gateway(url, error)
 
 
 class OpenSources:
-    """Sources of one model. `open` opens a source and adds it. The exit of `held` closes all sources."""
+    """Sources of one model. The exit of `held` closes all of them."""
 
     def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
         self._gateway, self._model, self._held = gateway, model, held
@@ -125,8 +125,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs, according to the first source or to the catalogue of this
-        installation. A model that is not in the catalogue counts as a model with vectors.
+        """Return whether the model scores pairs, by the first source, else by this installation's catalogue. A model in
+        neither has vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -139,9 +139,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`. The address may be stale, because a killed `sie serve` leaves
-    its file.
-    """
+    """Return whether a server answers at `url`. The address may be stale: a killed `sie serve` leaves its file."""
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")

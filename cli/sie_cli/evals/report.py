@@ -75,8 +75,8 @@ class EvalReport:
         return f"{self.model} on {self.task}, {self.kind}"
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
-        """Return the content of the report as a document for programs. NaN becomes null. `with_values`: include the
-        values of single queries or pairs.
+        """Return the report as a document for programs; NaN becomes null. `with_values`: include single queries or
+        pairs.
         """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold", "queries")
@@ -86,7 +86,6 @@ class EvalReport:
         return document
 
     def markdown(self) -> str:
-        """Return the report as a Markdown page."""
         head, *rows = self.table
         lines = [f"# {self.title}", "", f"{self.about}.", ""]
         lines += [_line(head), "|" + "---|" * len(head), *(_line(row) for row in rows), ""]

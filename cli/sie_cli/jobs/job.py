@@ -78,7 +78,6 @@ def errors_text(info: JobInfo) -> str:
 
 
 def problem_text(error: JobError) -> str:
-    """Format an error: its code, message and field."""
     return printable(
         f"{error.code}: {error.message}"
         + (f" ({error.param})" if error.param and error.param not in error.message else "")
@@ -107,7 +106,6 @@ def _deadline(info: JobInfo) -> float:
 
 
 def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
-    """Return a line for each job, after a header."""
     lines: list[tuple[str, ...]] = [("ID", "CREATED (UTC)", "STATE", "ROWS", "DONE", "ERRORS", "MODEL", "NAME")]
     for info in infos:
         counts, share = info.counts, percent_done(info)
@@ -119,7 +117,6 @@ def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
 
 
 def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
-    """Return all facts about a job, as text by name."""
     counts, request = info.counts, info.request
     shards = "?" if counts.shards is None else f"{counts.shards:,}"
     fields = {
@@ -152,9 +149,7 @@ def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
 
 
 def _flat(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the fields of a job's request. The fields of `input` and `output` become `input.NAME` and
-    `output.NAME`.
-    """
+    """Return the fields of a job's request, with those of `input` and `output` as `input.NAME` and `output.NAME`."""
     fields: list[tuple[str, Any]] = []
     for name, value in request.items():
         if name in ("input", "output") and isinstance(value, Mapping):
@@ -177,7 +172,6 @@ def _plain(value: Any) -> str:
 
 
 def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a table of rows that failed."""
     lines: list[tuple[str, ...]] = [("ROW", "ERROR")]
     for row in rows:
         error = row.get("error")
@@ -187,15 +181,14 @@ def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def hint_at_failures(job: JobInfo) -> None:
-    """Print the command that shows why rows have an error."""
     if job.counts.failed:
         click.echo(f"`sie jobs show {job.id} --failed` says why rows have an error", err=True)
 
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Destination of a job's output: a URL, or a local folder that is filled after the job has ended. Without either,
-    the output stays stored with the job. `is_made`: this command created the folder.
+    """Destination of a job's output: a URL, or a local folder that is filled after the job has ended, or else the job's
+    own storage. `is_made`: this command created the folder.
     """
 
     url: str = ""
@@ -205,7 +198,7 @@ class OutputPlace:
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
         """Return the output place for the value of an option. Raises CommandRefused for a folder that cannot be
-        created, and with `is_new` for a folder with the files of a job.
+        created, and with `is_new` for one with the files of a job.
         """
         if text is None:
             return cls()
@@ -222,7 +215,7 @@ class OutputPlace:
         return cls(folder=folder, is_made=is_made)
 
     def unmade(self) -> None:
-        """Remove the folder again if this command created it and it is empty; for a job that was not started."""
+        """Remove the folder if this command created it and it is empty, because the job was not started."""
         if self.folder is not None and self.is_made:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -254,15 +247,15 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule, such as `max_tokens=256,boundary=paragraph`; a text without `=` names a column. Raises
+    """Parse a rule, such as `max_tokens=256,boundary=paragraph`, or the name of a column, without `=`. Raises
     BadParameter.
     """
     return parse_params(text.split(","), "--chunks") if "=" in text else text
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert options of the command line to options of the client. Options that are not set get the server's defaults.
-    Raises BadParameter.
+    """Convert options of the command line to options of the client. The server sets defaults for missing ones. Raises
+    BadParameter.
     """
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
@@ -279,7 +272,7 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
         "deadline": future(values["deadline"]) if values["deadline"] else None,
         "windows": list(values["windows"]) or None,
     }
-    # a line break may be written as \n, because shells have no easy way to write one
+    # shells have no easy way to write a line break, so \n stands for one
     for name in ("text", "query", "document"):
         job_options[name] = job_options[name].replace("\\n", "\n") if job_options[name] else None
     context = {"context": False} if job_options.pop("no_context") else {}
@@ -291,8 +284,8 @@ BAR = 40
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
-    """Raise CommandRefused if a file of this machine lacks a column that the job reads, before the file is sent. If the
-    packages for jobs are not installed, only the server checks the columns.
+    """Raise CommandRefused if a file of this machine, before it is sent, lacks a column that the job reads. Without the
+    packages for jobs, only the server checks the columns.
     """
     from sie_contracts.api.jobs import JobInput
     from sie_contracts.errors import InvalidInput
@@ -313,13 +306,12 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
 
 
 class _Stuck(Exception):
-    """Job that is paused by an error, so it needs a person to continue."""
+    """Raised for a job that is paused by an error, so that a person must continue it."""
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
     """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`: print
-    the progress to standard error. Ctrl-C ends the process and prints that the job continues. `also`: text that is
-    added to this message.
+    the progress to standard error. Ctrl-C ends the process and prints that the job continues, and then `also`.
     """
     from sie_client.errors import JobFailedError
 
@@ -358,7 +350,6 @@ def _view(*, err: bool, as_json: bool) -> Iterator[Callable[[JobInfo], None]]:
 
 
 def picture(info: JobInfo, now_s: float) -> Group:
-    """Return a bar, and the lines of progress below it."""
     from rich.console import Group
     from rich.text import Text
 

@@ -25,7 +25,7 @@ from sie_store.datasets.plans import Broken, inputs, plan
 from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 
-OBJECTS, SPANS = 8, 20  # limits of a sample: number of objects, and number of spans (ranges of rows) from these objects
+OBJECTS, SPANS = 8, 20  # limits of a sample: objects, and spans (ranges of rows) of these objects
 SPAN_ROWS = 500
 
 
@@ -123,7 +123,6 @@ class Corpus:
         return objects
 
     def _object_place(self, object: ObjectEntry) -> Place:
-        """Return the address of one object of the corpus."""
         if not self.place.is_folder:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)
