@@ -38,8 +38,7 @@ _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # allocations of at least this number of bytes get pages of their own (mmap); glibc accepts no larger value
 _MAPPED_BYTES = 32 << 20
-# threshold instead of _MAPPED_BYTES while weights are loaded or RLIMIT_DATA is set: freed weights leave no holes in the
-# heap
+# smaller threshold while weights are loaded or RLIMIT_DATA is set, so that freed weights leave no holes in the heap
 _APART_BYTES = 1 << 20
 # number of loads in progress, and its lock, which the capture of a CUDA graph holds
 _apart, _apart_lock = 0, threading.Lock()

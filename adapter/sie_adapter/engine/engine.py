@@ -550,7 +550,7 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            # alone, because an overflow of another item in the pass may have caused the value
+            # run each item again alone: an overflow of another item in the pass may have caused its value
             for item in sorted(doubtful):
                 self._pass(np.array([item], np.int64))
         elif doubtful:
@@ -585,7 +585,7 @@ class BatchRun:
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
         """Return the results of a work item, each with the tokens that ran for it. A shared query's tokens count for
-        the first.
+        the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -708,7 +708,7 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Call `work` with all the items. Return False if memory ran out."""
     # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
-    # block of the caller, the traceback would.
+    # block of the caller, the traceback would still refer to them.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:

@@ -293,13 +293,13 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # a lock, because a trace changes a map of modules, and this code the warning filters, both global to the
-        # process
+        # under a lock, because a trace changes a map of modules, and this code changes the warning filters: both are
+        # global to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
             # warnings about a wrong trace are not needed: the backbone later compares the states of the graph with the
             # model's
             warnings.simplefilter("ignore")
-            # no second trace to compare with, for the same reason
+            # no check by a second trace: the backbone's comparison is enough
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))

@@ -1,5 +1,5 @@
-"""Results of inputs, computed from the rows of the heads with the output options of each work item, which never split a
-batch.
+"""Results of inputs, computed from the rows of the heads. The output options of a request are applied here, per work
+item, so they never split a batch.
 
     rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
                         ──► row of the query against rows of documents ──► scores    score of vectors (sides)
@@ -244,7 +244,7 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
 
 
 def is_relevance(options: RunOptions) -> bool:
-    """Return whether the client requested scores from 0 to 1 that grow with relevance, as other vendors return."""
+    """Return whether the client requested scores from 0 to 1 that grow with relevance, as other rerankers return."""
     return bool(options.parameters.get("relevance"))
 
 
@@ -254,7 +254,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # on the host if the query needed no pass
+    ids, weights = (part.to(device) for part in query)  # they are on the host if the query needed no pass
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -358,7 +358,7 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
     """Return scores from float32 logits [no, yes]: P(yes) of their softmax, or yes - no if `difference` or `raw_scores`
-    is set. From logits [yes], with 0 as the logit of no.
+    is set. If the logits are only [yes], the logit of no is 0.
     """
     # float64, see `class_scores`
     stacked = torch.stack(list(logits)).double()

@@ -91,7 +91,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: the interpreter of SGLang's environment. `threads`: only for a CPU."""
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: used only on a CPU."""
 
     python: str
     folder: Path
@@ -155,7 +155,7 @@ class SGLang:
         return self._servers[0].pid
 
     def places(self, packed: PackedBatch) -> Int64:
-        """Return the indices of the tokens whose states `run` computes: the last of each text. Others get zeros."""
+        """Return the indices of the last token of each text, whose states `run` computes; other states are zero."""
         return packed.bounds[1:].astype(np.int64) - 1
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class _SglangProcess:
     """SGLang server process and its children, which are all in one session (setsid)."""
 
     def __init__(self, launch: Launch) -> None:
-        """Return when the process is ready. Call this on a thread that stays alive. Raises SglangNotStarted."""
+        """Start the process and wait until it is ready, on a thread that stays alive. Raises SglangNotStarted."""
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
         with socket.socket() as probe:

@@ -73,7 +73,7 @@ class ColPali:
 
 
 def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """Return the input layout of each operation, for a model with token vectors, from which scores are computed."""
+    """Return for each operation how inputs become rows of ids. Scores are computed from the token vectors."""
     return {
         "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
         "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),

@@ -201,7 +201,7 @@ class OomRecovery:
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
         # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
-        # block of the caller, the traceback would.
+        # block of the caller, the traceback would still refer to them.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:
