@@ -118,7 +118,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # the head is replaced, because in the tower's own pass it would get states of 16 bits, while it is float32
+        # the head, which is float32, is replaced: in the tower's own pass it could get states of 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -138,8 +138,8 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row. In the passes of the text tower alone that the check of a loaded model
-    runs (`certificate`), the head computes the vectors from the hidden states.
+    """Head that returns the vector of each row. The check of a loaded model (`certificate`) runs passes of the text
+    tower alone; for them, the head computes the vectors from the hidden states.
     """
 
     def __init__(self, towers: TextTower) -> None:

@@ -79,8 +79,8 @@ class ExtractOptions:
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options, tokenised and padded for the device. `padding`: positions of their passes without a
-    token.
+    """Texts with equal options, tokenised and padded for the device. `padding`: positions without a token in their
+    passes.
     """
 
     @property
@@ -111,7 +111,7 @@ class Preparation:
                 self._prepared[option.same(), tuple(some)] = self._timed(some, option, make)
             except SIEError:
                 continue
-            except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` assigns it
+            except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` returns it
                 _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
@@ -297,8 +297,8 @@ def _attempt(
 
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
-    """Return the number of positions without a token in these passes, lists of indices. A pass is padded to its longest
-    sequence.
+    """Return the number of positions without a token in these passes. `chosen`: for each pass the indices of its
+    sequences, which are padded to the longest.
     """
     return sum(
         len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen
@@ -351,9 +351,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """Return for each window the range of words (begin, end) in which an entity that this window finds must begin to
-    count. The ranges of two windows meet in the middle of their overlap, so each entity counts in the window that has
-    more words around it.
+    """Return for each window a range of words (begin, end): an entity that this window finds counts only if its first
+    word is in the range. The ranges of two windows meet in the middle of their overlap, so each entity counts in the
+    window that has more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []

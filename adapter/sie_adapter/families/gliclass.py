@@ -173,7 +173,7 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     def _encoded(self, texts: list[str], labels: list[str], around: _Around, prompt: int) -> list[list[int]]:
         """Return the ids of each text with its labels, at most `max_tokens`. A text before labels or examples is
-        truncated here, because the package would truncate those.
+        truncated here, because the package would truncate the labels or examples.
         """
         if not texts:
             return []
@@ -191,8 +191,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """Return a text, or the first words of a very long one with more tokens than the model reads: the others need
-        not be tokenised.
+        """Return a text; of a very long one only its first words, with more tokens than the model reads, so that the
+        others are not tokenised.
         """
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):

@@ -45,14 +45,14 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need about 0.2 MB
-# per word at a width of 512
+# limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
+# about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 # a word is cut to this number of characters per token of a pass, since the model reads only its first token
 _CHARACTERS_PER_TOKEN = 16
-# candidates of a window that are decoded, best first: the decoder compares each candidate with all selected ones, or in
-# a token-level model each start with each end
+# limit for the candidates of a window that are decoded, best first: the decoder compares each with all selected ones,
+# or in a token-level model each start with each end
 _CANDIDATES = 2048
 # the same limit for flat entities with one label each, of which the decoder selects few
 _FLAT_CANDIDATES = 8192
@@ -133,7 +133,8 @@ class GlinerModel(Extractor[GlinerTexts]):
             return_tokens=True,
             return_id_to_classes=True,
             prepare_labels=False,
-            # also for a token-level bi-encoder, which does not read them: the processor counts them
+            # the collator must also prepare labels for a token-level bi-encoder, which does not read them: the
+            # processor counts them
             prepare_entities=self._is_token_level,
         )
         layers = self._gliner.model.token_rep_layer
@@ -340,8 +341,8 @@ class _LabelVectors:
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join entities of one label with at most one character between them, with the better score. Source: model card of
-    NuNER_Zero.
+    """Join neighbouring entities of one label with at most one character between them; the better score stays. Source:
+    model card of NuNER_Zero.
     """
     merged: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}

@@ -62,8 +62,8 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-# tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need about 0.1 MB
-# per word at a width of 768
+# limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
+# about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # a word is cut to this number of characters per token of a pass
@@ -331,7 +331,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # words that begin in the text: the added full stop is a separate word, or part of a URL at the end of the text
+        # only words that begin in the text: the full stop that the package adds is a separate word, or part of a URL
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(

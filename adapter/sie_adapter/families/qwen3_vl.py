@@ -51,7 +51,9 @@ class Qwen3Encoder(_Qwen3):
         self.heads: dict[str, Head] = {"dense": DenseHead("last", None, compute.device)}
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer with the end of the turn after every text, which is truncated before it is added."""
+        """Return the tokenizer that adds the end of the turn after every text, also after the truncation of a long
+        text.
+        """
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -112,7 +114,7 @@ class Qwen3Reranker(_Qwen3):
 
 
 def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
-    """Read some rows of one matrix, float32, and no others. Return an empty list if no file has the matrix."""
+    """Return the rows `ids` of a matrix, float32, without reading others; an empty list if no file has the matrix."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping

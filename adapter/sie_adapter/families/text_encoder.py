@@ -63,7 +63,7 @@ class PackedModel:
     needs = TokenNeeds()
     width: int
     memory_bytes: int
-    # is a score of token vectors divided by the number of query vectors (`item_results.side_scores`)
+    # whether a score of token vectors is divided by the number of query vectors (`item_results.side_scores`)
     per_row = False
 
     def __init__(self, entry: ModelEntry, compute: Compute) -> None:
@@ -130,7 +130,7 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Return `more_samples`, an argument of `Backbone`, for a model of this family."""
+    """Return the number of additional sequences in the trial of a model of this family (`Backbone`)."""
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 

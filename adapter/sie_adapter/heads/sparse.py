@@ -73,9 +73,7 @@ class MaskedLanguageHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the sparse vector of each chunk: the `max_entries` largest of the maximum weights of each id in its
-        parts.
-        """
+        """Return the sparse vector of each chunk: the largest weight of each id in its parts, for `max_entries` ids."""
         return [_largest(own, self._max_entries) for own in parts]
 
     def _short(self, states: States, chosen: Int64) -> Tensor:
@@ -118,8 +116,8 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return how many rows may be searched for nonzero entries in one call: 16 bytes for the position of each entry
-    must fit twice BLOCK_BYTES.
+    """Return how many rows are searched for nonzero entries in one call: a result has 16 bytes per entry, and may need
+    twice BLOCK_BYTES.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 
@@ -189,8 +187,8 @@ class TokenTable:
     """Table on the host with the weights of inference-free queries: a query gets the weights of its distinct ids."""
 
     def __init__(self, weights: Tensor, max_entries: int = 0) -> None:
-        """Store `weights`, float32 [vocabulary], on the host. `max_entries`: weights of a query that are returned, 0:
-        all.
+        """Store `weights`, float32 [vocabulary], on the host. Only the `max_entries` largest weights of a query are
+        returned; 0 means all.
         """
         self._weights, self._max_entries = weights, max_entries
 

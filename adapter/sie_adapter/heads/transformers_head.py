@@ -55,8 +55,8 @@ class TransformersHead:
         )
 
     def block(self) -> None:
-        """Block the weights of linear layers (`packed.linear`) on a CPU: faster if the head is as large as a language
-        model's. The weight of a tied decoder is copied.
+        """Replace linear layers by layers with blocked weights (`packed.linear`), on a CPU: this is faster if the head
+        is as large as a language model's. The weight of a tied decoder is copied.
         """
         block_linears(self._model)
 

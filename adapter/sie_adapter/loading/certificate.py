@@ -57,7 +57,7 @@ class LoadCertificate(msgspec.Struct, frozen=True):
 
 
 def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
-    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE with the check and the value."""
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE, which names the failed check."""
     started = time.perf_counter()
     entry = resolved.entry
     digests = check_files(folder, entry, resolved.load)
@@ -75,8 +75,8 @@ def _refuse(entry: ModelEntry, cause: str) -> Exception:
 
 
 def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str, ...]:
-    """Return the names of the files whose digests match the entry. Raises ModelLoadFailed CERTIFICATE for another
-    digest, or an entry that contradicts a file.
+    """Return the names of the files whose digests match the entry. Raises ModelLoadFailed CERTIFICATE for a file with
+    another digest, or an entry that contradicts a file.
     """
     digests = _check_digests(folder, entry)
     if (mismatch := entry_faults.fault(folder, entry, load)) is not None:

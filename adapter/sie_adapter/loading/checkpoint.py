@@ -1,5 +1,5 @@
-"""Load of a transformers model from its folder. The module `tokenizer` reads its tokenizer, the module `modules` later
-modules of sentence-transformers.
+"""Load of a transformers model from its folder. The module `tokenizer` reads its tokenizer, and the module `modules`
+reads later modules of sentence-transformers.
 
 The load refuses weights that are missing, unexpected, of another shape or newly initialised, since a model with a
 random part still returns plausible answers.
@@ -177,8 +177,8 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
     """Convert weights to `dtype`, except those that the architecture keeps in float32. Buffers keep their dtype: a
-    rotary base in 16 bit would change the results. So do the weights of a batch normalisation, since torch accepts them
-    in 16 bit only with 16-bit statistics, which are buffers.
+    rotary base in 16 bit would change the results. The weights of a batch normalisation keep their dtype too, since
+    torch accepts them in 16 bit only with 16-bit statistics, which are buffers.
     """
     # a model inside of this model may have its own setting
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

@@ -8,7 +8,7 @@ from typing import Any
 
 from sie_store.folder_files import read_json
 
-# tokens; a larger limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
+# tokens above which a limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
 UNLIMITED = 1 << 24
 _GLINER_WORDS = 384
 # tokens assumed per word, for the longest window of words if the encoder has no limit; the package has none either, and

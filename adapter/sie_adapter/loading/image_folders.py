@@ -17,9 +17,9 @@ from sie_adapter.loading.tokenizer import read_tokenizer
 _QUESTION = "<bos>Question: {text}" + "<pad>" * 10 + "\n"  # prompt of a query. Source: transformers, ColPaliProcessor
 # prompt of a query. Source: colpali-engine 0.3.18, ColQwen2_5_Processor
 _QWEN_QUESTION = "{text}" + "<|endoftext|>" * 10
-_QWEN_PAGE_PIXELS = 768 * 28**2  # pixels of a page, at most, from the class in colpali-engine
+_QWEN_PAGE_PIXELS = 768 * 28**2  # largest number of pixels of a page, from the class in colpali-engine
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
-# blocks of an image, at least and at most, from the vendor's code of Qwen3-VL-Embedding
+# smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding
 _QWEN_BLOCKS = (4, 1800)
 _PAGES_TOKENS = 2048
 _TRANSCRIBED_TOKENS = 16384

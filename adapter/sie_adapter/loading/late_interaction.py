@@ -41,8 +41,9 @@ class LateInteraction:
     """Settings of late interaction. Markers are tokens; an empty marker means none. Lengths are the largest number of
     tokens of a row, special tokens included; 0 means the model's own limit.
 
-    `expanded`: the tokens to which queries are padded with the token `filler` (empty: the mask token); 0 means no
-    padding. `attends`: the query's tokens attend to the padding. Tokens of documents in `skipped` get no vector.
+    `expanded`: the number of tokens to which queries are padded, with the token `filler` (empty: the mask token); 0
+    means no padding. `attends`: the query's tokens attend to the padding. Tokens of documents in `skipped` get no
+    vector.
     """
 
     query_marker: str
@@ -56,8 +57,8 @@ class LateInteraction:
 
 
 class Filling(NamedTuple):
-    """Query expansion: queries are padded to `length` tokens with the id `filler`. `attended`: other tokens attend to
-    it.
+    """Query expansion: queries are padded to `length` tokens with the id `filler`. `attended`: the other tokens attend
+    to the padding.
     """
 
     length: int

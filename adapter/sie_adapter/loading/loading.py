@@ -109,7 +109,7 @@ class Loader:
     _checked: set[tuple[str, ...]] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(
         default_factory=set
-    )  # (model, reason why it runs in another precision than requested) of which a log line was written
+    )  # (model, reason for another precision than requested) that was already logged
     # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
     # cache
     _leases: dict[str, Lock] = field(default_factory=dict)

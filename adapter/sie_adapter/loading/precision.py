@@ -1,4 +1,4 @@
-"""Precision of a model: that of its entry, that which this device supports, and the reason for a difference.
+"""Precision of a model: the entry's, the one that this device supports, and the reason for a difference.
 
     precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it is
     not that precision

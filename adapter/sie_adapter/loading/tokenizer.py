@@ -30,7 +30,7 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-# fraction of a sentence's characters above which, if they become known tokens, the tokenizer supports the sentence
+# a tokenizer supports a sentence if more than this fraction of its characters becomes known tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
 # texts of which a right tokenizer knows at least one: sentences in several scripts, and notations for models of

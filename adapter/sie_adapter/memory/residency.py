@@ -57,7 +57,7 @@ class LoadedWeights(Protocol):
 
 @dataclass
 class Resident:
-    """A loaded model. `resolved`: its catalogue entry; it is replaced if a changed entry needs no other weights."""
+    """A loaded model. `resolved`: its catalogue entry, which a changed entry that needs no other weights replaces."""
 
     model: str
     resolved: Resolved
@@ -266,8 +266,8 @@ class ResidentModels:
 
     def relieve(self, permission: Permission) -> None:
         """Drop models while memory is above the threshold, at most once per second for all callers. A running load
-        freed its own memory, and its allocated bytes already count as used: added again, they would evict other models
-        without need.
+        freed its own memory, and its allocated bytes already count as used: if they were added again, other models
+        would be evicted without need.
         """
         with self._lock:
             now_s = self._clock()
@@ -289,7 +289,7 @@ class ResidentModels:
             # minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            # the requests that need the model handle the result
+            # wait for the end of the load; requests that need the model handle its result
             pending.exception()
         return "load_ended" if pending is not None else None
 
@@ -316,8 +316,8 @@ class ResidentModels:
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
         """Load a model, with remedies if memory runs out: a load needs more memory than the loaded model, for example
-        for the copy of a mapped file. If other loads ran meanwhile, it is first tried again alone. Otherwise loads
-        could evict each other's models for ever.
+        for the copy of a mapped file. If other loads ran meanwhile, the load is first tried again alone. Otherwise
+        loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)

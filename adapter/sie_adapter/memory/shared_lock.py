@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 
 class Share:
-    """Hold of a lock by one thread, perhaps beside others. `was_alone` is set at its end: no other thread held the
-    lock.
-    """
+    """Hold of a lock by one thread. `was_alone`, set when the hold ends: no other thread held the lock meanwhile."""
 
     was_alone = True
 

@@ -25,13 +25,13 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # stands for no limit: keys on a side of a window
-# scores of one block on a CPU, at most, so that they fit the second-level cache; otherwise each pass over them waits
-# for memory
+FAR = 1 << 30  # number of keys on a side of a window that means no limit
+# limit for the scores of one block on a CPU, so that they fit the second-level cache; with more, each pass over them
+# waits for memory
 _BLOCK_SCORES = 1 << 18
-# scores of one block on a GPU, at most, which computes them all at once: 128 MB in float32
+# limit for the scores of one block on a GPU, which computes them all at once: 128 MB in float32
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
-# length to which a row of scores is padded at least: one vector register. Softmax sums a shorter row number by number,
+# shorter rows of scores are padded to this length, one vector register. Softmax sums a shorter row number by number,
 # which took eight times as long.
 _SOFTMAX_ROW = 16
 
@@ -66,7 +66,7 @@ class MaskRequest:
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Return which keys a query sees, by transformers' mask function for sample positions. Raises
+        """Return which keys a query sees: the mask function of transformers is called for sample positions. Raises
         AttentionUnsupported unless the mask is causal, bidirectional or a window of these.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
@@ -155,7 +155,8 @@ def packed_attention(
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
         sie_trial.called()
-    # only while compiling, because torch's dispatch of an operator written in Python costs host time in every layer
+    # the operator is used only while compiling: torch's dispatch of one written in Python costs host time in every
+    # layer
     attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend
     output = attend(
         query[0].transpose(0, 1),
@@ -256,8 +257,8 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which keys a block of queries must not attend to, bool [queries, keys], or None. The block has the queries
-    from `start` to before `stop`, and the keys from `low` to before `high`.
+    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if there is none. The block
+    has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None

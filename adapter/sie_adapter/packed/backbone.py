@@ -43,7 +43,7 @@ _TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
-# positions per token in a padded group of sequences, padding included, at most
+# largest number of positions per token in a padded group of sequences, padding included
 _PADDED_WASTE = 1.25
 
 
@@ -62,7 +62,7 @@ class StateRunner(Protocol):
         """Return the indices of the tokens whose states `run` computes."""
 
     def close(self) -> None:
-        """Free the engine, but not during a pass. Without references to it, garbage collection frees it too."""
+        """Free the engine; do not call this during a pass. Without references to it, garbage collection frees it too."""
 
 
 class Backbone:
@@ -89,7 +89,7 @@ class Backbone:
         demands it.
         """
         attention.register()
-        # on the configuration of `model` itself: part of a larger model has a configuration of its own
+        # set on the configuration of `model` itself, because a part of a larger model has its own
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -417,8 +417,8 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. Models like RoBERTa, recognised by their method, count from the pad id
-    on.
+    """Return how the model numbers positions. Models like RoBERTa, recognised by their method for it, count from the
+    pad id on.
     """
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -427,7 +427,7 @@ def _numbering(model: PreTrainedModel) -> Positions:
 
 
 def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, shortest first. Padded to one length, they need _PADDED_WASTE positions per token."""
+    """Yield ranges of sequences, shortest first, that need at most _PADDED_WASTE positions per token when padded."""
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):
         if (stop - start) * length > _PADDED_WASTE * (real + length):

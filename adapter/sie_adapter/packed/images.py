@@ -27,12 +27,12 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# Images or sounds in one pass of a tower, at most. A CPU is not faster with more; powers of two keep the number of
-# different sizes small.
+# Largest number of images or sounds in one pass of a tower. A CPU is not faster with more; powers of two keep the
+# number of different sizes small.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# Blocks of patches in one pass of a tower for images of any size, at most. A larger image has a separate pass; on a
-# CPU, each image has one.
+# Largest number of blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass;
+# on a CPU, each image has one.
 _BLOCKS_PER_PASS = 16384
 
 
@@ -111,7 +111,7 @@ def per_pass(compute: Compute) -> int:
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each pass over images or sounds. Each has a power of two of them, at most `most`, because
+    """Yield begin and end of each pass over images or sounds. A pass has 1, 2, 4, ... of them, at most `most`, because
     a CPU keeps memory for each size that a pass has had.
     """
     start = 0
@@ -123,7 +123,7 @@ def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
 
 class Patches(NamedTuple):
     """Sizes of the patches that a tower for images of any size cuts: squares of `edge` pixels, of which `merged` by
-    `merged` make a block. Each is repeated `frames` times, like the frames of a film.
+    `merged` make a block. Each patch is repeated `frames` times, like the frames of a film.
     """
 
     edge: int
