@@ -36,8 +36,8 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-# byte that is written to the wake socket for a drain. A signal writes its number, which is not this byte for any
-# handled signal.
+# byte that is written to the wake socket for a drain. A signal writes its number, and no handled signal has this
+# number.
 _DRAIN = b"D"
 
 
@@ -52,7 +52,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
         _logger.warning("%s", warning)
-    # blocked until this process handles them
+    # the signals stay blocked until this process handles them
     signal.pthread_sigmask(signal.SIG_BLOCK, forkserver.SIGNALS)
     _import()
     # the devices are checked before a socket exists, because probes treat an adapter with a socket as ready
@@ -169,7 +169,7 @@ def _serve(
     server.serve(wake)
     _logger.info("adapter stopping")
     watch.close()
-    # first, because the parent still has the socket open: a client could connect and wait without an answer
+    # remove the path first: the parent still has the socket open, so a client could connect and wait without an answer
     path.unlink(missing_ok=True)
     listener.close()
     if not engine.stop(DRAIN_S):

@@ -62,7 +62,7 @@ class StateRunner(Protocol):
         """Return the indices of the tokens whose states `run` computes."""
 
     def close(self) -> None:
-        """Free the engine; do not call this during a pass. Without references to it, garbage collection frees it too."""
+        """Free the engine; do not call this during a pass. Without references to it, the garbage collector frees it."""
 
 
 class Backbone:

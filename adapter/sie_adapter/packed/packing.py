@@ -339,7 +339,7 @@ class Padded(NamedTuple):
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
     """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
-    rows, whose `attended` is all True. Adds the number of added positions to `packed.padding`.
+    rows; `attended` is True in added rows. Adds the number of added positions to `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)

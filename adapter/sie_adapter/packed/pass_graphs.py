@@ -33,14 +33,14 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Tokens of the buckets. Each number is at most twice the one before: a pass of BERT large with 128 tokens takes as long
-# as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the kernels of large models
-# take as long as their launches on a fast host.
+# Numbers of tokens of the buckets. Each number is at most twice the one before: a pass of BERT large with 128 tokens
+# takes as long as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the kernels
+# of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)
 _BLOCK = 128  # rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
-# Graphs of a model, at most. Their activations share memory; the driver keeps about a kilobyte for each kernel of a
-# graph.
+# Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
+# of a graph.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
 _PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
@@ -174,7 +174,7 @@ class CudaRecorder:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            # libraries choose their kernels and allocate their workspaces
+            # warm-up: libraries choose their kernels and allocate their workspaces
             for _ in range(_WARM_UPS):
                 run()
             self._stream.synchronize()
@@ -198,7 +198,7 @@ class CudaRecorder:
 
     def _end_capture(self, graph: Any, pool: Any) -> None:
         """End a capture that failed. If CUDA returns no graph, torch keeps allocating in the capture's memory pool, and
-        then refuses to return memory; this method ends it.
+        then refuses to return memory; this method ends the allocation.
         """
         try:
             graph.capture_end()

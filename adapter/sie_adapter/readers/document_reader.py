@@ -60,10 +60,8 @@ class DocumentReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
+        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
+        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
         """
         return _kind(folder, entry).fault_of_files(folder, entry)
 

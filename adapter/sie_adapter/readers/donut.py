@@ -43,7 +43,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
-_CLASS_TOKENS = 8  # tokens for the name of a class, at most; a class needs three or four
+_CLASS_TOKENS = 8  # largest number of tokens for the name of a class, which needs three or four
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4
@@ -134,7 +134,7 @@ def _encoded(model: Any, pixels: Tensor) -> Tensor:
 
 def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
     """Return the recipe that turns pages into pixels, and their normalisation. Raises ModelLoadFailed INCOMPATIBLE for
-    a model other than Donut, and like `checked_processor`.
+    a model other than Donut, and the errors of `checked_processor`.
     """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):

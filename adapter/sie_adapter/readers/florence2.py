@@ -46,7 +46,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000
-# pages in one pass of the tower, at most; a CPU is not faster with more than one page
+# largest number of pages in one pass of the tower; a CPU is not faster with more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 8
 

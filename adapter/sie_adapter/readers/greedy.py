@@ -1,6 +1,6 @@
 """Greedy choice of tokens: the most likely next token of a row, under the rules of the model's generation_config.json.
 
-The output equals transformers' `generate(num_beams=1, do_sample=False)`, whose processors change the scores here too.
+The output equals transformers' `generate(num_beams=1, do_sample=False)`, whose logits processors are used here too.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from sie_contracts.errors import ShuttingDown, SIEError
 
 _logger = logging.getLogger("sie.adapter")
 
-MAX_ROWS = 16  # rows of one model that run at the same time, at most
+MAX_ROWS = 16  # largest number of rows of one model that run at the same time
 # Niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both device threads busy,
 # the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, with a
 # third of the weight, gives a quarter and a sixth.
@@ -57,8 +57,8 @@ class GenerationPrompt(Protocol):
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model of the loop, called only by the loop's thread, under inference mode. `together`: the most rows that begin
-    in one call.
+    """Model of the loop, called only by the loop's thread, under inference mode. `together`: the largest number of rows
+    that begin in one call.
     """
 
     together: int
@@ -298,8 +298,8 @@ class _Loop:
 
 class Readings:
     """Thread of one device that generates text for all models that write text. A step computes one token for each row
-    of a model. It runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached outputs
-    and CUDA graphs.
+    of a model. The thread runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached
+    outputs and CUDA graphs.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class Readings:
         self._fits = fits
         self._shed = shed
         self._torch_threads = torch_threads
-        self._loops: dict[int, _Loop] = {}  # read and written by the thread only
+        self._loops: dict[int, _Loop] = {}  # only the thread uses this map
         self._joining: list[tuple[GenerationModel[Any], list[_GenerationRow]]] = []
         self._news = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -354,8 +354,8 @@ class Readings:
         return time.monotonic() - since_s if since_s else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuse new rows, complete the others within the time limit, then fail the unfinished ones. Return whether
-        there were none.
+        """Refuse new rows, complete the others within the time limit, then fail the unfinished ones. Return whether all
+        rows were completed in time.
         """
         with self._news:
             self._stopping = True

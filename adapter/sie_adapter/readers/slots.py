@@ -243,7 +243,7 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: and the step's new
+        """Return the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: include the step's new
         token.
         """
         places = torch.arange(self.width, device=self.ends.device)

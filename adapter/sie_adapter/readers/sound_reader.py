@@ -54,7 +54,7 @@ _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
 # refused options of generation_config.json: they make later windows depend on earlier ones, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
-# windows in one pass of the encoder, at most; a CPU is not faster with more than one window
+# largest number of windows in one pass of the encoder; a CPU is not faster with more than one
 _WINDOWS_PER_PASS = {"cpu": 1}
 _WINDOWS_PER_PASS_ELSEWHERE = 8
 
@@ -124,10 +124,8 @@ class SoundReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
+        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
+        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
         """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
@@ -236,7 +234,7 @@ class SoundReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. No encoder state is masked, because all windows have as many."""
+        """Return the scores of the token after `ids`. All windows have equally many encoder states, so none is masked."""
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),

@@ -68,7 +68,7 @@ class ReaderCall(Generic[P, F_contra]):
                 results[number] = error
         readable = list(prompts)
         # equal options for all inputs, so that `by_options` makes one call and all rows run together; the prompts have
-        # the real ones
+        # the real options
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
@@ -115,8 +115,8 @@ class PagePrompt:
 
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns pages into pixels, and their normalisation. `positions`: those of the model's
-    decoder. Raises ModelLoadFailed for an unsupported image processor, and like `check_rules`.
+    """Return the recipe that turns pages into pixels, and their normalisation. `positions`: the number of positions of
+    the model's decoder. Raises ModelLoadFailed for an unsupported image processor, and the errors of `check_rules`.
     """
     check_rules(entry, model, positions)
     return processor_of(folder, entry)
@@ -191,8 +191,8 @@ def reserved(field: str) -> InvalidInput:
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """Return a boolean mask as transformers' attention expects it. Eager attention adds it to the scores: 0 where a
-    position is attended to, else the lowest float.
+    """Return a boolean mask as transformers' attention expects it. Eager attention adds the mask to the scores, so it
+    gets 0 where a position is attended to, else the lowest float.
     """
     if not is_eager:
         return mask
