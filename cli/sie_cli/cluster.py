@@ -174,7 +174,7 @@ class Cluster:
     # ---- config service
 
     def config_token(self, *, writes: bool) -> Secret | None:
-        """Return the sufficient token for the config service with the fewest rights, or None."""
+        """Return the token with the fewest rights that suffices for the config service; None if there is none."""
         read_token = None if writes else self.settings.config_read_token
         return read_token or self.settings.admin_token
 

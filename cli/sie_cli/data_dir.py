@@ -15,7 +15,7 @@ from sie_cli.access import LOCK
 from sie_contracts.settings import SettingError
 from sie_contracts.wire.ownership import distrusted
 
-MAX_SOCKET_BYTES = 100  # bytes of the path of a socket, at most; the kernel allows a few more (unix(7))
+MAX_SOCKET_BYTES = 100  # limit for the bytes of the path of a socket; the kernel allows a few more (unix(7))
 _LONGEST = "worker-999.sock"
 
 
@@ -41,8 +41,8 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may use, or accept an existing one. Raises SettingError for another user's,
-    OSError.
+    """Create a folder that only this user may use, or accept an existing one. Raises SettingError for a folder of
+    another user, OSError.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()

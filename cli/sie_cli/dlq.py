@@ -170,7 +170,7 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
 
 
 async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
-    """Wait for the answer, with a line every NOTE_S seconds. Raises CommandRefused if `timeout_s` ends first."""
+    """Wait for the answer; print a line every NOTE_S seconds. Raises CommandRefused if `timeout_s` ends first."""
     task = asyncio.ensure_future(answer)
     passed_s = 0.0
     while not (await asyncio.wait({task}, timeout=NOTE_S))[0]:

@@ -39,7 +39,7 @@ class _Program(AnyPosition):
     """Group of all commands. A call ends the process at once; `main`, which tests call, raises SystemExit."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command. Raises UsageError, which names another group that has a command of this name."""
+        """Return the command. Raises UsageError, which suggests a group that has a command of this name."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:

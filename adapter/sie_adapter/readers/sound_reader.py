@@ -234,7 +234,7 @@ class SoundReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. All windows have equally many encoder states, so none is masked."""
+        """Return the scores of the token after `ids`. All windows have as many encoder states, so none is masked."""
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),

@@ -4,7 +4,7 @@
     FOLDER
 
 The archive is unpacked in a hidden folder next to FOLDER, which is renamed to FOLDER last. The next load removes the
-files of an interrupted one and begins again.
+files of an interrupted load and begins again.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`. `at`: the path of this folder for workers. Raises CommandRefused, OSError, and
-    leaves no `folder` then.
+    """Unpack an archive to `folder`. `at`: the path of this folder for workers. Raises CommandRefused, OSError; then
+    `folder` does not exist.
     """
     check(reader.index)
     with _loading(folder) as partial:

@@ -28,7 +28,7 @@ from sie_store.weights.manifest import FileFact
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-# characters of a licence's name, at most; a longer field of a distribution has the licence's text
+# largest number of characters of a licence's name; a longer field of a distribution has the licence's text
 _MAX_NAME = 100
 
 
@@ -99,7 +99,7 @@ def spdx(licence: str) -> str:
 
 
 def software(*requirements: str) -> dict[str, Package]:
-    """Return the installed distributions that these requirements need, by name, with the required ones themselves."""
+    """Return the installed distributions that these requirements need, by name, including the required ones."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

@@ -107,7 +107,7 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """Return the findings that gateways report under the name `check`, equal ones once."""
+    """Return the findings that gateways report under the name `check`; equal findings are returned once."""
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)

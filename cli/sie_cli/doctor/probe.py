@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 
 class CheckSkipped(Exception):
-    """The check was not possible; the message has the reason."""
+    """Raised if a check is not possible; the message has the reason."""
 
 
 class NotApplicable(Exception):
-    """This cluster or machine does not have the thing to check; the message has the reason."""
+    """Raised if this cluster or machine does not have the thing to check; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class ClusterProbe:
         await broker.subscribe(f"{topology.GATEWAY_SUBJECT}.*", beats.on_gateway)
         begun_s = time.monotonic()
         expected = {info["name"] for info in (await self.health()).get("workers", ())}
-        await asyncio.sleep(GATEWAYS_S)  # the number of gateways is unknown, so the full time
+        await asyncio.sleep(GATEWAYS_S)  # wait the full time, because the number of gateways is unknown
         end_s = begun_s + self.settings.health_publish_interval_ms / 1000 + BEAT_MARGIN_S
         while not (expected and expected <= beats.workers.keys() and beats.gateways) and time.monotonic() < end_s:
             beats.came.clear()

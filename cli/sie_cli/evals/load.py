@@ -24,7 +24,7 @@ from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
 PATIENCE_S = 60.0  # seconds to wait for an answer
-# requests of an open loop in flight, at most; above it, a due request is counted and not sent
+# largest number of requests of an open loop in flight; above it, a due request is counted and not sent
 MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds until a client of a closed loop sends again after a failure
 NOBODY = "CONNECTION"  # code of a request that reached no server
@@ -51,7 +51,7 @@ class LoadReply:
 
 
 class LoadFailure(Exception):
-    """A request failed. `code`: the server's code, an HTTP status, or NOBODY."""
+    """Raised for a failed request. `code`: the server's code, an HTTP status, or NOBODY."""
 
     def __init__(self, code: str, message: str = "") -> None:
         super().__init__(message or code)
@@ -209,7 +209,7 @@ class Energy:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules; None if no GPU counts it, as before the generation Volta."""
+        """Return the energy in joules; None if no GPU counts it: GPUs before the generation Volta do not."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

@@ -125,8 +125,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs, by the first source, else by this installation's catalogue. A model in
-        neither has vectors.
+        """Return whether the model scores pairs, by the first source, else by this installation's catalogue. A model
+        that is in neither counts as one with vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs

@@ -17,7 +17,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import maxsim
 
 Matrix = NDArray[np.float32]
-# documents with the best Hamming distance that are ranked again: four times the depth of a ranking
+# number of documents with the best Hamming distance that are ranked again: four times the depth of a ranking
 RESCORED = 400
 
 

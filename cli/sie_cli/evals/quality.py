@@ -20,7 +20,7 @@ from sie_cli.evals.sources import EvalSource
 from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
-DEPTH = 100  # documents of a ranking, at most
+DEPTH = 100  # largest number of documents of a ranking
 FIRST_STAGE = 30  # documents per query that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -92,7 +92,7 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def has_interval(score: Measurement) -> bool:
-    """Return whether there are values of single queries, from which an interval is computed: mteb returns means."""
+    """Return whether there are values of single queries, which an interval needs: mteb returns only means."""
     return min(map(len, score.values.values())) > 1
 
 

@@ -75,8 +75,8 @@ class EvalReport:
         return f"{self.model} on {self.task}, {self.kind}"
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
-        """Return the report as a document for programs; NaN becomes null. `with_values`: include single queries or
-        pairs.
+        """Return the report as a document for programs; NaN becomes null. `with_values`: include the values of single
+        queries or pairs.
         """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold", "queries")

@@ -23,7 +23,7 @@ from sie_cli.evals.report import EvalReport
 from sie_cli.refusal import CommandRefused
 
 GIT_S = 5.0
-TOLD_ITEMS = 3  # queries that are listed: those with the largest decrease of the metric
+TOLD_ITEMS = 3  # number of queries that are listed: those with the largest decrease of the metric
 
 
 class StoredReport(msgspec.Struct):

@@ -233,7 +233,7 @@ def _weights_of(model: str) -> str:
 
 
 BATCH = 64  # texts per request; some servers accept no more
-MAX_ANSWER_BYTES = 64 << 20  # bytes of an answer, at most; 64 vectors of 32,768 numbers as JSON need less
+MAX_ANSWER_BYTES = 64 << 20  # limit for the bytes of an answer; 64 vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
 

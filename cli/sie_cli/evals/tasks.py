@@ -27,7 +27,8 @@ from sie_cli.evals.sources import ImagePath
 from sie_cli.refusal import CommandRefused
 
 RELEVANT_SCORE = 4.0  # score of STS-B, from 0 to 5: 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
-LEAST_WORDS = 400  # words of a document of scipy-docs, at least: about twice the tokens that a small model reads
+# smallest number of words of a document of scipy-docs: about twice the tokens that a small model reads
+LEAST_WORDS = 400
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
 _EXPECTED = '{"_id": "...", "text": "..."}, with a "title" where there is one, or {"_id": "...", "image": "FILE"}'

@@ -247,7 +247,7 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule, such as `max_tokens=256,boundary=paragraph`, or the name of a column, without `=`. Raises
+    """Parse a rule, such as `max_tokens=256,boundary=paragraph`. A text without `=` is the name of a column. Raises
     BadParameter.
     """
     return parse_params(text.split(","), "--chunks") if "=" in text else text
