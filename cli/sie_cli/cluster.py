@@ -134,8 +134,6 @@ class Cluster:
         is_default = self.data_dir == default_data_dir().absolute()
         return "" if is_default else f" --data-dir {shlex.quote(str(self.data_dir))}"
 
-    # ---- gateway
-
     @property
     def gateway_urls(self) -> list[str]:
         """Addresses of the gateways without a final slash, by default that of this machine's gateway."""
@@ -171,14 +169,10 @@ class Cluster:
         )
         return f"no gateway answers at {public_url(url)}{cause}: {advice}"
 
-    # ---- config service
-
     def config_token(self, *, writes: bool) -> Secret | None:
         """Return the token with the fewest rights that suffices for the config service; None if there is none."""
         read_token = None if writes else self.settings.config_read_token
         return read_token or self.settings.admin_token
-
-    # ---- broker
 
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
         """Connect to the broker, at `url` unless it is empty. The caller closes the connection. Raises SettingError
@@ -209,8 +203,6 @@ class Cluster:
             return asyncio.run(run())
         except (SettingError, BrokerError) as error:
             refuse(error)
-
-    # ---- advice if no process runs
 
     def missing(self, name: str) -> str:
         """Explain why the address of the setting `name` (of gateway, config service or broker) is unknown, and how to
@@ -272,7 +264,6 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
 
 
 def data_dir_option(command: F) -> F:
-    """Add the option --data-dir, which selects a `sie serve` of this machine."""
     return click.option("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", default=None, help=DATA_DIR)(
         command
     )

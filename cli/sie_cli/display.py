@@ -33,7 +33,6 @@ def rounded_size(count: int) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Format a count with its noun: `1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 

@@ -62,8 +62,6 @@ class DoclingModel:
 
 
 class DoclingCall:
-    """Parsing of the documents of one batch."""
-
     rows = DoclingModel.rows
 
     def __init__(self, parsers: Parsers, is_gone: IsGone) -> None:

@@ -338,8 +338,6 @@ def prepare_process() -> None:
 
 
 class TextModel(Protocol):
-    """Model of a family that runs batches of token ids."""
-
     max_tokens: int
     vocabulary: int
     rows: Mapping[str, Rows]
@@ -606,7 +604,6 @@ class BatchRun:
         return results
 
     def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a work item whose texts have chunks, each with the tokens that ran for it."""
         units = late.units(group)
         faults = [next((self._errors[row] for row in own if row in self._errors), None) for own, _ in units]
         good = [[row] for (_, rows), fault in zip(units, faults, strict=True) if fault is None for row in rows]

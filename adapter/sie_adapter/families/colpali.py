@@ -26,8 +26,6 @@ _PATCHES_PER_TOKEN = 4
 
 
 class ColPali:
-    """Model class of ColPali in `vision_language`: its output is one vector per token."""
-
     output = "multivector"
 
     @staticmethod

@@ -165,7 +165,6 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
         self.token_embedding, self.position_embedding = source.token_embedding, source.position_embedding
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return embeddings, [.., tokens, width]."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
         embeddings: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
@@ -234,9 +233,6 @@ class TwoTowers(PackedModel, ABC):
 class DualEncoder(TwoTowers):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
-        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
-        """
         _model_type(folder, entry)
         _processor(folder, entry)
         tokenizer = _tokenizer(folder, entry.load)
@@ -248,7 +244,6 @@ class DualEncoder(TwoTowers):
         return fault_of_tokenizer(tokenizer, table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the entry."""
         kind = _model_type(folder, entry)
         super().__init__(entry, compute)
         recipe, normalisation = _processor(folder, entry)

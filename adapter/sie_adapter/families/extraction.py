@@ -161,7 +161,6 @@ class Extractor(ABC, Generic[M]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
     ) -> list[Result]:
-        """Return a result for each text, or an error instead."""
         with torch.inference_mode():
             results = run_alike(*by_part(texts, options), self._make, self._extract, preparation)
         return with_answers(results, options)
@@ -264,7 +263,7 @@ def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
     """Call `run` once for each set of equal options, with its inputs. A SIEError is the result of each of these inputs;
-    after any other error, they run again one by one. Return results in the order of the inputs. Raises like
+    after any other error, they run again one by one. Return results in the order of the inputs. Raises the errors of
     `run_alike`.
     """
     results: dict[int, Result] = {}

@@ -82,14 +82,10 @@ class GliclassModel(Extractor[GliclassTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
-        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
-        """
         encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
         return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         from gliclass.pipeline import UniEncoderZeroShotClassificationPipeline
 
         self._device = compute.device

@@ -110,9 +110,6 @@ class GlinerModel(Extractor[GlinerTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without running its code. Raises
-        ModelLoadFailed for tensors that do not fit the model class.
-        """
         model = empty_gliner(folder, entry, entry.load)
         layers, processor = model.model.token_rep_layer, model.data_processor
         cause = tokenizer_fault(bare_tokenizer(processor.transformer_tokenizer), layers.bert_layer.model)
@@ -121,7 +118,6 @@ class GlinerModel(Extractor[GlinerTexts]):
         return cause
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         self._device = compute.device
         self.precision = compute.precision
         self._gliner = load_gliner(folder, entry, load, compute)

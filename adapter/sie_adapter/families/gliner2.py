@@ -149,9 +149,6 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without running its code. Raises
-        ModelLoadFailed for tensors that do not fit the model class.
-        """
         weights = read_weights(folder, entry)
         with torch.device("meta"):
             model = _built(folder, entry, entry.load, weights, eager=False)
@@ -159,7 +156,6 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         return tokenizer_fault(bare_tokenizer(model.processor.tokenizer), model.encoder)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         weights = read_weights(folder, entry)
         self._model = _built(folder, entry, load, weights, eager=compute.backend == "eager")
         fill(self._model, weights, entry)
@@ -415,7 +411,6 @@ def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -
 def _entities(
     text: str, words: _Gliner2Words, by_window: dict[TextWindow, _Spans], labels: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the best spans of each label that do not overlap, as entities."""
     if not by_window:
         return []
     order = sorted(by_window, key=lambda at: at.start)

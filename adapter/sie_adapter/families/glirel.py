@@ -75,16 +75,12 @@ class GlirelModel(Extractor[GlirelTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without running its code. Raises
-        ModelLoadFailed for tensors that do not fit the model class.
-        """
         model = _built(folder, entry, entry.load, torch.device("cpu"))
         compare(model.state_dict(), read_weights(folder, entry), entry)
         backbone = model.token_rep_layer.bert_layer
         return tokenizer_fault(bare_tokenizer(backbone.tokenizer), backbone.model)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         self._device = compute.device
         self._model = _built(folder, entry, load, compute.device)
         fill(self._model, read_weights(folder, entry), entry)

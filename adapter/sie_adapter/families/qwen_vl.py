@@ -44,8 +44,6 @@ _BLOCK_TOKENS = 1
 
 
 class QwenVL:
-    """Base of the Qwen model classes in `vision_language`."""
-
     consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
 
     @classmethod

@@ -117,16 +117,12 @@ class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
 class SoundEncoder(TwoTowers):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
-        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
-        """
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
         table = model.text_model.get_input_embeddings().num_embeddings
         return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the entry."""
         recipe = _recipe(folder, entry)
         super().__init__(entry, compute)
         self._device = compute.device

@@ -89,15 +89,12 @@ class PackedModel:
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch as a pass needs it. `queries`: bool [items], True for queries, False for documents."""
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the result of a head for an input that needs no forward pass; None for an input that needs one."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items one after the other, with the positions that the model's architecture uses."""
         return self.backbone.pack(batch, chosen)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -107,7 +104,6 @@ class PackedModel:
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads (output layers) whose results `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
@@ -145,13 +141,8 @@ _OF_SGLANG = ", ".join(ARCHITECTURES)
 
 
 class TextEncoder(PackedModel):
-    """Loaded model that reads only texts."""
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
-        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
-        """
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
         model: Any = empty_model(class_of(entry, folder), modules.folder, entry.load, consumed_by(entry))
@@ -161,7 +152,6 @@ class TextEncoder(PackedModel):
         return fault(fitted(tokenizer, table)[0], table, needs)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the entry."""
         super().__init__(entry, compute)
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, load, modules.transformer)

@@ -141,8 +141,6 @@ class Builder:
             "pruner": self._pruner,
         }[self.entry.family]()
 
-    # methods for the heads of the family text-encoder
-
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs
         heads: dict[str, Head] = {}
@@ -299,8 +297,6 @@ class Builder:
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
         return frozenset(number for number in ids.values() if number is not None and number != outside)
-
-    # methods for heads that read a whole sequence, or each of its tokens
 
     def _cross_encoder(self) -> Parts:
         assert self.head is not None

@@ -105,16 +105,12 @@ class _ImagePass(PackedBatch):
 class VisionLanguage(PackedModel):
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
-        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
-        """
         reader = _reader(folder, entry)
         processor_of(folder, entry)
         table = reader.table_of_files(folder, entry)
         return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the entry."""
         kind = _reader(folder, entry)
         super().__init__(entry, compute)
         recipe, normalisation = processor_of(folder, entry, load)

@@ -15,7 +15,6 @@ class TokenStatesHead:
     """
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return rows, float32 [tokens, width] each."""
         lengths = states.packed.lengths[sequences]
         vectors = torch.cat([states.hidden[states.span(int(sequence))] for sequence in sequences]).float()
         owners = np.repeat(np.arange(len(sequences)), lengths)

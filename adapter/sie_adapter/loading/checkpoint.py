@@ -215,7 +215,6 @@ def stored_rows(folder: Path, name: str) -> int:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a float32 linear layer with these weights."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.float(), requires_grad=False)
     if bias is not None:

@@ -164,9 +164,6 @@ def _static(folder: Path, report: Inspection) -> None:
     _prompts(folder, report)
 
 
-# functions for transformers models
-
-
 def _transformer(folder: Path, report: Inspection) -> None:
     _refuse_other_folders(folder)
     modules = read_modules(folder)

@@ -145,7 +145,7 @@ class Loader:
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Return the bytes of the weights during the load: a CPU loads in float32, and a graph needs several copies.
-        Fetches missing files. Raises like `load`.
+        Fetches missing files. Raises the errors of `load`.
         """
         with classed(resolved.entry):
             # the family is checked first, so that no files of a model without one are downloaded

@@ -138,12 +138,10 @@ class Modules:
     token_pooling: TokenPooling | None = None  # reduction of a document's token vectors for late interaction
 
     def width(self, hidden: int) -> int:
-        """Return the width of a vector of a model with hidden states of `hidden` numbers."""
         return pooled_width(self.token_layers, self.pooling, self.layers, hidden)
 
 
 def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the width of the vectors that `layers` compute from states with `hidden` numbers."""
     for layer in layers:
         if isinstance(layer, Truncation):
             hidden = min(hidden, layer.out_features)
@@ -353,9 +351,6 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
             raise _refused(f"modules.json has a {kind} of {feature} {side} the Pooling, where it changes no vector")
 
 
-# functions for the Transformer module
-
-
 def read_transformer(folder: Path) -> TransformerSettings:
     """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
     this adapter does not apply.
@@ -410,9 +405,6 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     if raw.get("module_output_name", feature) != feature:
         raise _refused(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
     return "message" in config
-
-
-# Readers of the other modules
 
 
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:

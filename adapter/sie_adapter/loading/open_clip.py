@@ -84,7 +84,7 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
 
 
 def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises like `load_open_clip`."""
+    """Return the same model on the device `meta`, without reading values. Raises the errors of `load_open_clip`."""
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file, torch.device("meta"):
         names = list(file.keys())

@@ -107,7 +107,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises like `load_published`."""
+    """Return the same model on the device `meta`, without reading values. Raises the errors of `load_published`."""
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
         for path in _files(folder, entry):

@@ -34,7 +34,6 @@ def cancelled() -> InternalFailure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether this exception means that an allocation failed."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

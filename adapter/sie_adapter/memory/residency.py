@@ -144,7 +144,6 @@ class DeviceMemory:
     shed: Callable[[], bool] = lambda: False
 
     def is_short(self, more_bytes: int = 0) -> bool:
-        """Return whether the device would be above the threshold with `more_bytes` bytes more."""
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
@@ -164,8 +163,8 @@ class ResidentModels:
 
     `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns the bytes of the
     weights before a load, and fetches missing files. `warm_up` runs the weights once, returns the peak of the
-    activations in bytes, and raises like `load`. A model is evicted only if memory is above the threshold or has run
-    out, the request permits it, and no batch runs on the model.
+    activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold or
+    has run out, the request permits it, and no batch runs on the model.
     """
 
     def __init__(
@@ -398,7 +397,6 @@ class ResidentModels:
         return True
 
     def _is_evictable(self, model: str, permission: Permission) -> bool:
-        """Return whether the model is loaded, no batch runs on it, and no request used it since this request began."""
         resident = self._residents.get(model)
         return resident is not None and not resident.running and resident.last_used_s <= permission.asked_s
 

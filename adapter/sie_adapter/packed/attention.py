@@ -88,7 +88,7 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    calls: int = 0  # number of calls of the attention function
+    calls: int = 0
     # values of `sie_edge` (see `packed_attention`) that the layers with a window need
     edges: set[int] = field(default_factory=set)
 

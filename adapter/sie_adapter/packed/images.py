@@ -71,7 +71,6 @@ class _Levels:
         )
 
     def normalised(self, pixels: UInt8) -> Tensor:
-        """Return the normalised float32 values of uint8 pixels [.., 3]."""
         return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
 
 
@@ -90,7 +89,6 @@ class Tower:
         self._most = 1 if keeps and compute.device.type == "cpu" else per_pass(compute)
 
     def forward(self, images: Sequence[Shown]) -> Tensor:
-        """Return the outputs of `run` for each image, in order."""
         if self._outputs is None:
             return self._read(images)
         outputs = self._outputs.for_images(images, lambda some: [(row,) for row in self._read(some)])

@@ -108,7 +108,6 @@ class StaticInputs:
         self._buffer.copy_(torch.from_numpy(self._host), non_blocking=True)
 
     def layout(self, kernel: int) -> Int64:
-        """Return the layout for the attention op, see `attention.layout_of`."""
         return np.array([[0, len(self._ends) - 1, self._bucket.longest, self._bucket.longest, kernel]], np.int64)
 
 

@@ -85,7 +85,6 @@ class TowerOutputs:
             return bool(towers)
 
     def keeps(self, nbytes: int) -> bool:
-        """Return whether an output of `nbytes` would be cached now."""
         return nbytes <= self.max_bytes and self._clock() >= self._paused_until_s
 
     # `OutputsOfTower` calls the methods below while it holds the lock

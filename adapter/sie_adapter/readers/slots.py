@@ -162,7 +162,6 @@ class _SlotStates:
         return self._more_bytes(self._layers, slots, _whole(positions))
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the allocated numbers of slots and of positions in each slot."""
         return self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
 
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
@@ -300,7 +299,6 @@ class DecoderSlots:
         self._own.advance()
 
     def cache(self) -> Cache:
-        """Return the KV cache that the attention of transformers reads and extends."""
         own = self._own.cache()
         if not self._encoder_states.lengths:
             return own

@@ -124,9 +124,6 @@ class SoundReader:
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string, without reading weights or running
-        its code. Raises ModelLoadFailed for tensors that do not fit the model class.
-        """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
         _check(folder, entry, model)
@@ -234,7 +231,7 @@ class SoundReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. All windows have as many encoder states, so none is masked."""
+        """Return the scores of the token after `ids`. No encoder state is masked: all windows have the same number."""
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),

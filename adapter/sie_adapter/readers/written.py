@@ -250,7 +250,6 @@ class BartDecoder:
         return RowStart(own, scores[0, -1], encoder_states)
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the next token of each row, float32 [rows, vocabulary]."""
         self._positions.give(slots.positions)
         scores = self._decode(
             ids,

@@ -197,7 +197,6 @@ class ArchiveReader:
             )
 
     def _small(self, name: str) -> bytes:
-        """Return the whole content of a small file at the start of the archive."""
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:

@@ -84,7 +84,6 @@ def titled(name: str, text: bytes) -> bytes:
 
 
 def is_licence(name: str) -> bool:
-    """Return whether a file of a model is a licence or a notice, by its name."""
     return "/" not in name and _TEXT.fullmatch(name) is not None
 
 

@@ -221,7 +221,6 @@ def status_of(reports: list[CheckReport]) -> int:
 
 
 def show(reports: list[CheckReport]) -> None:
-    """Print each check with its faults and their remedies."""
     width = max(len(report.check) for report in reports)
     for entry in reports:
         word, colour = _SHOWN[entry.state]

@@ -155,8 +155,6 @@ class ClusterProbe:
             await self._open.close()
         await self._client.aclose()
 
-    # ---- HTTP
-
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
         """Send a GET. If a server is missing or faulty, the result has the reason. Never raises."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
@@ -251,8 +249,6 @@ class ClusterProbe:
         except msgspec.DecodeError:
             return None
 
-    # ---- broker
-
     async def broker_url(self) -> str:
         """Return the broker's address. Raises NotApplicable, CheckSkipped."""
         if self.settings.nats_url:
@@ -309,8 +305,6 @@ class ClusterProbe:
                 "no heartbeat is heard, but the gateway hears some: the broker's user may not subscribe to them"
             )
         return beats
-
-    # ---- sockets
 
     @once
     async def sockets(self) -> list[AdapterSocket]:

@@ -82,7 +82,6 @@ def count(task: Judged, step: EvalStep) -> int | None:
 
 
 def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
-    """Run the step on the task and return its result. Raises the errors of the source."""
     if isinstance(task, Mteb):
         scores = mteb_tasks.measure(task, step, work)
         return Measurement(step.name, {name: [value] for name, value in scores.items()})

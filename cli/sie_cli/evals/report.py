@@ -263,7 +263,6 @@ _PERCENTS = np.linspace(0, 99.9, 200)
 
 
 def latency_plot(points: Sequence[LoadPoint]) -> str:
-    """Plot latency by percentile, with a line for each source and level."""
     figure, axes = _figure_text("percentile of requests", "latency, ms")
     for point in points:
         if point.latencies_ms:
@@ -288,7 +287,6 @@ def level_plot(points: Sequence[LoadPoint]) -> str:
 
 
 def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
-    """Plot quality against the bytes of an item, with a point for each output."""
     figure, axes = _figure_text("bytes of an item", metric)
     for score in scores:
         if score.bytes_per_item:

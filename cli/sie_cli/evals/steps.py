@@ -105,7 +105,6 @@ class EvalStep:
 
     @property
     def name(self) -> str:
-        """Name of the step in a row of a report."""
         output = () if self.output == DENSE else (self.output.name,)
         reranker = (self.reranker.name,) if self.reranker else ()
         return ", ".join([self.source.name, *output, *reranker])

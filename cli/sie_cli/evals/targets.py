@@ -93,7 +93,6 @@ def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str,
 
 
 def speed_task(task: str, machine: str, level: str) -> str:
-    """Return the name of a speed task in a file of targets: task, machine profile and level of load."""
     return f"{task}@{machine} {level}"
 
 

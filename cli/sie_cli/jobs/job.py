@@ -32,14 +32,12 @@ COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses
 
 
 def exit_status(info: JobInfo) -> int:
-    """Return the exit status of a command for this outcome of a job."""
     if info.state != "completed":
         return OTHERWISE
     return ROWS_FAILED if info.counts.failed or info.broken else COMPLETED
 
 
 def rows_text(info: JobInfo) -> str:
-    """Format the number of answered rows, by outcome."""
     counts = info.counts
     parts = [
         f"{counts.done:,} rows" if counts.rows is None else f"{counts.done:,} of {counts.rows:,} rows",
@@ -72,7 +70,6 @@ def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
 
 
 def errors_text(info: JobInfo) -> str:
-    """Format the number of rows with an error by its code, the most frequent first."""
     counts = sorted(info.errors.items(), key=lambda item: -item[1])
     return ", ".join(f"{printable(code)} {count:,}" for code, count in counts)
 
@@ -85,7 +82,6 @@ def problem_text(error: JobError) -> str:
 
 
 def progress_lines(info: JobInfo, now_s: float) -> list[str]:
-    """Return the lines that show a job's progress, its forecast, its errors, and the cause of a wait."""
     share = percent_done(info)
     first = f"{printable(info.id)} {printable(info.state)}"
     lines = [f"{first}, {rows_text(info)}" + ("" if share is None else f" ({share} %)")]

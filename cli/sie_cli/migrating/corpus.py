@@ -41,7 +41,6 @@ class CorpusSample:
 
     @property
     def trouble(self) -> str:
-        """Summary of the faults of rows; empty if there are none."""
         if not self.faults:
             return ""
         (first, _), *_ = self.faults.most_common(1)
