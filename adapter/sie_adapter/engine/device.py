@@ -192,7 +192,8 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
     with the highest share in use is returned.
 
     CUDA: the card, and the fraction of it that this process may use. MPS: the size that Metal recommends. CPU: the
-    machine, the container, and RLIMIT_DATA (`ulimit -d`), which can limit one of several adapters without a container.
+    machine, the container, and RLIMIT_DATA (`ulimit -d`), by which one of several adapters can be limited without a
+    container.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),

@@ -299,7 +299,7 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
             # warnings about a wrong trace are not needed: the backbone later compares the states of the graph with the
             # model's
             warnings.simplefilter("ignore")
-            # no check by a second trace: the backbone's comparison is enough
+            # no second trace as a check: the backbone later compares the states of the graph with the model's
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))

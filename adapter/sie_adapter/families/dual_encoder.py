@@ -60,8 +60,8 @@ class _DualPass(PackedBatch):
 
 
 class TextTower(Protocol):
-    """Text encoder of a dual encoder. `filled`: tokens to which each text is padded with the id `filler`, 0 for no
-    padding. `width`: width of a vector.
+    """Text encoder of a dual encoder. `filled`: the number of tokens to which each text is padded with the id `filler`,
+    0 for no padding. `width`: width of a vector.
     """
 
     filled: int

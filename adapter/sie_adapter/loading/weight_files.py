@@ -29,9 +29,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for a file of weights that is truncated, misses one of its other parts,
-    contains NaN, or contains quantised numbers whose scale is not in config.json. Reads all weights once, through the
-    page cache and not into memory of this process.
+    """Raise ModelLoadFailed INCOMPATIBLE for weights that are truncated, lack one of their files, contain NaN, or
+    contain quantised numbers whose scale is not in config.json. Reads all weights once, through the page cache and not
+    into memory of this process.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
     _check_parts(folder)

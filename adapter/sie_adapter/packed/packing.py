@@ -26,8 +26,8 @@ from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 # pairs (limit, step) that reduce the different numbers of tokens or rows: a number up to the limit is rounded up to a
 # multiple of the step; the last step is also used above its limit
 Steps = Sequence[tuple[int, int]]
-# Steps for the tokens of a pass. There is no padding up to 64 tokens, because an added sequence took 1 ms of the 4.5 ms
-# of a short text.
+# Steps for the tokens of a pass. There is no padding up to 64 tokens, because an added padding sequence took 1 ms of
+# the 4.5 ms of a short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]

@@ -90,7 +90,7 @@ class OpenSources:
         self.sources: list[EvalSource] = []
 
     def open(self, name: str) -> EvalSource:
-        """Open a source by its name and add it. Raises CommandRefused."""
+        """Open a source by its name and add it to `sources`. Raises CommandRefused."""
         kind, _, url = name.partition(":")
         if kind == "sie":
             source: EvalSource = self.of_cluster(name, url, self._model)

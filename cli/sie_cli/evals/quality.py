@@ -31,7 +31,7 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-AT_ONCE = 256  # queries whose similarities to all documents are in memory at the same time
+AT_ONCE = 256  # number of queries whose similarities to all documents are in memory at the same time
 Run = dict[str, dict[str, float]]  # query -> document -> score
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["quality", "perf"]
 KINDS: Sequence[Kind] = ("quality", "perf")
-QUERY_CHARS = 100  # characters of a query in a stored result
+QUERY_CHARS = 100  # limit for the characters of a query in a stored result
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>

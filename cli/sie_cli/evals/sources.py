@@ -93,7 +93,7 @@ class Sie:
         if self.scores_pairs and "score" not in self.info["tasks"]:
             names = ", ".join(self.info["outputs"])
             raise CommandRefused(f"{model} has {names}: expected a model with vectors, or one that scores")
-        # read from an answer: a gateway that has just started may not know the workers' fingerprint yet
+        # the fingerprint is read from an answer: a gateway that has just started may not know that of the workers yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
