@@ -38,14 +38,15 @@ _logger = logging.getLogger("sie.adapter")
 # of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)
-_BLOCK = 128  # rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
+# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
+_BLOCK = 128
 # Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
 # of a graph.
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
 _PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
 _WARM_UPS = 2
-# failed captures after which this process captures no more graphs, since each failed capture stays in memory
+# number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
 
 

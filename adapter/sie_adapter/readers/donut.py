@@ -47,7 +47,7 @@ _CLASS_TOKENS = 8  # largest number of tokens for the name of a class, which nee
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4
-# pages in one pass of the encoder; a CPU is not faster with more than one page
+# largest number of pages in one pass of the encoder; a CPU is not faster with more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 4
 

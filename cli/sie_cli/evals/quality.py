@@ -21,7 +21,7 @@ from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # largest number of documents of a ranking
-FIRST_STAGE = 30  # documents per query that a reranker scores
+FIRST_STAGE = 30  # number of documents per query that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95
 # names of the metrics in reports -> names in trec_eval

@@ -232,7 +232,7 @@ def _weights_of(model: str) -> str:
     return str(packaged or weights.path or weights.hub)
 
 
-BATCH = 64  # texts per request; some servers accept no more
+BATCH = 64  # number of texts per request; some servers accept no more
 MAX_ANSWER_BYTES = 64 << 20  # limit for the bytes of an answer; 64 vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
