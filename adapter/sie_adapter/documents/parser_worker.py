@@ -2,8 +2,8 @@
 
     limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter has ended ──► end
 
-The adapter starts it without environment variables, so it has no secrets. It ends when the adapter ends, for any
-reason.
+The adapter starts it without its own environment variables, so the process has no secrets. It ends when the adapter
+ends, for any reason.
 """
 
 from __future__ import annotations

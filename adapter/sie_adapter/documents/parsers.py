@@ -209,7 +209,7 @@ class _ParserProcess:
     """Parser process and the socket to it. Only the thread that created the object may call `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Start a process with only the paths of Python modules in its environment. Raises ParserNotStarted."""
+        """Start a process. From this environment it gets only the paths of Python modules. Raises ParserNotStarted."""
         self._number = 0
         self._late = False
         ours, theirs = socket.socketpair()
