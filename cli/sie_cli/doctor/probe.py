@@ -54,7 +54,8 @@ class NotApplicable(Exception):
 @dataclass(frozen=True)
 class ProbeResult:
     """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: the server's wall clock minus
-    this machine's, from the time in the reply's request id, with an error of at most `margin_s`; None without an id.
+    this machine's, from the time in the reply's request id, with an error of at most `margin_s`; None if the reply has
+    no id.
     """
 
     url: str
