@@ -44,7 +44,7 @@ _SPACES = str.maketrans(".?", "  ")
 # Changes to the model's configuration. It declares an encoder-decoder, which affects only generation. It allows custom
 # kernels, which transformers would download from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-# divisor: 4 positions of an image's feature maps take about as long in a pass as one token of a text encoder
+# divisor of the positions in an image's feature maps: 4 of them take about as long as one token of a text encoder
 _PLACES_PER_TOKEN = 4
 
 

@@ -21,7 +21,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: transformers, ColPaliProcessor
-# divisor: 4 patches take about as long in the image encoder as one token in the language model
+# divisor of an image's patches: 4 of them take about as long in the image encoder as one token in the language model
 _PATCHES_PER_TOKEN = 4
 
 

@@ -285,7 +285,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the backbone's class on the device `meta`, to read the sizes of its tables."""
+    """Return an empty backbone on the device `meta`, to read the sizes of its tables."""
     try:
         with construction(), torch.device("meta"):
             if config.model_type in ENCODERS:

@@ -35,8 +35,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
 class _CachedOutput(NamedTuple):
-    """Cached output of an image encoder for one image. `is_finite`: bool [], on the device, read at the next use, since
-    the host would wait for the encoder now. `use`: the number of its last use.
+    """Cached output of an image encoder for one image. `is_finite`: bool [], on the device, read at the next use:
+    reading it at once would make the host wait for the encoder. `use`: the number of its last use.
     """
 
     output: Output
