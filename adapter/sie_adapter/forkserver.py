@@ -109,9 +109,7 @@ class _Children:
         return max(0.0, min(self._due_s.values()) - time.monotonic()) if self._due_s else None
 
     def started(self, number: int, pid: int) -> None:
-        """Record the fork of a child. Failpoints (crashes that tests request) apply only to the first fork of each
-        child.
-        """
+        """Record the fork of a child. Failpoints (crashes for tests) apply only to the first fork of each child."""
         del self._due_s[number]
         self._running[pid] = number, time.monotonic()
         if not self._due_s:
@@ -126,9 +124,7 @@ class _Children:
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more children, and send SIGTERM to all. `status`: the exit status of this process if they end without
-        an error.
-        """
+        """Fork no more children; send SIGTERM to all. `status`: the parent's exit status if they end without error."""
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:

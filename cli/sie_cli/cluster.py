@@ -205,8 +205,8 @@ class Cluster:
             refuse(error)
 
     def missing(self, name: str) -> str:
-        """Explain why the address of the setting `name` (of gateway, config service or broker) is unknown, and how to
-        set it.
+        """Explain why the address in the setting `name` (gateway, config service, broker) is unknown, and how to set
+        it.
         """
         part = _PARTS[name].name
         running = self.local()

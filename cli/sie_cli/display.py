@@ -37,9 +37,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Replace each control character of the terminal in an untrusted text, whose length does not change. `lines`: keep
-    line breaks.
-    """
+    """Replace each control character in an untrusted text by one character. `lines`: keep line breaks."""
     return "".join(
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
         for letter in text

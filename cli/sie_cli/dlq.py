@@ -210,9 +210,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run the command with a connection to the broker. Raises CommandRefused for a broker without dead letters of the
-    pool.
-    """
+    """Run the command with a connection to the broker. Raises CommandRefused for a broker without this pool."""
 
     pool = cluster.settings.pool
 

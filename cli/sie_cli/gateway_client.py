@@ -56,9 +56,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Hide the client's warnings about repeated attempts: they would disturb the display, and the last error has the
-    reason.
-    """
+    """Hide the client's warnings about retries: they would disturb the display, and the last error has the reason."""
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)

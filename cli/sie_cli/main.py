@@ -53,9 +53,7 @@ class _Program(AnyPosition):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ctrl-C, also while the command is imported, ends the process with the status that shells
-        use.
-        """
+        """Run the command. Ctrl-C, also during its import, ends the process with the status that shells use."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -256,9 +256,7 @@ class _ParserProcess:
         return 0
 
     def run(self, document: DocumentFile, deadline_s: float) -> Parsed | Unusable:
-        """Return the process's answer for a document. Raises _ParserLost if the process ended, _Late after the
-        deadline.
-        """
+        """Return the answer for a document. Raises _ParserLost if the process ended, _Late after the deadline."""
         self._number += 1
         job = ParseJob(self._number, document)
         answer = self._waited(deadline_s, parser_frames.frame(job))

@@ -41,9 +41,7 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Return the reply of `run`, and its begin and end in ns since 1970. The duration ignores changes of the wall
-    clock.
-    """
+    """Return the reply of `run`, and its begin and end in ns since 1970, unaffected by changes of the wall clock."""
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
@@ -56,9 +54,7 @@ def is_alone() -> bool:
 
 
 class DeviceThreads:
-    """`count` threads that run `execute` for queued batches until `stop`. `execute` returns the reply and does not
-    raise.
-    """
+    """`count` threads that run `execute`, which returns a reply and does not raise, for queued batches until `stop`."""
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
         self.listeners: list[

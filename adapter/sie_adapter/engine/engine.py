@@ -187,9 +187,7 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text. The caller runs `execute` for it on another thread than a device
-        thread.
-        """
+        """Return whether the batch generates text. The caller then runs `execute` outside the device threads."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)
@@ -449,9 +447,7 @@ class BatchRun:
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Return a reply with a result or an error for every input. Raises errors of the device, except a lack of
-        memory.
-        """
+        """Return a result or an error for every input. Raises errors of the device, except a lack of memory."""
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
@@ -509,9 +505,7 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items again after their pass ran out of memory, or on a new thread if oneDNN cannot run new shapes on
-        this one.
-        """
+        """Run items again after a lack of memory, on a new thread if oneDNN cannot run new shapes on this one."""
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()
@@ -556,9 +550,7 @@ class BatchRun:
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Store the results of the heads for the rows of a pass. Return the indices of rows with NaN or infinite
-        values.
-        """
+        """Store the results of the heads for a pass. Return the indices of rows with NaN or infinite values."""
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():

@@ -58,9 +58,7 @@ class LateChunks:
         self.chunks = chunks
 
     def reduce(self, name: str, head: Head, states: States, rows: Int64) -> set[int]:
-        """Compute the values of the segments in these rows of the pass. Return the rows with values that are NaN or
-        infinite.
-        """
+        """Compute the values of the segments in these rows. Return the rows with NaN or infinite values."""
         if not isinstance(head, JoiningHead):
             raise InternalFailure(f"the head {name} joins no segments", reason="malformed_batch")
         sequences = np.full(self._count, -1, np.int64)

@@ -182,9 +182,7 @@ class _Inner:
     cell: int
 
     def projected(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """Return `tokens` [tokens, dim] projected by the sketches `first` to before `last`: [tokens, (last - first) *
-        cell].
-        """
+        """Return `tokens` [tokens, dim] by the sketches `first` to `last` - 1: [tokens, (last - first) * cell]."""
         count = last - first
         columns = self.columns[first:last] + self.cell * torch.arange(count, device=tokens.device)[:, None]
         values = tokens[:, None] * self.signs[first:last]

@@ -79,9 +79,7 @@ class ExtractOptions:
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options, tokenised and padded for the device. `padding`: positions without a token in their
-    passes.
-    """
+    """Tokenised, padded texts with equal options. `padding`: positions without a token in their passes."""
 
     @property
     def padding(self) -> int: ...

@@ -141,9 +141,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         ]
 
     def _prompt_tokens(self, labels: list[str], around: _Around) -> int:
-        """Return the tokens of a request without its text. Raises InvalidInput for unusable labels, examples or
-        instruction.
-        """
+        """Count the tokens of a request without its text. Raises InvalidInput for an unusable part of it."""
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
@@ -220,9 +218,7 @@ def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) 
 
 
 def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`. Names and shapes of the weights are compared as in a load, with the same
-    errors.
-    """
+    """Build the model on the device `meta`, compare the weights' names and shapes, and raise the errors of a load."""
     return _from_files(folder, entry, load, {"device_map": "meta"})
 
 

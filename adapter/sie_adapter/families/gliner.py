@@ -65,9 +65,7 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class _GlinerWords:
-    """Words of one text that have tokens. `sizes`: the tokens of each word. `starts`, `ends`: its offsets in
-    characters.
-    """
+    """Words of a text that have tokens. `sizes`: the tokens of each. `starts`, `ends`: its offsets in characters."""
 
     strings: list[str]
     sizes: list[int]
@@ -77,9 +75,7 @@ class _GlinerWords:
 
 @dataclass(frozen=True)
 class GlinerTexts:
-    """Tokenised texts. `passes`: for each pass its windows, and their ids as the package's collator returns them, on
-    the host.
-    """
+    """Tokenised texts. `passes`: for each pass its windows, and the result of the package's collator, on the host."""
 
     labels: list[str]
     words: list[_GlinerWords]
@@ -280,9 +276,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: _GlinerRequest) -> list[Span]:
-        """Return the entities of a text from those of its windows. The package's decoder selects from those that
-        overlap.
-        """
+        """Join the entities of a text's windows. The package's decoder selects from those that overlap."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])

@@ -291,9 +291,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
-        """Return the prompt of these words, of which `descriptions` have a mark. Raises InvalidInput for unusable
-        labels.
-        """
+        """Return the prompt; `descriptions` of its words have a mark. Raises InvalidInput for unusable labels."""
         parts = self._ids([*words, self._processor.SEP_TEXT])
         words_before = self._ids(before) if before else []
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()

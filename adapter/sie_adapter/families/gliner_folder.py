@@ -46,9 +46,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`. Names and shapes of the weights are compared as in a load, with the same
-    errors.
-    """
+    """Build the model on the device `meta`, compare the weights' names and shapes, and raise the errors of a load."""
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
     compare(model.model.state_dict(), read_weights(folder, entry), entry)

@@ -51,9 +51,7 @@ class Qwen3Encoder(_Qwen3):
         self.heads: dict[str, Head] = {"dense": DenseHead("last", None, compute.device)}
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer that adds the end of the turn after every text, also after the truncation of a long
-        text.
-        """
+        """Return the tokenizer that adds the end of the turn after every text, also after a truncated one."""
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -66,9 +64,7 @@ class Qwen3Encoder(_Qwen3):
 
 
 class Qwen3Reranker(_Qwen3):
-    """Model class of Qwen3-VL-Reranker: the score is P(yes) for the token after the last one. Source: the vendor's
-    code.
-    """
+    """Model class of Qwen3-VL-Reranker: the score is P(yes) for the next token. Source: the vendor's code."""
 
     output = "score"
     width = 0
@@ -93,9 +89,7 @@ class Qwen3Reranker(_Qwen3):
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
-        """Return the rows of the output layer for these ids, float32. Without an output layer, they are input
-        embeddings.
-        """
+        """Return the output layer's rows for these ids, float32, or without such a layer the input embeddings."""
         if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
             return torch.stack(stored)
         config: Any = self.model.config

@@ -128,9 +128,7 @@ class Builder:
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:
-        """Create the heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the
-        entry.
-        """
+        """Create the heads of the family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the entry."""
         return {
             "text-encoder": self._text_encoder,
             "cross-encoder": self._cross_encoder,
@@ -273,9 +271,7 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of the token that marks queries or documents, which PyLate stores with a space after it; -1 for
-        none.
-        """
+        """Return the id of the token that marks queries or documents (PyLate adds a space to it); -1 for none."""
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -290,9 +286,7 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the words that are one token. The unknown token's id is returned only for that token
-        itself.
-        """
+        """Return the ids of words that are one token, and the unknown token's id only for that token itself."""
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)

@@ -73,9 +73,7 @@ class VisionLanguageKind(Protocol):
         """Return the tokenizer with the special tokens that the model expects before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return the ids of an image in the prompt: the id that its features replace, their number, and the ids around
-        them.
-        """
+        """Return an image's ids in the prompt: the id that its features replace, their number, the ids around them."""
 
     def priced(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the cost of an image, in tokens of the language model."""

@@ -44,9 +44,7 @@ class MultivectorHead:
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the token vectors of each segment before similar ones are merged. One gather reads the states of all
-        segments.
-        """
+        """Return the token vectors of each segment, not merged. One gather reads the states of all segments."""
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)

@@ -29,9 +29,7 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`; None unless an extraction package
-    reads it.
-    """
+    """Return part of an entry for `folder`, whose config.json is `raw`; None unless an extraction package reads it."""
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)
     if raw.get("model_type") == "extractor" or "GLiNER2" in (raw.get("architectures") or ()):

@@ -54,9 +54,7 @@ def _facts(files: Iterable[Path]) -> list[str]:
 
 
 def family_of(name: str) -> Any:
-    """Return the class of a family. Raises ModelLoadFailed INCOMPATIBLE for an unknown family, ImportError without its
-    library.
-    """
+    """Return a family's class. Raises ModelLoadFailed INCOMPATIBLE if unknown, ImportError without its library."""
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -208,9 +206,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check the weight files, but not again on a reload of unchanged files. Families of other packages are not
-        checked.
-        """
+        """Check the weight files, once if they do not change, and not for families of other packages."""
         facts = (str(folder), *_facts(safetensors_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)
@@ -236,9 +232,7 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the results of the checks of a model. A reload with the same files, entry and device does not repeat
-        them.
-        """
+        """Return a model's check results, cached for a reload with the same files, entry and device."""
         entry = resolved.entry
         golden = [certificate.golden_file(entry)] if entry.golden else []
         read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]

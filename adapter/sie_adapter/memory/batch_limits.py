@@ -228,9 +228,7 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that was running when its process ended. `fitted_tokens`: tokens of the model's largest earlier pass that
-    fitted.
-    """
+    """A pass that ran when its process ended. `fitted_tokens`: tokens of the model's largest earlier fitting pass."""
 
     key: str
     tokens: int

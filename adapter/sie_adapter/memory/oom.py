@@ -80,9 +80,7 @@ def on_usable_thread(
 
 
 def ran_out(error: RuntimeError | MemoryError) -> bool:
-    """Return whether this error of a pass on this thread means that memory ran out. Record whether the thread remains
-    usable.
-    """
+    """Return whether this error means that memory ran out. Record whether this thread remains usable."""
     thread_state.is_unusable = is_primitive_refused(error)
     return is_out_of_memory(error)
 

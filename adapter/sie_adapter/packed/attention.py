@@ -96,9 +96,7 @@ class Trial:
         self.calls += 1
 
     def edge(self) -> int:
-        """Return `sie_edge` for all passes of this model. Raises AttentionUnsupported if its layers need different
-        values.
-        """
+        """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
         return next(iter(self.edges), 0)

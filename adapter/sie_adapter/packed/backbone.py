@@ -169,9 +169,7 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the states of `forward`, computed by the stock model, padded on the right with a mask, for
-        comparisons.
-        """
+        """Return the states of `forward`, from the stock model, padded on the right with a mask, to compare them."""
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
@@ -332,9 +330,7 @@ class Backbone:
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """Return the sequences of the trial and their states on the stock path. May be called once: it also removes
-        them.
-        """
+        """Remove and return the sequences of the trial and their states on the stock path. May be called once."""
         assert self._trial is not None
         trial, self._trial = self._trial, None
         return trial
@@ -364,9 +360,7 @@ class Backbone:
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """Return the states of two short sequences, to see whether a LoRA changes them. Without a LoRA they are
-        constant.
-        """
+        """Return the states of two short sequences, which are constant unless a LoRA changes them."""
         return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
@@ -417,9 +411,7 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. Models like RoBERTa, recognised by their method for it, count from the
-    pad id on.
-    """
+    """Return how the model numbers positions. RoBERTa and models with its method count from the pad id on."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             return Positions(module.padding_idx + 1, module.padding_idx)

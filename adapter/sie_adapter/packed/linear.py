@@ -21,9 +21,7 @@ _RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Linear layer for inference on a CPU, with a copy of the weight of `source` in oneDNN's blocked order: [.., in] ->
-    [.., out].
-    """
+    """Linear layer for a CPU, with a copy of `source`'s weight in oneDNN's blocked order: [.., in] -> [.., out]."""
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()

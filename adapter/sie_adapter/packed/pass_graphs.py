@@ -121,9 +121,7 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of CUDA graphs for a device. `lock` is held during a capture, and during a replay until its output is
-    copied.
-    """
+    """Recorder of CUDA graphs of a device. `lock` is held during a capture, and a replay until its output is copied."""
 
     lock: threading.Lock
 
@@ -293,9 +291,7 @@ class PassGraphs:
         return had
 
     def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
-        """Capture a graph for a bucket. If that fails or its replay is wrong, all later passes of the model run
-        eagerly.
-        """
+        """Capture a graph for a bucket. If that fails or a replay is wrong, later passes of the model run eagerly."""
         try:
             captured = self._capture(bucket, run)
             if captured is None:

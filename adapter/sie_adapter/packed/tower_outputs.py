@@ -107,9 +107,7 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower. Its model owns this object, so they are freed together. `nbytes`: bytes of the
-    outputs.
-    """
+    """Cached outputs of a tower. Its model owns this object, so they are freed together. `nbytes`: their bytes."""
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0

@@ -72,9 +72,7 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
-        rows.
-        """
+        """Return an object for one batch: its method `extract` calls `read`, which generates the text of all rows."""
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

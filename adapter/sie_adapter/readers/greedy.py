@@ -58,9 +58,7 @@ class Rules:
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """Return the scores of the next token, [vocabulary], float32, after the logits processors. `written`: the
-        tokens so far.
-        """
+        """Return the next token's scores, float32 [vocabulary], from the logits processors. `written`: prior tokens."""
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)

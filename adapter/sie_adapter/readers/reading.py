@@ -167,9 +167,7 @@ class _Loop:
             self._slots = DecoderSlots(self._fits)
 
     def _failure(self) -> Exception | None:
-        """Run one iteration. Return its error or None, without a traceback, which would refer to the tensors of a
-        failed pass.
-        """
+        """Run one iteration. Return its error or None, without a traceback, which would refer to the pass's tensors."""
         try:
             self._leave()
             on_usable_thread(self._begin)

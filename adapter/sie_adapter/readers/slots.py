@@ -50,9 +50,7 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """Return the keys and values after a pass over a prompt, from transformers' caches: of the decoder, then of the
-    encoder.
-    """
+    """Return keys and values after a pass over a prompt, from transformers' caches: of decoder, then of encoder."""
     if isinstance(caches, EncoderDecoderCache):
         return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
     return _states(caches), ()
@@ -174,9 +172,7 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions. Raises SlotsFull. Old values in a slot may stay: they are finite
-        and masked.
-        """
+        """Allocate at least these slots and positions. Raises SlotsFull. Old values stay, finite and masked."""
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
@@ -242,7 +238,7 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: include the step's new
+        """Return the positions that rows attend to, bool [rows, 1, 1, width]. `with_next`: include the step's new
         token.
         """
         places = torch.arange(self.width, device=self.ends.device)

@@ -154,9 +154,7 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
-        rows.
-        """
+        """Return an object for one batch: its method `extract` calls `read`, which generates the text of all rows."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
@@ -178,9 +176,7 @@ class SoundReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of the client's instruction, which precedes the sound and shows the model how names and words
-        are spelt.
-        """
+        """Return the ids of the client's instruction, which precedes the sound and shows how names are spelt."""
         if not text:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids

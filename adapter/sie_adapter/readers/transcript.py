@@ -153,8 +153,8 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
 
 
 def _last(written: Sequence[int], times: int, frames: int) -> float:
-    """Return the end, in steps of 20 ms, of a window without two consecutive time stamps: its last stamp, else its own
-    end.
+    """Return the end, in steps of 20 ms, of a window without two consecutive time stamps: its last time stamp, or else
+    the end of the window.
     """
     stamps = [number for number in written if number >= times]
     if stamps and stamps[-1] != times:

@@ -142,9 +142,7 @@ def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dic
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted path and the text of each leaf of a tree of maps and lists, in order. Lists add nothing to a
-    path.
-    """
+    """Yield the dotted path and text of each leaf of a tree of maps and lists. Lists add nothing to a path."""
     if isinstance(tree, dict):
         for name, below in tree.items():
             yield from leaves(below, f"{path}.{name}" if path else str(name))
@@ -238,9 +236,7 @@ class BartDecoder:
         self._device, self._dtype = weight.device, weight.dtype
 
     def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
-        """Run the decoder over a prompt, and return the new row. `encoded`: states of the encoder, [1, positions,
-        width].
-        """
+        """Run the decoder over a prompt; return the new row. `encoded`: the encoder's states, [1, positions, width]."""
         cache = empty(has_encoder=True)
         self._positions.give(None)
         scores = self._decode(

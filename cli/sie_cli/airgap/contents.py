@@ -93,9 +93,7 @@ class FileGathering:
         )
 
     def facts(self, progress: ByteProgress) -> dict[str, FileFact]:
-        """Return size and digest of every file. `progress` is called with the number of bytes of each piece that is
-        read.
-        """
+        """Return size and digest of every file. `progress` is called with the bytes of each piece that is read."""
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:

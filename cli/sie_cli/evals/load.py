@@ -42,9 +42,7 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """Answer to a request. `tokens`: number of tokens that the source counted, or None. `stages`: milliseconds by
-    stage.
-    """
+    """Answer to a request. `tokens`: tokens that the source counted, or None. `stages`: milliseconds by stage."""
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)

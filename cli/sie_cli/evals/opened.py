@@ -76,9 +76,7 @@ class EvalGateway:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def refusal(self, url: str, error: BaseException) -> str:
-        """Return the error text for a command to which the gateway at `url` did not answer. `error`: the client's
-        error.
-        """
+        """Return the error text if the gateway at `url` did not answer. `error`: the client's error."""
         return self._cluster.without_gateway(url, error)
 
 
@@ -156,9 +154,7 @@ LAST_LINES = 5
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Access]:
-    """Start a cluster on this machine, and end it with the context. Raises CommandRefused with the last lines of its
-    log.
-    """
+    """Start a cluster here, and end it with the context. Raises CommandRefused with the last lines of its log."""
     with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
         data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
         argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]

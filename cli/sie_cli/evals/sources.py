@@ -254,9 +254,7 @@ class _ReplyBody:
         return self._data.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """Decode the body. Raises ValueError, also for NaN and Infinity, which are no JSON; RecursionError for deep
-        nesting.
-        """
+        """Decode the body. Raises ValueError, also for NaN and Infinity; RecursionError for deep nesting."""
         return msgspec.json.decode(self._data)
 
 

@@ -243,16 +243,12 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule, such as `max_tokens=256,boundary=paragraph`. A text without `=` is the name of a column. Raises
-    BadParameter.
-    """
+    """Parse a rule, such as `max_tokens=256,boundary=paragraph`, unless it is a column's name. Raises BadParameter."""
     return parse_params(text.split(","), "--chunks") if "=" in text else text
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert options of the command line to options of the client. The server sets defaults for missing ones. Raises
-    BadParameter.
-    """
+    """Convert command-line options to client options, for which the server has defaults. Raises BadParameter."""
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
     output = {"url": place.url, **{name: values.pop(name) for name in ("format", "sink", "collection")}}
@@ -391,9 +387,7 @@ def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
 
 
 def fetch_output(job: Job, folder: Path) -> None:
-    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; a repeated call fetches the missing
-    files.
-    """
+    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; the next call fetches missing files."""
     try:
         with display.transfers() as bars:
             paths = job.download(folder, on_progress=transfer_bar(bars, str(folder)))

@@ -31,9 +31,7 @@ SPAN_ROWS = 500
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """Sample of a corpus. `rows`: number of rows that were read. `faults`: number of rows without a text, by the
-    reason.
-    """
+    """Sample of a corpus. `rows`: number of rows read. `faults`: number of rows without a text, by the reason."""
 
     texts: list[str]
     rows: int
@@ -49,9 +47,7 @@ class CorpusSample:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Corpus of a migration. `source`: the user's name for it, a file or a URL. `input`: how to read texts from its
-    rows.
-    """
+    """Corpus of a migration. `source`: the user's file or URL. `input`: how to read texts from its rows."""
 
     source: str
     input: JobInput
