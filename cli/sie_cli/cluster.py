@@ -154,8 +154,8 @@ class Cluster:
 
     @property
     def first_patience_s(self) -> float:
-        """Seconds for which a command waits for its first connection to the gateway: none for a server of this machine
-        without a known `sie serve`, because no process will start it.
+        """Seconds for which a command waits for its first connection to the gateway: 0 if the address is on this
+        machine and no `sie serve` runs, because no process will start a server there.
         """
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 

@@ -1,4 +1,4 @@
-"""Conversion of a detector's candidates to objects: label, score, box in pixels of the upright submitted image"""
+"""Conversion of a detector's candidates to objects: label, score, box in pixels of the upright submitted image."""
 
 from __future__ import annotations
 

@@ -165,7 +165,9 @@ class GlirelModel(Extractor[GlirelTexts]):
             batch = self._model.collate_fn([{"tokenized_text": list(words), "ner": entities}], list(labels))
             scores: Tensor = self._model.compute_score(batch)[0][0]
         if scores.shape != (len(spans) * (len(spans) - 1), len(labels)):
-            raise RuntimeError(f"the model gave scores of the shape {tuple(scores.shape)}")
+            raise RuntimeError(
+                f"the model gave scores of the shape {tuple(scores.shape)}, expected [ordered pairs of entities, labels]"
+            )
         return torch.sigmoid(scores.float()).cpu()
 
 

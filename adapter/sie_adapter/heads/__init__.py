@@ -1,6 +1,6 @@
-"""Heads, which turn the hidden states of a pass into one output for each sequence, each in a file.
+"""Heads, which turn the hidden states of a pass into one output for each sequence. Each module has one type of head.
 
-hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and a mask of the usable ones
+hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and whether it is finite
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check the weight files, once if they do not change, and not for families of other packages."""
+        """Check the weight files, only once while they stay unchanged, and not for families of other packages."""
         facts = (str(folder), *_facts(safetensors_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)

@@ -84,7 +84,8 @@ def _believed(edge: BatchLimit) -> int:
 
 
 class DeviceLimits:
-    """Limits of this device, at most MAX_KEYS, stored in the file at `path`. Thread-safe. No method raises.
+    """Limits for the tokens of a pass on this device, for at most MAX_KEYS models, stored in the file at `path`.
+    Thread-safe. No method raises.
 
     The file is read at the first use, because a waiting process may have begun long before it serves. `clock` is wall
     time, which stays valid after a restart.

@@ -1,7 +1,7 @@
 """Pruning of a passage: the parts that are relevant for a query, by the logits of the tokens.
 
-logits of tokens ──► probabilities ──► runs of tokens on one side of a threshold ──► spans: highlight, kept, pruned
-logit of the pair ──► the score of the summary, which is the kept spans in one text
+logits of tokens ──► probabilities ──► runs of tokens above, or below, a threshold ──► spans: highlight, kept, pruned
+logit of the pair of query and passage ──► the score of the summary, which is the kept spans in one text
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tasks of the library mteb, with its datasets at its revisions.
+"""Tasks of the library mteb, with the revisions of datasets that it names. A source (a cluster, a library, a server) is
+measured as the model.
 
 mteb/NAME ──► mteb.get_task ──► datasets of the hub ──► Mteb ──► mteb.evaluate with a source as the model
 """

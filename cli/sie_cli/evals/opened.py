@@ -1,4 +1,4 @@
-"""Opening of the sources that -s names.
+"""Opening of the sources that -s names: the clusters, servers or libraries whose vectors and scores are measured.
 
 sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
@@ -154,7 +154,7 @@ LAST_LINES = 5
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Access]:
-    """Start a cluster here, and end it with the context. Raises CommandRefused with the last lines of its log."""
+    """Run a cluster here inside the `with` block. Raises CommandRefused with the last lines of its log."""
     with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
         data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
         argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]
