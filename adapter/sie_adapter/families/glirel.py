@@ -166,7 +166,7 @@ class GlirelModel(Extractor[GlirelTexts]):
             scores: Tensor = self._model.compute_score(batch)[0][0]
         if scores.shape != (len(spans) * (len(spans) - 1), len(labels)):
             raise RuntimeError(
-                f"the model gave scores of the shape {tuple(scores.shape)}, expected [ordered pairs of entities, labels]"
+                f"expected scores [ordered pairs of entities, labels], got the shape {tuple(scores.shape)}"
             )
         return torch.sigmoid(scores.float()).cpu()
 
