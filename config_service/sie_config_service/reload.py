@@ -146,7 +146,6 @@ class Reload:
                     ) from None
 
     async def _read_back(self, folders: Folders, done: list[CatalogueChange]) -> None:
-        """Read the changed models again, log their revisions, and begin to watch until the workers have them."""
         read = await self.store.snapshot()
         for change in done:
             held = read.held[change.model]

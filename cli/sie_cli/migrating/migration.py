@@ -196,7 +196,6 @@ class Migration:
     # ---- step check
 
     def _check(self, alias: Present) -> ModelCheck:
-        """Check the conditions of a migration, without a change to the cluster. Raises CommandRefused."""
         plan, report = self._plan, self._report
         report.begin("check")
         widths, prints = [], []
@@ -391,7 +390,6 @@ class Migration:
         )
 
     def _unchanged(self, checked: ModelCheck) -> Present:
-        """Read the alias again and return it. Raises CommandRefused if its target was changed since the step check."""
         alias = self._aliases.read(self._plan.alias)
         if alias.target != checked.alias.target:
             raise CommandRefused(

@@ -46,7 +46,6 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return its row of the result table. Raises CommandRefused if no file can be imported."""
     from sie_config_service.documents import read
 
     row: dict[str, Any] = {"file": str(file)}

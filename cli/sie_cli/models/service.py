@@ -195,7 +195,6 @@ class ConfigServiceClient:
         return lines
 
     def _config_url(self) -> str | None:
-        """Return the config service's address, which a gateway's /health may contain."""
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):

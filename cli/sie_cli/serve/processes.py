@@ -117,7 +117,6 @@ class LocalCluster:
         self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Run all processes until a signal or a fatal error, then stop them in order. Return the exit status."""
         broker, config, gateways, sidecars, adapters = groups
         children = [*broker, *config, *gateways, *sidecars, *adapters]
         self._say("serve", f"starting {', '.join(child.name for child in children)}")
@@ -256,7 +255,6 @@ class LocalCluster:
         self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
-        """Add probes to the start: the gateway is ready, and it reports all workers as healthy."""
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
             return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers in SIE_GATEWAY_WORKERS

@@ -180,7 +180,6 @@ class StoredTable:
         self._parts, self._sizes = change.parts, change.sizes
 
     def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """Split a table into parts. Return all parts, and the encoded parts that differ from those in the bucket."""
         before = self._head
         if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
             parts, encoded = self._renewed(table, self.table)

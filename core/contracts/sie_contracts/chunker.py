@@ -120,7 +120,6 @@ def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
 
 
 def _add_blocks(text: str, levels: list[set[int]]) -> None:
-    """Add possible cuts to `levels`: between blocks of Markdown, sentences, list items, lines of code and of tables."""
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
     whole = np.zeros(
         len(text) + 1, bool

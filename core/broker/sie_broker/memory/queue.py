@@ -82,7 +82,6 @@ class MemoryDelivery:
             consumer.stream.remove(self.sequence)
 
     def _held(self) -> Consumer | None:
-        """Return the consumer. None if it or the message was removed: then an ack has no effect."""
         consumer = self._consumer
         is_registered = consumer.stream.consumers.get(self.consumer) is consumer
         return consumer if is_registered and self.sequence in consumer.delivered else None

@@ -331,7 +331,6 @@ def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, 
 
 
 def _fixed(settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of CLIP, SigLIP and similar models, which read all images at one size."""
     for key in ("do_pad", "use_square_size"):
         if settings.get(key):
             raise UnknownProcessor(f"{key} is true, which no recipe supports")

@@ -308,7 +308,6 @@ class Layout:
         self._assign(row, live[: row.target_count])
 
     def _adopt(self, row: _ModelHosts) -> None:
-        """Give a model without a host the workers that have loaded it, then those that are loading it."""
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
         for worker in having[: row.target_count]:
