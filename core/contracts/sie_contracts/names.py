@@ -90,7 +90,7 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids to compare with a name: those that have most rare pieces (three letters) in common with it."""
+        """Return the ids to compare with a name: those with the most rare pieces (three letters) in common with it."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines

@@ -378,7 +378,9 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return how a profile differs from the default profile. If its family does, ignore it and return None."""
+        """Return how a profile differs from the default. If it needs another family, list it as ignored; return
+        None.
+        """
         try:
             variant = self._kind(name)
         except ValidationFailed as error:
