@@ -149,6 +149,27 @@ def test_the_least_recently_used_answer_leaves_first() -> None:
     assert (memory.find(key(1)), memory.find(key(0)), len(memory), memory.evictions) == (None, VALUE, 10, 1)
 
 
+def test_answers_that_are_used_again_stay_beside_many_that_are_not() -> None:
+    memory = memory_of(10)
+    for number in (1, 2, 3):
+        memory.keep(SPACE, key(number), VALUE)
+        assert memory.find(key(number)) == VALUE
+    for number in range(100, 200):
+        memory.keep(SPACE, key(number), VALUE)
+    assert [memory.find(key(number)) for number in (1, 2, 3)] == [VALUE] * 3
+    assert len(memory) == 10
+
+
+def test_protected_answers_leave_when_others_are_used() -> None:
+    memory = memory_of(10)
+    for number in range(100):
+        memory.keep(SPACE, key(number), VALUE)
+        memory.find(key(number))
+    assert memory.find(key(0)) is None
+    assert memory.find(key(99)) == VALUE
+    assert len(memory) == 10
+
+
 def test_an_answer_ends_after_its_time() -> None:
     now_s = [0.0]
     memory = memory_of(10, ttl_s=5.0, clock=lambda: now_s[0])
@@ -186,8 +207,9 @@ def test_the_bound_holds_and_the_bytes_are_those_of_the_answers(seed: int) -> No
         else:
             memory.keep(AnswerSpace(f"{number % 7:032x}", "m", "k"), key(number), bytes(draw.randrange(2000)))
         assert memory.held_bytes <= memory.max_bytes
-    held = sum(ENTRY_BYTES + len(entry.value) for entry in memory._entries.values())
-    assert held == memory.held_bytes
+        assert memory._protected_bytes <= memories.PROTECTED_SHARE * memory.max_bytes
+    held = [sum(answer.size for answer in part.values()) for part in (memory._first, memory._protected)]
+    assert (sum(held), held[1]) == (memory.held_bytes, memory._protected_bytes)
     assert sum(count for _, count in memory._spaces.values()) == len(memory)
 
 
@@ -200,6 +222,8 @@ def test_the_bytes_of_an_entry_are_counted_as_what_python_takes() -> None:
     before, _ = tracemalloc.get_traced_memory()
     for number in range(count):
         memory.keep(SPACE, key(number), number.to_bytes(64, "big"))
+        if number % 2:
+            memory.find(key(number))
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     measured = (after - before) / count - 64

@@ -1,5 +1,10 @@
-"""Tier of cached answers in the memory of a gateway, bounded in bytes. The least recently used answer is removed
-first.
+"""Tier of cached answers in the memory of a gateway, bounded in bytes.
+
+    computed ──► first ──used again──► protected, at most PROTECTED_SHARE of the memory
+                   │  ◄── least recently used ──┘
+                   └ least recently used: removed
+
+So many inputs that occur once remove no answer that is used again and again (segmented LRU).
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
+PROTECTED_SHARE = 0.8
 LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
 
 
@@ -34,6 +40,11 @@ class _CachedAnswer:
     value: bytes
     until_s: float
 
+    @property
+    def size(self) -> int:
+        """Bytes of memory that count for the answer."""
+        return ENTRY_BYTES + len(self.value)
+
 
 class AnswerMemory:
     """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each of them. An answer is removed
@@ -46,43 +57,60 @@ class AnswerMemory:
         self.evictions = 0  # answers that were removed for lack of room
         self._ttl_s = ttl_s
         self._clock = clock
-        self._entries: OrderedDict[bytes, _CachedAnswer] = OrderedDict()  # the least recently used first
+        # the least recently used first
+        self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
+        self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
+        self._protected_bytes = 0
         self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name, with the number of answers
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._first) + len(self._protected)
 
     def find(self, key: bytes) -> bytes | None:
         """Return the packed answer with this key; None if there is none."""
-        entry = self._entries.get(key)
-        if entry is None:
+        answer = self._protected.get(key) or self._first.get(key)
+        if answer is None:
             return None
-        if entry.until_s <= self._clock():
+        if answer.until_s <= self._clock():
             self._remove(key)
             return None
-        self._entries.move_to_end(key)
-        return entry.value
+        if key in self._protected:
+            self._protected.move_to_end(key)
+        else:
+            self._protect(key, self._first.pop(key))
+        return answer.value
+
+    def _protect(self, key: bytes, answer: _CachedAnswer) -> None:
+        self._protected[key] = answer
+        self._protected_bytes += answer.size
+        while self._protected_bytes > PROTECTED_SHARE * self.max_bytes:
+            oldest, answer = self._protected.popitem(last=False)
+            self._protected_bytes -= answer.size
+            self._first[oldest] = answer
 
     def keep(self, space: AnswerSpace, key: bytes, value: bytes) -> None:
         """Cache a packed answer, and remove others if there is no room for it."""
-        size = ENTRY_BYTES + len(value)
-        if size * LARGEST_SHARE > self.max_bytes:
+        answer = _CachedAnswer(space, value, self._clock() + self._ttl_s)
+        if answer.size * LARGEST_SHARE > self.max_bytes:
             return
-        if key in self._entries:
+        if key in self._first or key in self._protected:
             self._remove(key)
         # all answers of a space refer to the same object
-        space, count = self._spaces.get(space.name, (space, 0))
-        self._spaces[space.name] = space, count + 1
-        self._entries[key] = _CachedAnswer(space, value, self._clock() + self._ttl_s)
-        self.held_bytes += size
+        answer.space, count = self._spaces.get(space.name, (space, 0))
+        self._spaces[space.name] = answer.space, count + 1
+        self._first[key] = answer
+        self.held_bytes += answer.size
         while self.held_bytes > self.max_bytes:
-            self._remove(next(iter(self._entries)))
+            self._remove(next(iter(self._first)))
             self.evictions += 1
 
     def _remove(self, key: bytes) -> None:
-        entry = self._entries.pop(key)
-        self.held_bytes -= ENTRY_BYTES + len(entry.value)
-        name = entry.space.name
+        answer = self._first.pop(key, None)
+        if answer is None:
+            answer = self._protected.pop(key)
+            self._protected_bytes -= answer.size
+        self.held_bytes -= answer.size
+        name = answer.space.name
         space, count = self._spaces[name]
         if count == 1:
             del self._spaces[name]
