@@ -88,6 +88,7 @@ ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
     "airgap": "sie_cli.airgap:airgap",
     "backup": "sie_cli.recovery:backup",
+    "cache": "sie_cli.cache:cache",
     "dlq": "sie_cli.dlq:dlq",
     "doctor": "sie_cli.doctor:doctor",
     "eval": "sie_cli.evals:evals",
@@ -129,6 +130,7 @@ def main() -> None:
     sie migrate ALIAS MODEL    move an alias to another encoder, after encoding the corpus with it
     sie top                    show workers, models and queues, live
     sie dlq list               list work that was given up
+    sie cache status           show cached answers; `erase` removes them
     sie keys create NAME       create a token for a client; `list`, `revoke`
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there

@@ -17,6 +17,7 @@ from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import GatewayBeat
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Quotas
 from sie_gateway.answers.memory import AnswerMemory
@@ -159,6 +160,12 @@ async def serve(
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
     urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
+
+    def on_gateway(beat: GatewayBeat) -> None:
+        if beat.erasure is not None:
+            tasks.start(memory.erase(beat.erasure), "erasure of cached answers")
+
+    admission.peers.listeners.append(on_gateway)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = ClusterStatus(
@@ -173,7 +180,7 @@ async def serve(
     scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
     services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
     readiness = GatewayReadiness(broker, feed, keys)
-    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
+    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling, memory)
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission, memory))
     metrics.registry.register(JobFigures(jobs.jobs.ledger))
     names = settings.allowed_hosts

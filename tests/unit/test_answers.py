@@ -11,6 +11,7 @@ import pytest
 
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.muvera import Muvera
+from sie_contracts.wire.heartbeats import AnswerErasure
 from sie_contracts.wire.messages import ArraySlice, Input, Mention, Ok, RunOptions, TextChunks, WorkResult
 from sie_gateway.answers import memory as memories
 from sie_gateway.answers.keys import digests_of, space_of
@@ -228,3 +229,38 @@ def test_the_bytes_of_an_entry_are_counted_as_what_python_takes() -> None:
     tracemalloc.stop()
     measured = (after - before) / count - 64
     assert 0.5 * memories.ENTRY_BYTES < measured <= memories.ENTRY_BYTES
+
+
+async def test_answers_are_erased_by_model_key_and_digest() -> None:
+    spaces = [
+        AnswerSpace(f"{number:032x}", model, owner)
+        for number, (model, owner) in enumerate([("a", "k"), ("a", "l"), ("b", "k")])
+    ]
+    digests = [bytes([number]) * 16 for number in range(3)]
+
+    def filled() -> AnswerMemory:
+        memory = memory_of(100)
+        for space in spaces:
+            for digest in digests:
+                memory.keep(space, space.key(digest), VALUE)
+        return memory
+
+    for erasure, count in (
+        (AnswerErasure(), 9),
+        (AnswerErasure(model="a"), 6),
+        (AnswerErasure(key="k"), 6),
+        (AnswerErasure(digest=digests[1]), 3),
+        (AnswerErasure(model="a", key="k"), 3),
+        (AnswerErasure("a", "k", digests[2]), 1),
+        (AnswerErasure(model="c"), 0),
+    ):
+        memory = filled()
+        assert await memory.erase(erasure) == count
+        assert len(memory) == 9 - count
+        left = [(space, digest) for space in spaces for digest in digests if memory.find(space.key(digest)) is not None]
+        assert all(
+            (erasure.model or space.model, erasure.key or space.owner, erasure.digest or digest)
+            != (space.model, space.owner, digest)
+            for space, digest in left
+        )
+        assert sum(number for _, number in memory.counts()) == len(left)

@@ -15,14 +15,16 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, until, until_told
 
+from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo, GatewayTimeout, NotFound, QueueFull
 from sie_contracts.models.catalogue import Catalogue, answer_fingerprint, fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import RequestOptions
-from sie_contracts.wire.heartbeats import ModelStatus, ServedEngine, ServedLora, ServedPrecision
+from sie_contracts.wire.heartbeats import AnswerErasure, ModelStatus, ServedEngine, ServedLora, ServedPrecision
 from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Priority, RunOptions, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
@@ -604,3 +606,75 @@ async def test_a_bad_input_fails_alone_beside_cached_inputs(cluster: InProcess) 
     slots = answer.json()["items"]
     assert ["error" in slot for slot in slots] == [False, True, False]
     assert answer.headers["x-sie-cache-status"] == "partial"
+
+
+async def test_answers_of_requests_that_run_during_an_erasure_are_not_cached() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    run = cluster.start("a")
+    await cluster.until_computed(1)
+    await cluster.memory.erase(AnswerErasure())
+    cluster.go.set()
+    await run
+    assert len(cluster.memory) == 0
+
+
+async def test_an_administrator_sees_and_erases_answers_at_all_gateways(cluster: InProcess) -> None:
+    tokens = {**KEYS, "SIE_ADMIN_TOKEN": "admin-token-of-a-test"}
+    _, first = await started(cluster, **tokens)
+    second = await cluster.gateway(**CACHE, **tokens)
+    second.client.headers["authorization"] = first.client.headers["authorization"]
+    admin = {"authorization": "Bearer admin-token-of-a-test"}
+
+    async def state(gateway: GatewayProcess) -> dict[str, Any]:
+        return dict((await gateway.client.get("/v1/cache", headers=admin)).json())
+
+    async def erase(**selection: Any) -> httpx.Response:
+        return await first.client.post("/v1/cache/erase", json=selection, headers=admin)
+
+    async def is_known() -> bool:
+        return (await state(first))["gateways"] == 2
+
+    await until_told(is_known, "the second gateway")
+    for gateway in (first, second):
+
+        async def is_hit(gateway: GatewayProcess = gateway) -> bool:
+            return (await gateway.encode("a", "b")).headers["x-sie-cache-status"] == "hit"
+
+        await until_told(is_hit, "a hit")
+    shown = (await state(second))["models"]
+    assert shown == [{"model": MODEL, "key": "static-1", "answers": 2}]
+    assert (await erase(text="b")).json() == {"answers": 1, "gateways": 2}
+
+    async def is_erased(count: int) -> bool:
+        return (await state(second))["answers"] == count
+
+    await until_told(lambda: is_erased(1), "the erasure at the second gateway")
+    assert (await second.encode("a", "b")).headers["x-sie-cache-status"] == "partial"
+    assert (await erase(key="static-2")).json()["answers"] == 0
+    assert (await erase(model=MODEL, key="static-1")).json()["answers"] > 0
+    await until_told(lambda: is_erased(0), "the erasure at the second gateway")
+    for wrong in ({}, {"all": True, "model": MODEL}, {"query": "q"}, {"text": 1}):
+        refused = await erase(**wrong)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "INVALID_INPUT"), wrong
+    assert (await first.client.get("/v1/cache")).status_code == 403
+    assert (await first.client.post("/v1/cache/erase", json={"all": True})).status_code == 403
+
+
+async def test_the_command_shows_and_erases_cached_answers(cluster: InProcess) -> None:
+    _, gateway = await started(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test")
+    await gateway.encode("a")
+    environ = {"SIE_ADMIN_TOKEN": "admin-token-of-a-test"}
+
+    async def sie(*words: str) -> Result:
+        argv = ["cache", *words, "--url", gateway.url]
+        return await asyncio.to_thread(CliRunner(env=environ).invoke, main, argv)
+
+    shown = await sie("status")
+    assert shown.exit_code == 0, shown.output
+    assert MODEL in shown.output
+    erased = await sie("erase", "--text", "a")
+    assert erased.output.startswith("1 answers erased at "), erased.output
+    assert (await sie("erase")).exit_code == 2
+    assert (await sie("erase", "--all", "--model", MODEL)).exit_code == 2
+    assert (await gateway.encode("a")).headers["x-sie-cache-status"] == "miss"

@@ -32,7 +32,7 @@ BLOCKS = {
     "README.md": {"install": 1, "": 4},
     "air-gap.md": {"": 1, "server": 1, "machine": 1},
     "bundles.md": {"server": 1, "": 2},
-    "cache.md": {"server": 1, "": 1},
+    "cache.md": {"server": 1, "": 2},
     "chunks.md": {"": 3},
     "clients.md": {"machine": 2},
     "coming-from.md": {"": 4},

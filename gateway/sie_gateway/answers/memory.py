@@ -9,20 +9,25 @@ So many inputs that occur once remove no answer that is used again and again (se
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sie_contracts.wire.heartbeats import AnswerErasure
+from sie_gateway.answers.keys import DIGEST_BYTES
+
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
+STEP = 10_000  # answers after which the event loop may run other tasks
 PROTECTED_SHARE = 0.8
 LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
 
 
 class AnswerSpace(NamedTuple):
-    """Answers of one model to one API key with the same options. `name`: see `keys.space_of`. `owner`: the API key;
-    empty if all keys share the answers.
+    """Answers of one model to one API key with the same options. `name`: see `keys.space_of`. `owner`: name of the API
+    key in metrics; empty if all keys share the answers.
     """
 
     name: str
@@ -54,6 +59,7 @@ class AnswerMemory:
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
+        self.erasures = 0  # an answer whose computation began before the last erasure is not cached
         self.evictions = 0  # answers that were removed for lack of room
         self._ttl_s = ttl_s
         self._clock = clock
@@ -104,6 +110,28 @@ class AnswerMemory:
             self._remove(next(iter(self._first)))
             self.evictions += 1
 
+    async def erase(self, erasure: AnswerErasure) -> int:
+        """Remove the answers that fit. Answers of requests that run now are not cached any more. Return how many were
+        removed.
+        """
+        self.erasures += 1
+        count = 0
+        for number, key in enumerate([*self._first, *self._protected]):
+            answer = self._first.get(key) or self._protected.get(key)
+            if answer is not None and _fits(erasure, answer.space, key):
+                self._remove(key)
+                count += 1
+            if number % STEP == STEP - 1:
+                await asyncio.sleep(0)
+        return count
+
+    def counts(self) -> list[tuple[tuple[str, str], int]]:
+        """Return the number of answers by model and owner, the largest first."""
+        totals = Counter[tuple[str, str]]()
+        for space, count in self._spaces.values():
+            totals[space.model, space.owner] += count
+        return totals.most_common()
+
     def _remove(self, key: bytes) -> None:
         answer = self._first.pop(key, None)
         if answer is None:
@@ -116,3 +144,11 @@ class AnswerMemory:
             del self._spaces[name]
         else:
             self._spaces[name] = space, count - 1
+
+
+def _fits(erasure: AnswerErasure, space: AnswerSpace, key: bytes) -> bool:
+    return (
+        erasure.model in ("", space.model)
+        and erasure.key in ("", space.owner)
+        and erasure.digest in (b"", key[-DIGEST_BYTES:])
+    )

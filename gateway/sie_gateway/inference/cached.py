@@ -109,7 +109,8 @@ class CachedRuns:
             await compute(call, positions, items, finished)
             return finished
         name = space_of(owner, signed, request.operation, request.options.run)
-        run = _CachedRun(self, call, request, AnswerSpace(name, request.resolved.entry.id, owner), signed, compute)
+        space = AnswerSpace(name, request.resolved.entry.id, call.grant.name if owner else "")
+        run = _CachedRun(self, call, request, space, signed, compute)
         return await run.results(finished, refused, positions, items)
 
     def _fingerprint(self, request: PlannedRequest) -> str:
@@ -187,6 +188,7 @@ class _CachedRun:
         self._space = space
         self._signed = signed
         self._compute = compute
+        self._erasures = runs.memory.erasures
         self._flights: dict[bytes, _Flight] = {}  # flights that this request has begun
 
     async def results(
@@ -284,7 +286,8 @@ class _CachedRun:
             if isinstance(outcome, Ok):
                 if result.fingerprint == self._signed:
                     answer = pack(result, outcome)
-                    self._runs.memory.keep(self._space, keys[place], answer)
+                    if self._runs.memory.erasures == self._erasures:
+                        self._runs.memory.keep(self._space, keys[place], answer)
                 else:
                     is_uniform = False
             elif _is_of_input(outcome):

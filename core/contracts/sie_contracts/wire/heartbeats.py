@@ -180,12 +180,23 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     claimed: tuple[bytes, ...] = ()
 
 
+class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Cached answers that every gateway erases: those that fit each field which is not empty. `key`: name of an API
+    key in metrics. `digest`: digest of an input.
+    """
+
+    model: str = ""
+    key: str = ""
+    digest: bytes = b""
+
+
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
     """State of a gateway, which it sends to all gateways each second.
 
     `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: inference requests
     answered per second recently. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
-    the queue; it is sent only if there are other gateways, then five times per second.
+    the queue; it is sent only if there are other gateways, then five times per second. `erasure`: cached answers that
+    the receivers erase.
     """
 
     gateway: str
@@ -194,6 +205,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
     qps: float = 0.0
     config_epoch: str = ""
     queued: tuple[QueuedWork, ...] = ()
+    erasure: AnswerErasure | None = None
 
 
 decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode
