@@ -14,17 +14,20 @@ import contextlib
 import functools
 import re
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import asyncpg
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
     Kind,
+    NearRow,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
@@ -85,6 +88,11 @@ class PgvectorSink:
             size = sum(len(row_id) + len(vector) + len(payload) for row_id, vector, payload in records)
             bound_s = self._patience.stall_s + size / BYTES_PER_S
             await self._done(functools.partial(self._written, records=records), bound_s)
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)
+        rows = await self._done(search, self._patience.stall_s)
+        return [NearRow(row["id"], row["score"], msgspec.json.decode(row["payload"], type=dict)) for row in rows]
 
     async def close(self) -> None:
         """Do nothing: the sink has no open connection between calls."""
@@ -166,7 +174,7 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
             f"(id text PRIMARY KEY, embedding {_quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
         )
         columns = await connection.fetch(_COLUMNS, _quoted(collection))
-    types = {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+    types = _types(columns)
     actual = types.get("embedding", "no column embedding")
     if actual != kind:
         raise CollectionMismatch(f"the table {collection} has {actual}, where {kind} is written")
@@ -177,23 +185,50 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
     return extension, columns[0]["nspname"]
 
 
-def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Return rows as records for binary COPY. A vector is encoded as its number of dimensions, two zero bytes, and its
-    float32 numbers, all big-endian. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store it. Raises
-    RowsRefused.
+async def _searched(connection: Any, collection: str, vector: NDArray[np.float32], limit: int) -> list[Any]:
+    """Return id, score and payload of the nearest rows, in a transaction that cannot write."""
+    await connection.execute("SET TRANSACTION READ ONLY")
+    columns = await connection.fetch(_COLUMNS, _quoted(collection))
+    if not columns:
+        raise CollectionMissing("PostgreSQL has no such table")
+    extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+    kind = f"vector({len(vector)})"
+    if _types(columns).get("embedding") != kind or extension is None:
+        raise CollectionMismatch(f"the table {collection} has no column embedding of the type {kind}")
+    await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
+    distance = f"embedding OPERATOR({_quoted(extension)}.<=>) $1::{_quoted(extension)}.vector"
+    rows: list[Any] = await connection.fetch(
+        f"SELECT id, 1 - ({distance}) AS score, payload::text FROM {_quoted(columns[0]['nspname'])}."  # noqa: S608  quoted
+        f"{_quoted(collection)} ORDER BY {distance} LIMIT $2",
+        _binary(vector),
+        limit,
+    )
+    return rows
+
+
+def _types(columns: Sequence[Any]) -> dict[str, str]:
+    """Return the types of columns by name, without their schemas."""
+    return {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+
+
+def _binary(vector: NDArray[np.float32]) -> bytes:
+    """Return a vector in pgvector's binary form: its number of dimensions, two zero bytes, and its float32 numbers, all
+    big-endian.
     """
-    head = struct.pack(">HH", rows.vectors.shape[1], 0)
+    return struct.pack(">HH", len(vector), 0) + vector.astype(np.dtype(">f4")).tobytes()
+
+
+def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
+    """Return rows as records for binary COPY. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store
+    it. Raises RowsRefused.
+    """
     encoded_rows = []
-    for number, (row_id, vector, payload) in enumerate(
-        zip(rows.ids, rows.vectors.astype(np.dtype(">f4")), rows.payloads, strict=True)
-    ):
+    for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
         encoded(row_id, number)
         if "\0" in row_id:
             raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
-        encoded_rows.append(
-            (row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text)
-        )
+        encoded_rows.append((row_id, _binary(vector), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text))
     return encoded_rows
 
 

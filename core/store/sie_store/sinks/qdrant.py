@@ -4,6 +4,7 @@
     GET /collections/{name}                    dimensions and distance
     PUT /collections/{name}/index?wait=true    index a field of payloads
     PUT /collections/{name}/points?wait=true   replace points
+    POST /collections/{name}/points/query      search
 
 Qdrant accepts only UUIDs and integers as ids of points. So the id of a point is a UUID that is computed from the row's
 id, and the row's id is in the payload.
@@ -20,6 +21,8 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
@@ -28,6 +31,7 @@ from sie_store.sinks.sink import (
     CollectionMissing,
     CollectionRefused,
     Kind,
+    NearRow,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
@@ -50,6 +54,12 @@ def point_id(row_id: str) -> str:
 
 class _QdrantReply(msgspec.Struct):
     result: Any = None
+
+
+class _QdrantPoint(msgspec.Struct):
+    id: str | int
+    score: float
+    payload: dict[str, Any] = {}
 
 
 class QdrantSink:
@@ -90,6 +100,17 @@ class QdrantSink:
         # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._send("PUT", path, body, completed=True)
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        path = f"/collections/{checked_name(collection)}"
+        _check(await self._send("GET", path), collection, len(vector))
+        query = {"query": vector.tolist(), "limit": limit, "with_payload": True, "with_vector": False}
+        result = await self._send("POST", f"{path}/points/query", msgspec.json.encode(query))
+        try:
+            points = msgspec.convert(result["points"], list[_QdrantPoint])
+        except (TypeError, KeyError, msgspec.ValidationError):
+            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+        return [NearRow(str(point.payload.pop(ROW_ID, point.id)), point.score, point.payload) for point in points]
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -86,6 +86,15 @@ class SinkRows:
         )
 
 
+@dataclass(frozen=True)
+class NearRow:
+    """A row that a search returned. `score`: cosine similarity to the query."""
+
+    id: str
+    score: float
+    payload: Mapping[str, Any]
+
+
 class Sink(Protocol):
     """A vector database. Every method limits the time of each attempt, repeats a call if another attempt may help, and
     raises StoreError.
@@ -101,6 +110,9 @@ class Sink(Protocol):
         """Write rows so that they survive a restart of the database. A row replaces the stored row with the same id, so
         a call may be repeated.
         """
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        """Return the rows of a collection that are nearest to a vector, the nearest first. It writes nothing."""
 
     async def close(self) -> None:
         """Close the connections to the database."""
