@@ -22,7 +22,7 @@ from mcp_fixtures import DENSE, FIND, HELD, MARKDOWN, PARSE, RANK, Door, door, s
 
 from sie_broker import Write
 from sie_cli.mcp import config, http, results, schemas, server, tools
-from sie_cli.mcp.callers import AWAY_S, CHECK_EVERY_S, Caller, KeyNames
+from sie_cli.mcp.callers import AWAY_S, CHECK_EVERY_S, AgentCaller, KeyNames
 from sie_cli.mcp.config import DefaultModels, McpConfig, SearchCollection
 from sie_cli.mcp.results import PagedText, PagedVectors, ResultMissing, ResultStore, ResultTooLarge
 from sie_cli.mcp.sentences import sentence_of
@@ -611,4 +611,4 @@ def test_a_collection_is_open_to_the_keys_that_it_names() -> None:
 
 
 def test_a_caller_shows_no_key() -> None:
-    assert "s3cr3t" not in repr(Caller("s3cr3t", "owner", "session", "name"))
+    assert "s3cr3t" not in repr(AgentCaller("s3cr3t", "owner", "session", "name"))

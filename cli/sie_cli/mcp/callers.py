@@ -18,7 +18,7 @@ WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Caller:
+class AgentCaller:
     """Caller of a tool. `owner`: identifies its API key; limits apply to it. `session`: only calls of this owner and
     session may read its results. `key_name`: name of its API key; None for the user of this process.
     """

@@ -75,7 +75,7 @@ def mcp(
     Status 0: ended. 2: an option or a setting is wrong.
     """
     from sie_cli.mcp import config
-    from sie_cli.mcp.callers import Caller, KeyNames
+    from sie_cli.mcp.callers import AgentCaller, KeyNames
     from sie_cli.mcp.http import caller_of, serve
     from sie_cli.mcp.results import ResultStore
     from sie_cli.mcp.server import AgentServer
@@ -110,7 +110,7 @@ def mcp(
                     lame_duck_s=lame_duck_s,
                 )
             secret = cluster.gateway_token
-            user = Caller(secret.reveal() if secret else None, STDIO_OWNER, "", None)
+            user = AgentCaller(secret.reveal() if secret else None, STDIO_OWNER, "", None)
             return await _serve_stdio(AgentServer(tools, lambda _context: user), stop)
         finally:
             await tools.close()

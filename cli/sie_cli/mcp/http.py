@@ -15,7 +15,7 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.streamable_http import MCP_SESSION_ID_HEADER, StreamableHTTPServerTransport
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
-from sie_cli.mcp.callers import Caller, KeyNames
+from sie_cli.mcp.callers import AgentCaller, KeyNames
 from sie_cli.mcp.sentences import GATEWAY_AWAY, sentence_of
 from sie_cli.mcp.server import AgentServer
 from sie_client import AuthenticationError
@@ -46,10 +46,10 @@ class _Sessions(StreamableHTTPSessionManager):
         return super()._admit_session(requestor)
 
 
-def caller_of(context: ServerRequestContext[Any]) -> Caller:
+def caller_of(context: ServerRequestContext[Any]) -> AgentCaller:
     """Return the caller of a request over HTTP."""
     assert context.request is not None
-    caller: Caller = context.request.scope[_CALLER]
+    caller: AgentCaller = context.request.scope[_CALLER]
     return caller
 
 
@@ -85,7 +85,7 @@ class HttpTransport:
         user = AuthenticatedUser(AccessToken(token="", client_id=caller.owner, scopes=[]))
         await self.sessions.handle_request({**scope, "user": user, _CALLER: caller}, receive, send)
 
-    async def _caller(self, scope: Scope) -> Caller:
+    async def _caller(self, scope: Scope) -> AgentCaller:
         """Return the caller of a request. Raises PermissionDenied for a page of another origin, Unauthenticated, and
         NotReady while the gateway does not answer.
         """
@@ -103,7 +103,7 @@ class HttpTransport:
             raise Unauthenticated(sentence_of(error)) from error
         except ClientError as error:
             raise NotReady(GATEWAY_AWAY) from error
-        return Caller(api_key or None, digest_of(api_key), headers.get(MCP_SESSION_ID_HEADER, ""), name)
+        return AgentCaller(api_key or None, digest_of(api_key), headers.get(MCP_SESSION_ID_HEADER, ""), name)
 
 
 def _bearer(authorization: str) -> str:

@@ -178,7 +178,7 @@ class RerankAnswer(Struct, kw_only=True):
 
 
 class ExtractedText(Struct, kw_only=True, omit_defaults=True):
-    """What was extracted from the text at `index`; `error` if that failed."""
+    """Entities and values of the text at `index`; `error` if the extraction failed."""
 
     index: int
     entities: list[dict[str, Any]] = []
@@ -233,7 +233,7 @@ class SearchAnswer(Struct, kw_only=True):
     more: ResultReference | None = None
 
 
-class ModelSummary(Struct, kw_only=True, omit_defaults=True):
+class ModelLimits(Struct, kw_only=True, omit_defaults=True):
     id: str
     tasks: list[str]
     inputs: list[str]
@@ -247,7 +247,7 @@ class ModelSummary(Struct, kw_only=True, omit_defaults=True):
 
 
 class ListModelsAnswer(Struct, kw_only=True):
-    models: list[ModelSummary]
+    models: list[ModelLimits]
     page: int
     pages: int
 

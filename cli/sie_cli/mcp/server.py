@@ -39,7 +39,7 @@ from mcp_types import (
 )
 
 from sie_cli.mcp import schemas
-from sie_cli.mcp.callers import Caller
+from sie_cli.mcp.callers import AgentCaller
 from sie_cli.mcp.sentences import sentence_of
 from sie_cli.mcp.tools import RESULT_URI, AgentTool, AgentTools, ToolRefused
 from sie_client import SIEError
@@ -61,7 +61,7 @@ _JSON = "application/json"
 class AgentServer:
     """The server of the protocol. `caller_of`: the caller of a request."""
 
-    def __init__(self, tools: AgentTools, caller_of: Callable[[ServerRequestContext[Any]], Caller]) -> None:
+    def __init__(self, tools: AgentTools, caller_of: Callable[[ServerRequestContext[Any]], AgentCaller]) -> None:
         self._tools = tools
         self._by_name = {tool.name: tool for tool in tools.tools}
         self._caller_of = caller_of
@@ -109,7 +109,7 @@ class AgentServer:
             structured_content=msgspec.to_builtins(answer),
         )
 
-    async def _answer(self, caller: Caller, name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
+    async def _answer(self, caller: AgentCaller, name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
         """Run a tool. Raises ToolRefused."""
         tool = self._by_name.get(name)
         if tool is None:
@@ -122,7 +122,7 @@ class AgentServer:
             return await tool.call(caller, parsed)
 
     @contextmanager
-    def _refusing(self, caller: Caller) -> Iterator[None]:
+    def _refusing(self, caller: AgentCaller) -> Iterator[None]:
         """Count a call in progress, and raise ToolRefused for an error of the gateway."""
         if self._calls[caller.owner] >= MAX_CALLS_OF_CALLER or self._calls.total() >= MAX_CALLS:
             raise ToolRefused("Too many calls are in progress: wait for their answers, then call again.")
@@ -196,13 +196,13 @@ class AgentServer:
         mime_type = "text/plain" if uri.startswith(RESULTS) else _JSON
         return ReadResourceResult(contents=[TextResourceContents(uri=uri, mime_type=mime_type, text=text)])
 
-    async def _content(self, caller: Caller, uri: str) -> str:
+    async def _content(self, caller: AgentCaller, uri: str) -> str:
         """Return the content of a resource. Raises ToolRefused, and the errors of the client."""
         if uri == MODELS:
             return await self._all_models(caller)
         if uri.startswith(f"{MODELS}/"):
-            summary = await self._tools.model(caller, uri.removeprefix(f"{MODELS}/"))
-            return msgspec.json.encode(summary).decode()
+            limits = await self._tools.model(caller, uri.removeprefix(f"{MODELS}/"))
+            return msgspec.json.encode(limits).decode()
         if uri == COLLECTIONS and "search" in self._by_name:
             answer = await self._tools.list_collections(caller, schemas.ListCollectionsArguments())
             return msgspec.json.encode(answer).decode()
@@ -212,7 +212,7 @@ class AgentServer:
             return (await self._tools.read_result(caller, arguments)).text
         raise ToolRefused(f"There is no such resource. There are: {MODELS}, {MODELS}/MODEL and {RESULT_URI}.")
 
-    async def _all_models(self, caller: Caller) -> str:
+    async def _all_models(self, caller: AgentCaller) -> str:
         lines: list[bytes] = []
         page = 1
         while True:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_cli.mcp import schemas
-from sie_cli.mcp.callers import Caller
+from sie_cli.mcp.callers import AgentCaller
 from sie_cli.mcp.config import McpConfig, SearchCollection
 from sie_cli.mcp.results import (
     TTL_S,
@@ -68,7 +68,7 @@ class AgentTool:
     description: str
     arguments: type[schemas.ToolArguments]
     answer: type[msgspec.Struct]
-    call: Callable[[Caller, Any], Awaitable[msgspec.Struct]]
+    call: Callable[[AgentCaller, Any], Awaitable[msgspec.Struct]]
 
 
 class AgentTools:
@@ -219,7 +219,7 @@ class AgentTools:
 
     # ---- calls of the gateway
 
-    async def encode(self, caller: Caller, arguments: schemas.EncodeArguments) -> schemas.EncodeAnswer:
+    async def encode(self, caller: AgentCaller, arguments: schemas.EncodeArguments) -> schemas.EncodeAnswer:
         async with self._client(caller) as client:
             model = await self._model(client, arguments.model, self._config.models.encode, "encode")
             vectors, truncated = await _vectors(
@@ -240,7 +240,7 @@ class AgentTools:
             values=[numbers(vector) for vector in vectors] if arguments.values else None,
         )
 
-    async def similarity(self, caller: Caller, arguments: schemas.SimilarityArguments) -> schemas.SimilarityAnswer:
+    async def similarity(self, caller: AgentCaller, arguments: schemas.SimilarityArguments) -> schemas.SimilarityAnswer:
         if (arguments.texts is None) == (arguments.reference is None):
             raise ToolRefused("Give either `texts` or the `reference` of an earlier answer of encode.")
         stored = None if arguments.reference is None else self._stored_vectors(caller, arguments.reference)
@@ -261,7 +261,7 @@ class AgentTools:
             ],
         )
 
-    async def rerank(self, caller: Caller, arguments: schemas.RerankArguments) -> schemas.RerankAnswer:
+    async def rerank(self, caller: AgentCaller, arguments: schemas.RerankArguments) -> schemas.RerankAnswer:
         async with self._client(caller) as client:
             model = await self._model(client, arguments.model, self._config.models.rerank, "rerank")
             ranked = await client.rerank(model, arguments.query, arguments.documents, top_n=arguments.top_n)
@@ -270,7 +270,7 @@ class AgentTools:
             results=[schemas.RankedText(index=entry["index"], score=round(entry["score"], 6)) for entry in ranked],
         )
 
-    async def extract(self, caller: Caller, arguments: schemas.ExtractArguments) -> schemas.ExtractAnswer:
+    async def extract(self, caller: AgentCaller, arguments: schemas.ExtractArguments) -> schemas.ExtractAnswer:
         if arguments.labels and arguments.output_schema is not None:
             raise ToolRefused("Give either `labels` or `output_schema`.")
         async with self._client(caller) as client:
@@ -296,7 +296,7 @@ class AgentTools:
         first, more = self._fitting(caller, answers)
         return schemas.ExtractAnswer(model=model, results=first, more=more)
 
-    async def redact(self, caller: Caller, arguments: schemas.RedactArguments) -> schemas.RedactAnswer:
+    async def redact(self, caller: AgentCaller, arguments: schemas.RedactArguments) -> schemas.RedactAnswer:
         async with self._client(caller) as client:
             model = await self._model(client, arguments.model, self._config.models.redact, "redact")
             results = await client.redact(
@@ -314,7 +314,7 @@ class AgentTools:
         first, more = self._fitting(caller, answers)
         return schemas.RedactAnswer(model=model, results=first, more=more)
 
-    async def parse_document(self, caller: Caller, arguments: schemas.DocumentArguments) -> schemas.DocumentAnswer:
+    async def parse_document(self, caller: AgentCaller, arguments: schemas.DocumentArguments) -> schemas.DocumentAnswer:
         if sum(source is not None for source in (arguments.path, arguments.file, arguments.data)) != 1:
             raise ToolRefused("Give the document in exactly one way: `path`, `file` or `data`.")
         async with self._parsing, self._client(caller) as client:
@@ -338,26 +338,28 @@ class AgentTools:
             more=self._stored(caller, content) if content.pages > 1 else None,
         )
 
-    async def list_models(self, caller: Caller, arguments: schemas.ListModelsArguments) -> schemas.ListModelsAnswer:
+    async def list_models(
+        self, caller: AgentCaller, arguments: schemas.ListModelsArguments
+    ) -> schemas.ListModelsAnswer:
         async with self._client(caller) as client:
             models = await client.list_models(task=arguments.task, variants=False)
         models.sort(key=lambda info: info["name"])
         pages = max(1, -(-len(models) // MODELS_PER_PAGE))
         start = (arguments.page - 1) * MODELS_PER_PAGE
         return schemas.ListModelsAnswer(
-            models=[summary_of(info) for info in models[start : start + MODELS_PER_PAGE]],
+            models=[limits_of(info) for info in models[start : start + MODELS_PER_PAGE]],
             page=arguments.page,
             pages=pages,
         )
 
-    async def model(self, caller: Caller, name: str) -> schemas.ModelSummary:
+    async def model(self, caller: AgentCaller, name: str) -> schemas.ModelLimits:
         """Return a model by its name."""
         async with self._client(caller) as client:
-            return summary_of(await client.get_model(name))
+            return limits_of(await client.get_model(name))
 
     # ---- collections
 
-    async def search(self, caller: Caller, arguments: schemas.SearchArguments) -> schemas.SearchAnswer:
+    async def search(self, caller: AgentCaller, arguments: schemas.SearchArguments) -> schemas.SearchAnswer:
         collection = self._config.collections.get(arguments.collection)
         if collection is None or not collection.is_open_to(caller.key_name):
             names = ", ".join(self._names(caller)) or "none"
@@ -379,7 +381,7 @@ class AgentTools:
         return schemas.SearchAnswer(collection=arguments.collection, results=first, more=more)
 
     async def list_collections(
-        self, caller: Caller, _arguments: schemas.ListCollectionsArguments
+        self, caller: AgentCaller, _arguments: schemas.ListCollectionsArguments
     ) -> schemas.ListCollectionsAnswer:
         return schemas.ListCollectionsAnswer(
             collections=[
@@ -388,18 +390,20 @@ class AgentTools:
             ]
         )
 
-    def _names(self, caller: Caller) -> list[str]:
+    def _names(self, caller: AgentCaller) -> list[str]:
         return [name for name, collection in self._config.collections.items() if collection.is_open_to(caller.key_name)]
 
     # ---- results in pages
 
-    async def read_result(self, caller: Caller, arguments: schemas.ReadResultArguments) -> schemas.ReadResultAnswer:
+    async def read_result(
+        self, caller: AgentCaller, arguments: schemas.ReadResultArguments
+    ) -> schemas.ReadResultAnswer:
         content = self._result(caller, arguments.reference)
         if arguments.page > content.pages:
             raise ToolRefused(f"This result has {content.pages} pages, so there is no page {arguments.page}.")
         return schemas.ReadResultAnswer(page=arguments.page, pages=content.pages, text=content.page(arguments.page))
 
-    def _result(self, caller: Caller, reference: str) -> Paged:
+    def _result(self, caller: AgentCaller, reference: str) -> Paged:
         try:
             return self._results.get(caller.owner, caller.session, reference)
         except ResultMissing:
@@ -408,13 +412,13 @@ class AgentTools:
                 "Make the call again that returned it."
             ) from None
 
-    def _stored_vectors(self, caller: Caller, reference: str) -> PagedVectors:
+    def _stored_vectors(self, caller: AgentCaller, reference: str) -> PagedVectors:
         content = self._result(caller, reference)
         if not isinstance(content, PagedVectors):
             raise ToolRefused("This reference has no vectors: give one of an answer of encode, or give `texts`.")
         return content
 
-    def _stored(self, caller: Caller, content: Paged) -> schemas.ResultReference:
+    def _stored(self, caller: AgentCaller, content: Paged) -> schemas.ResultReference:
         try:
             reference = self._results.add(caller.owner, caller.session, content)
         except ResultTooLarge:
@@ -429,7 +433,7 @@ class AgentTools:
             expires_in_s=int(TTL_S),
         )
 
-    def _fitting(self, caller: Caller, answers: list[S]) -> tuple[list[S], schemas.ResultReference | None]:
+    def _fitting(self, caller: AgentCaller, answers: list[S]) -> tuple[list[S], schemas.ResultReference | None]:
         """Return the first answers that have ANSWER_CHARS together. If these are not all, all are stored."""
         lines = [msgspec.json.encode(answer).decode() for answer in answers]
         count = size = 0
@@ -443,7 +447,7 @@ class AgentTools:
     # ---- the gateway
 
     @contextlib.asynccontextmanager
-    async def _client(self, caller: Caller) -> AsyncIterator[SIEAsyncClient]:
+    async def _client(self, caller: AgentCaller) -> AsyncIterator[SIEAsyncClient]:
         """Open a client with the key of the caller, and with none else. It is used for one call."""
         async with SIEAsyncClient(
             self._gateway_url,
@@ -510,9 +514,9 @@ def _can(info: Mapping[str, Any], tool: str) -> bool:
     return "text" in info["inputs"]
 
 
-def summary_of(info: Mapping[str, Any]) -> schemas.ModelSummary:
+def limits_of(info: Mapping[str, Any]) -> schemas.ModelLimits:
     """Return what an agent needs to know about a model."""
-    return schemas.ModelSummary(
+    return schemas.ModelLimits(
         id=info["name"],
         tasks=info["tasks"],
         inputs=info["inputs"],
