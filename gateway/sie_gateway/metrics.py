@@ -13,9 +13,7 @@ _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged
 
 
 class Metrics:
-    """Counters, gauges and histograms of the gateway. A series with known labels exists from the start: an alert cannot
-    fire on a missing series.
-    """
+    """Metrics of the gateway. Series with known labels exist from the start: alerts cannot fire on missing series."""
 
     def __init__(self) -> None:
         make = MetricMaker("gateway")
@@ -65,10 +63,8 @@ class Metrics:
         self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
-        """Count a request after its answer was sent. `endpoint` and `machine_profile` are values of fixed sets, never
-        texts of a client.
-
-        `seconds` is the latency. It is None for a websocket, which stays open until the client closes it.
+        """Count an answered request. `endpoint` and `machine_profile` come from fixed sets, never from a client's text.
+        `seconds` is the latency, None for a websocket.
         """
         counted = self._answered.get((endpoint, status, machine_profile))
         if counted is None:

@@ -44,18 +44,14 @@ SINK_DTYPES = ("float32", "float16")
 
 
 class Credentials(NamedTuple):
-    """Functions for the credential of a job: `grant` looks up its current grant, `charge` opens the account by which a
-    call spends the tokens of its quota.
-    """
+    """Functions of a job: `grant` returns its owner's current rights, `charge` opens the account of a call's tokens."""
 
     grant: Callable[[str], Grant | None]
     charge: Callable[[Grant], Charge | None]
 
 
 class JobEngine:
-    """Builder of jobs. `store`: the payload store, None if there is none. `route_of` finds the route that answers POST
-    of a path.
-    """
+    """Builder of jobs. `route_of` returns the route that answers POST of a path."""
 
     def __init__(
         self,
@@ -75,12 +71,8 @@ class JobEngine:
         self._credentials = credentials
         self._route_of = route_of
 
-    # checks before a job is stored
-
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """Return the job with its model pinned: an alias is resolved once, so that no job uses two models. Raises
-        SIEError for a job that could never run.
-        """
+        """Return the job with its model's alias resolved, once for all rows. Raises SIEError if it can never run."""
         self.require_store()
         if job.batch is not None:
             await self._files.find(job.batch.input_file_id, call.grant.key, sees_all="admin" in call.grant.scopes)
@@ -102,9 +94,7 @@ class JobEngine:
         return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
-        """Plan a request of the job, with the model, its profile and the lane. Raises SIEError, also for parameters
-        that the model does not have.
-        """
+        """Plan a sample request of the job. Raises SIEError if the model cannot serve the job or lacks a parameter."""
         resolved = self._inference.resolve(request.model, call)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
@@ -133,9 +123,7 @@ class JobEngine:
         return understood
 
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
-        """Check that the database can store the output of the job. The check raises InvalidInput now, because the job
-        itself would fail only after it has computed a shard.
-        """
+        """Raise InvalidInput if the database cannot store the output. The job itself would fail only after a shard."""
         output, run = request.output, understood.options.run
 
         def refused(param: str, why: str) -> InvalidInput:
@@ -245,7 +233,6 @@ class JobEngine:
 
 
 def headers_of(request: JobRequest) -> dict[str, str]:
-    """Return the headers of a job's requests, which name its pool and its machine profile."""
     return {
         **({"x-sie-pool": request.pool} if request.pool else {}),
         **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),

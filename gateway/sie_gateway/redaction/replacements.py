@@ -1,4 +1,4 @@
-"""Text that stands for a value, in one of four styles, and the redacted text with the map that undoes it."""
+"""Replacements for personal data in four styles, and the redacted text with the map that undoes it."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class ReplacedValue(NamedTuple):
 
 
 class Replacer:
-    """Replacements of the values of one text. Equal values of a kind have equal replacements. Different values have
-    different replacements, except in the style `mask`.
-    """
+    """Replacements for one text: equal for equal values of a kind, else different, except in the style `mask`."""
 
     def __init__(self, style: RedactionStyle, key: bytes = b"") -> None:
         self._style = style
