@@ -34,9 +34,7 @@ class GatewayReadiness:
         self.draining = False  # true after the start of the shutdown: new work is refused
 
     def not_ready(self) -> str | None:
-        """Return why this gateway is not ready, or None. It is ready even without workers: they may be scaled to
-        zero.
-        """
+        """Return why this gateway is not ready, or None. It is ready without workers: they may be scaled to zero."""
         if self.leaving:
             return "draining"
         if not self._feed.first.is_set():

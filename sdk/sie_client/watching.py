@@ -57,9 +57,7 @@ class _Url:
 
 
 def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """Convert an exception of a connection attempt to a response or TransportFailed. An exception of an unexpected
-    class is raised again.
-    """
+    """Convert an exception of a connection attempt to a response or TransportFailed; raise an unexpected one again."""
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
     elapsed_s = time.monotonic() - started_s

@@ -75,8 +75,9 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
-    """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if that is later. Returns None
-    without a deadline or rate, and if more workers cannot help: the job does not run, or limits its tokens per second.
+    """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if that is later. Returns None if
+    there is no deadline or rate, and if more workers cannot help: the job does not run, or limits its tokens per
+    second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:

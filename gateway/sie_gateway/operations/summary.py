@@ -55,9 +55,7 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN workers, and models with `text` in their name; `visible` may hide names of
-        pools.
-        """
+        """Return the first MAX_SHOWN workers, and models with `text` in the name; `visible` may hide names of pools."""
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
         return {
@@ -107,9 +105,7 @@ class LaneTable:
     def from_table(
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> LaneTable:
-        """Build the rows from the placement of a lane, the heartbeats of its healthy workers and the waiting
-        messages.
-        """
+        """Build the rows from the placement of a lane, the heartbeats of its healthy workers and waiting messages."""
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
         rows = list[dict[str, Any]]()
         for model, hosts in table.hosts.items():

@@ -56,9 +56,7 @@ class Offload:
         self._wall_clock = wall_clock
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """Store the inputs and query of a work item; return the item with their key instead. Raises
-        QueueUnavailable.
-        """
+        """Store inputs and query of a work item; return the item with their key instead. Raises QueueUnavailable."""
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
             key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)

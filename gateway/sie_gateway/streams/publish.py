@@ -270,9 +270,7 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` is that of the requests' deadlines. `idle_s`: seconds without a message until a consumer is
-        deleted.
-        """
+        """`clock` measures deadlines of requests. `idle_s`: seconds without a message until a consumer is deleted."""
         self._broker = broker
         self._settings = settings
         self._ack_wait_s = float(settings.ack_wait_s)
@@ -375,9 +373,7 @@ _logger = logging.getLogger("sie.gateway.queue")
 
 
 def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topology.StreamSpec:
-    """Return the spec of a pool's work stream by the settings. `reserved`: a reservation's pool has a smaller
-    stream.
-    """
+    """Return the spec of a pool's work stream by the settings. `reserved`: a reservation's stream is smaller."""
     max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
         pool,
@@ -411,10 +407,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """Create the queue. `on_lost` is called when a stream was lost with its work; `on_publish` with the work items
-        of a request before they are published. `offload` stores inputs that are too large for a message.
-        `serves(pool)`: whether the pool exists. `is_reservation(pool)`: whether it belongs to a reservation. Raises
-        SettingError.
+        """`on_lost` is called when a stream was lost with its work, `on_publish` with work items before they are
+        published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
+        `is_reservation(pool)`: it belongs to a reservation. Raises SettingError.
         """
         self._broker = broker
         self._settings = settings
