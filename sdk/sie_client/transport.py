@@ -143,9 +143,7 @@ def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call, and their number (None if unknown), like `as_list`, but without reading an
-    iterator.
-    """
+    """Return the items of a call and their number (None: unknown), like `as_list`, but without reading an iterator."""
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(

@@ -71,9 +71,7 @@ class _ListPart(NamedTuple):
 
 
 class _PartReply(NamedTuple):
-    """Reply to the part that begins at position `start`. `shared`: fields about the request, for each of its
-    results.
-    """
+    """Reply to the part that begins at `start`. `shared`: fields about the request, for each of its results."""
 
     start: int
     body: dict[str, Any]
@@ -262,9 +260,7 @@ def embed(
 
 
 class _VectorRows:
-    """Array of vectors that threads fill part by part. If their number is unknown, it grows in place, without a
-    copy.
-    """
+    """Array of vectors that threads fill part by part. If their number is unknown, it grows in place without a copy."""
 
     def __init__(self, count: int | None) -> None:
         self._count = count
