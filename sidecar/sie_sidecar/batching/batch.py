@@ -170,9 +170,7 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if an urgent deadline forbids closing the next batch while the device is busy
-        (`sizing.binds`).
-        """
+        """Return True if an urgent deadline forbids closing the next batch while the device is busy, see `sizing`."""
         return binds(self._asks(self._together(limits), begins_s), times)
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
@@ -232,9 +230,7 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Work items of one priority. Only the newest entry of a model in the heap `_heads` is valid; others are
-    dropped.
-    """
+    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; others are dropped."""
 
     def __init__(self) -> None:
         self.models: dict[str, _ModelLine[T]] = {}
@@ -245,9 +241,7 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue: at the end, or without `in_order`, because it was removed before, by
-        arrival.
-        """
+        """Add a work item to its queue: at the end; without `in_order` by arrival, because it was removed before."""
         model = self.models.get(entry.key.residency)
         if model is None:
             model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)
@@ -447,9 +441,7 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return how many deliveries of `mean_cost` tokens may come now, to fill at most READY_PER_LANE batches per
-    lane.
-    """
+    """Return how many deliveries of `mean_cost` tokens may come now to fill at most READY_PER_LANE batches a lane."""
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items
     if cost_left <= 0 or items_left <= 0:

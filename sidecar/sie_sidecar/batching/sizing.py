@@ -91,9 +91,7 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """Forecast of when a device has finished the batches at its adapter. `batch`: any number that identifies a
-    batch.
-    """
+    """Forecast of when a device has finished the batches at its adapter. `batch`: a number that identifies a batch."""
 
     def __init__(self) -> None:
         self._sent: dict[int, float] = {}  # predicted seconds of each batch at the device, by its number

@@ -107,9 +107,7 @@ class DeviceQueue:
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
-        """Return the tokens and work items of one priority that fit: in full batches that wait or are at the
-        adapter.
-        """
+        """Return the tokens and work items of one priority that fit in full batches that wait or are at the adapter."""
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
@@ -258,9 +256,7 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, to run without the queue. Raises NotReady if its model was
-        changed.
-        """
+        """Return a batch of this work item alone, to run without the queue. Raises NotReady if its model changed."""
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -499,9 +495,7 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without late, cancelled and suspect (`Isolate.is_suspect`) work items; suspects run
-        alone.
-        """
+        """Return the batch without late, cancelled and suspect (`is_suspect`) work items; suspects run alone."""
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
         if batch.entries[0].work.item.model in self._isolate.marked_models:

@@ -195,9 +195,7 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """Cut the arrays of a work item, which are neighbours, out of the batch's `block`. Return its outcomes and
-    arrays.
-    """
+    """Cut a work item's arrays, which are neighbours, out of the batch's `block`. Return its outcomes and arrays."""
     slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
     if not slices:
         return outcomes, b""
@@ -369,9 +367,7 @@ class Inventory:
         load[1] += (flight.counted > 0) - (before > 0)
 
     def load(self, *, bulk: bool, devices: Collection[int] | None = None) -> tuple[int, int]:
-        """Return waiting tokens and work items, with `bulk` also bulk ones. `devices`: only of these, or of none
-        yet.
-        """
+        """Return waiting tokens and work items, with `bulk` also bulk ones. `devices`: only of these or of none yet."""
         cost = items = 0
         for device, loads in self._loads.items():
             if devices is None or device in devices or device == _NO_DEVICE:

@@ -41,9 +41,7 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Write the work items of a batch that has run, and its time. `lanes`: number of batches that the device runs
-        at the same time.
-        """
+        """Write the work items and the time of a batch that ran. `lanes`: batches that the device runs at once."""
         if self._file is None:
             return
         lines: list[object] = []
