@@ -78,9 +78,7 @@ class WorkerHealth:
         return {link.number: link.description for link in self.links if link.connected and link.description is not None}
 
     def device_name(self, link: AdapterLink) -> str:
-        """Return the last reported name of a link's device (empty before), with its number if the name is not
-        unique.
-        """
+        """Return the last reported name of a link's device (empty at first), with its number if it is not unique."""
         names = [described.device for adapter in self.links if (described := adapter.description) is not None]
         name = link.description.device if link.description else ""
         return f"{name}:{link.number}" if names.count(name) > 1 else name

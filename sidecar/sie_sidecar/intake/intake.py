@@ -164,9 +164,7 @@ class WorkIntake:
         return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if waiting is useful: no batch is full, and deliveries wait or earlier work is being
-        tokenised.
-        """
+        """Return True if waiting is useful: no batch is full, and deliveries wait or earlier work is tokenised."""
         if (
             len(self.arrived) >= self._limits.requests
             or sum(flight.item.cost for flight in self.arrived) >= self._limits.cost

@@ -360,9 +360,7 @@ class Pulling:
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Raise or lower the number of messages that active consumers may deliver. Lowering takes the broker
-        seconds.
-        """
+        """Raise or lower how many messages active consumers may deliver. Lowering takes the broker seconds."""
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:

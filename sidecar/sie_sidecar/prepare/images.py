@@ -61,8 +61,8 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = (
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB, row by row. `upright`: size of the image in the file after its rotation by EXIF.
-    `animated`: the file has further images.
+    """Pixels of an image: uint8 RGB by rows. `upright`: its size after EXIF rotation. `animated`: more images
+    follow.
     """
 
     pixels: bytes
@@ -71,7 +71,6 @@ class Pixels(NamedTuple):
     animated: bool
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the size and the pixels."""
         digest = hashlib.sha256(b"%d x %d\n" % self.size)
         digest.update(self.pixels)
         return digest.digest()
@@ -162,9 +161,7 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Crop the image around its centre to `size`. For a recipe of the kind `page`, put it in the centre of a page of
-    this size instead.
-    """
+    """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of such a page."""
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":
