@@ -57,9 +57,7 @@ class LoraLoads:
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Load the LoRA `name` if needed. Raises LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading,
-        AdapterGone.
-        """
+        """Load a LoRA if needed. Raises LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone."""
         if name in hosted.loras:
             return
         if in_turn:
@@ -76,9 +74,7 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs of the model's profiles one by one. Failures are logged; requests for the LoRA get the
-        error.
-        """
+        """Load the LoRAs of the model's profiles one by one. Failures are logged; requests for them get the error."""
         for name in named(hosted.resolved):
             try:
                 await asyncio.shield(self._load_of(hosted, name))

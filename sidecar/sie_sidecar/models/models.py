@@ -158,9 +158,7 @@ class ModelState:
         )
 
     def cost_rate(self, now_s: float) -> float:
-        """Return the arriving tokens per second. Work from RATE_OVER_S seconds ago has 1/e of the weight of new
-        work.
-        """
+        """Return the arriving tokens per second. Work from RATE_OVER_S seconds ago has 1/e the weight of new work."""
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
@@ -691,9 +689,7 @@ class Hosting(ModelStates):
         self._on_loaded(hosted)
 
     async def release(self, hosted: ModelState) -> None:
-        """Unload a model that no work needs. Work that arrives meanwhile loads it again. Raises AdapterGone,
-        SIEError.
-        """
+        """Unload a model that no work needs. Work that arrives then loads it again. Raises AdapterGone, SIEError."""
         hosted.mark_unloaded()
         self._on_role(hosted)
         hosted.state = "unloading"
@@ -728,9 +724,7 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Every second, let the adapter free memory if it is short, and unload models idle for `idle_evict_s`
-        seconds.
-        """
+        """Every second, let the adapter free memory if short, and unload models idle for `idle_evict_s` seconds."""
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()

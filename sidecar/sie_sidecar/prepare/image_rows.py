@@ -19,9 +19,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Beside(NamedTuple):
-    """Text `before` the images, the images, and text `after` them. `ids`: token ids of the images. `cost`: in
-    tokens.
-    """
+    """Text `before` the images, images, and text `after` them. `ids`: token ids of the images. `cost`: in tokens."""
 
     before: str
     images: PreparedImages

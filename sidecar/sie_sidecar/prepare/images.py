@@ -61,9 +61,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = (
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image: uint8 RGB by rows. `upright`: its size after EXIF rotation. `animated`: more images
-    follow.
-    """
+    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: more images follow."""
 
     pixels: bytes
     size: Size

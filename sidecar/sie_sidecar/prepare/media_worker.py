@@ -23,9 +23,7 @@ from sie_sidecar.prepare import images, media_frames
 
 
 def main() -> None:
-    """Run the worker. Command-line arguments: process id of the sidecar, and the bytes of memory that this process may
-    use.
-    """
+    """Run the worker. Arguments: process id of the sidecar, and bytes of memory that this process may use."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)
