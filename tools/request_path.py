@@ -76,9 +76,7 @@ Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Let a process begin or end its recording (`word`: begin or end). Return the functions that it recorded; an empty
-    list if the process has ended.
-    """
+    """Let a process begin or end its recording (`word`). Return the recorded functions; none if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))

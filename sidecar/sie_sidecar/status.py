@@ -201,10 +201,8 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return how long deliveries are gathered, which is equal for all models, and how full this model's batches
-        are.
-
-        Without recent answers, `calibrated` is false, and the median time and its distance from the target are null.
+        """Return how long deliveries are gathered (equal for all models) and how full this model's batches are. Without
+        recent answers, `calibrated` is false, and the median time and its distance from the target are null.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms

@@ -145,9 +145,7 @@ class LongTexts:
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Return the pattern of the positions where a text may be cut, with empty matches; None if cuts are not
-        safe.
-        """
+        """Return the pattern of positions where a text may be cut, with empty matches; None if cuts are not safe."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -231,9 +229,7 @@ class _TextReading:
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece from the beginning. The first has at least `size` characters, later ones
-    more.
-    """
+    """Yield start and end of each piece from the start. The first has at least `size` characters, later ones more."""
     start = 0
     while start < len(text):
         match = places.search(text, start + size)
@@ -328,9 +324,7 @@ def _splits(step: dict[str, Any]) -> bool:
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Return True if BPE alone never merges across a space: it is in the vocabulary, but not after another
-    character.
-    """
+    """Return True if BPE alone never merges across a space: it is in the vocabulary, but never after a character."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")
     is_bpe = json.loads(tokenizer.model.__getstate__())["type"] == "BPE"

@@ -264,9 +264,7 @@ class MediaPool:
             self._free -= 1
 
     async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Decode the file of `job`. Return the process for the next file: the same, a new one, or None if none
-        started.
-        """
+        """Decode the file of `job`. Return the process for the next file: the same, a new one, or None if it failed."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
