@@ -151,9 +151,7 @@ def _exceptions() -> set[str]:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Return for each module the modules of its package that it imports. Of a package, only the __init__ file
-    counts.
-    """
+    """Return by module the modules of its package that it imports. Of a package, only the __init__ file counts."""
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
     for module in found:

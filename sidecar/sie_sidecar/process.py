@@ -47,9 +47,7 @@ _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """Return the limits of a batch. Work items and waiting time have other settings in standalone than in queue
-    mode.
-    """
+    """Return the limits of a batch. Work items and waiting time have other settings in standalone than queue mode."""
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
@@ -276,9 +274,7 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Log an error if the catalogue has no such bundle: this worker gets no work until a file in SIE_MODELS_DIR adds
-    it.
-    """
+    """Log an error if the catalogue lacks the bundle: this worker then gets no work. A file may add it later."""
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):
         _logger.error(

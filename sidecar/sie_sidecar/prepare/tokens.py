@@ -153,9 +153,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Return the ids of each text, truncated to `limit` (0: the model's), with special tokens, which always
-        stay.
-        """
+        """Return each text's ids, truncated to `limit` (0: the model's), with special tokens, which always stay."""
         special = len(self.first) + len(self.last)
         room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
         contents = self.contents(texts, room, truncate)
@@ -174,9 +172,7 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Return the head of a long text, cut at a safe place, if it has more than `room` tokens; else the whole
-        text.
-        """
+        """Return the head of a long text, cut at a safe place, if it has more than `room` tokens; else the text."""
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
         head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)

@@ -215,9 +215,7 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items that should run, without cancelled ones. Answer late ones and those of changed
-        models.
-        """
+        """Return the work items to run, without cancelled ones. Answer late ones, and those of changed models."""
         now_s = self._clock()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
         late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
@@ -246,9 +244,7 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: the batch in which it
-        ran.
-        """
+        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: of the batch that ran it."""
         if flight.settled:
             return
         flight.move("settled")
@@ -290,9 +286,7 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return the call that writes a dead letter between result and ack; None unless it was given up or is
-        poison.
-        """
+        """Return the call to write a dead letter between result and ack; None unless it was given up or is poison."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
