@@ -123,7 +123,7 @@ class JobEngine:
         return understood
 
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
-        """Raise InvalidInput if the database cannot store the output. The job itself would fail only after a shard."""
+        """Raise InvalidInput if the database cannot store the output, before any rows are computed."""
         output, run = request.output, understood.options.run
 
         def refused(param: str, why: str) -> InvalidInput:
@@ -153,7 +153,6 @@ class JobEngine:
             )
 
     def require_store(self) -> ObjectStore:
-        """Return the payload store. Raises NotReady without one."""
         if self._store is None:
             raise NotReady(f"jobs and files need a payload store: set {STORE}", reason="no_store", param=STORE)
         return self._store
@@ -218,11 +217,9 @@ class JobEngine:
         return Before(job, self.workplace(job), self.output(job), await self._ledger.shards(job.id))
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job from the payload store: its plan and its parts. Raises StoreError."""
         await self.workplace(job).remove()
 
     def workplace(self, job: JobRecord) -> JobStorage:
-        """Return the storage of a job's plan and parts. Raises NotReady."""
         return JobStorage(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:

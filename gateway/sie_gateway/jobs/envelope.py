@@ -126,7 +126,7 @@ class BatchCut:
 
     def plan(self) -> Plan:
         """Return the plan of the whole file. Raises InvalidInput for a file without requests."""
-        if self._rest:  # the last line has no newline
+        if self._rest:  # the last line of a file may have no newline
             self._line(self._rest, 0)
         self._cut()
         if not self._spans:

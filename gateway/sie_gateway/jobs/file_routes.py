@@ -33,7 +33,7 @@ _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def upload(gateway: Gateway, request: Request) -> Response:
-    """Store the body as a file if the query has a purpose, else the file in the form of the body. Raises SIEError."""
+    """Store an upload: the whole body if the query has a purpose, else the file in the form. Raises SIEError."""
     if "purpose" in request.query_params:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
@@ -78,7 +78,6 @@ def _expires_after_s(form: Form) -> int:
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """Return a page of the list of files. Raises InvalidInput, NotReady."""
     query, grant = request.query_params, _call(request).grant
     purpose, order = query.get("purpose", ""), query.get("order", "desc")
     if purpose and purpose not in PURPOSES:

@@ -247,7 +247,7 @@ class FileStore:
             _logger.warning("a file could not be removed, so it is removed later: %s", error)
 
     async def remove(self, record: FileRecord) -> None:
-        """Remove a file. From now on requests cannot read it, also if its bytes are removed later."""
+        """Remove a file. From now on requests cannot read it, even if its bytes are removed later."""
         self._required()
         with _unavailable():
             await self._records.change(

@@ -160,7 +160,7 @@ def _refused(field: str, message: str) -> InvalidInput:
 
 
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
-    """Map a decoder's error to one that names the wrong field. The decoder names it as `$.a.b`, or a key in it."""
+    """Map a decoder's error, whose text ends with a path such as `$.a.b`, to one that names the field."""
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")
@@ -290,8 +290,6 @@ async def delete_batch(gateway: Gateway, request: Request) -> Response:
     """Delete the records of a batch that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.delete_batch(_call(request), request.path_params["batch"]))
 
-
-# rows of the routing table
 
 _AFTER = Parameter("after", "query", str, "The id of the last one of the page before.")
 _STATE = Parameter("state", "query", api.JobState, "Only jobs in this state.")

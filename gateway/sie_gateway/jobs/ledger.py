@@ -68,7 +68,6 @@ class JobLedger:
             self._charge(job.id, self._jobs.get(job.id))
 
     def require(self) -> None:
-        """Raise NotReady while the records have not been read."""
         self._bucket.require()
 
     async def change(

@@ -42,7 +42,7 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
-SPAN_TOKENS = 16  # expected tokens of a chunk that a row of the input names itself
+SPAN_TOKENS = 16  # assumed tokens of a chunk whose start and end a row of the input gives
 UNTRIMMED = 0.1  # share of the cache's size limit that a job may store before it removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
@@ -229,7 +229,7 @@ class NativeJob:
         return answers, self._reused(number, once)
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return an answer for each row, with the error of a faulty row, and the inputs of other rows by position."""
+        """Return answers, so far only with the errors of faulty rows, and the inputs of the other rows by position."""
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
         for place, row in enumerate(rows):
@@ -282,7 +282,7 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> AnswerCache | None:
-        """Return the cache, None if the job has none. Its key needs the model's fingerprint: a first answer has it."""
+        """Return the cache; None if the job has none. Answer the first input if the model's fingerprint is unknown."""
         if not self._cache_bytes or not once.inputs:
             return None
         async with self._opening:
@@ -349,7 +349,7 @@ class NativeJob:
 
 
 def _owner(job: JobRecord) -> str:
-    """Return the owner of an output folder. The id is not enough: an Idempotency-Key used again gives the same id."""
+    """Return a unique name of the job for its output folder: an id repeats if its Idempotency-Key is used again."""
     return f"{job.id} {job.created_s!r}"
 
 
@@ -382,7 +382,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the lines that have a vector; None if no line has one."""
+    """Return the rows for the database, those with a vector; None if there are none."""
     lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
     if not lines:
         return None

@@ -72,8 +72,7 @@ class JobScheduler:
         self._work = work
         self._at_once = at_once
         self._now_s = now_s
-        # leases of jobs that other gateways run, the oldest check first: only repeated checks show that a lease has
-        # expired
+        # leases of jobs that other gateways run, oldest check first: only repeated checks show that a lease has expired
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 
@@ -107,7 +106,7 @@ class JobScheduler:
                     began.cancel()
                     running.renewed()
                 else:
-                    _logger.warning("job %s has another leader", job_id)
+                    _logger.warning("job %s is stopped here: another gateway leads it", job_id)
                     running.task.cancel()
 
     async def _acquire(self) -> None:

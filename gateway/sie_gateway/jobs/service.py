@@ -102,9 +102,7 @@ class JobService:
         return job
 
     async def want(self, call: Call, job_id: str, desired: str) -> api.JobInfo:
-        """Set the requested state of a job: run, pause, cancel. Raises NotFound, and ContentConflict if it has
-        ended.
-        """
+        """Set the requested state of a job: run, pause or cancel. Raises NotFound, ContentConflict if it has ended."""
         self.find(call, job_id)
 
         def changed(job: JobRecord | None) -> JobRecord:
@@ -277,7 +275,7 @@ class JobService:
         return prefix + uuid.uuid5(uuid.NAMESPACE_OID, named).hex
 
     def _existing(self, call: Call, job_id: str) -> JobRecord | None:
-        """Return the job that an earlier call with this Idempotency-Key created; None if none was. Raises NotReady."""
+        """Return the job that an earlier call with this Idempotency-Key created, or None. Raises NotReady."""
         if not call.headers.get("idempotency-key"):
             return None
         self.ledger.require()

@@ -39,7 +39,7 @@ _logger = logging.getLogger("sie.gateway.configs")
 
 
 async def _forward(gateway: Gateway, request: Request, after: str = "") -> Response:
-    """Forward a request, with `after` behind its path. Raises NotFound without a config service; NotReady."""
+    """Forward a request; `after` is appended to its path. Raises NotFound without a config service, NotReady."""
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")

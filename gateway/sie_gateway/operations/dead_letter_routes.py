@@ -105,8 +105,6 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     return json_response(done)
 
 
-# rows of the routing table
-
 _POOL = Parameter("pool", "query", str, "One of the installation's own pools; by default that of the gateway.")
 _WANTED = (
     _POOL,

@@ -45,7 +45,7 @@ _Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter fits if it has equal values. An empty field fits every letter."""
+    """Filter for dead letters of a pool. A letter fits if it equals all fields that are not empty."""
 
     pool: str
     lane: str = ""

@@ -190,7 +190,7 @@ class QueueTrend:
             self._samples.append(_lengths(queues))
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
-        """Return a queue's first and last length if it grew more than GROWTH-fold and shrank in no half; else None."""
+        """Return a lane's first and last queue length if it grew more than GROWTH-fold without shrinking; else None."""
         if len(self._samples) < (self._samples.maxlen or 0):
             return None
         first, middle, last = (self._samples[place][lane] for place in (0, len(self._samples) // 2, -1))

@@ -46,7 +46,7 @@ def number(query: QueryParams, name: str, default: float, least: float, most: fl
 
 
 async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
-    """Return `models` selected by the query, with a limit also `total`, their number before it. Raises InvalidInput."""
+    """Return the `models` that the query selects and, if it has a limit, `total`: their number without the limit."""
     listed = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
@@ -131,7 +131,7 @@ def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Request the load of a model: 200 if it is loaded, else 202. Raises SIEError."""
+    """Request the load of a model. Answer 200 if it is loaded, else 202. Raises SIEError."""
     models = _resolved_models(gateway, request)
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
     _log(request, "load", models)
@@ -141,7 +141,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Request the unload of a model: 200 if no worker holds it, else 202. Raises SIEError."""
+    """Request the unload of a model. Answer 200 if no worker holds it, else 202. Raises SIEError."""
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:

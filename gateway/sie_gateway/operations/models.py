@@ -87,7 +87,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested and the served precisions, and why they differ. `own`: of the entry or profile, or None."""
+    """Return the requested and the served precisions, and why they differ. `own`: requested by entry or profile."""
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
     reasons = sorted({precision.reason for precision in reported if precision.reason})

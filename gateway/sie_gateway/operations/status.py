@@ -50,10 +50,10 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-# largest number of workers checked in a round (a check takes 0.1 ms); the next round goes on behind them
+# largest number of workers checked in a round (a check takes 0.1 ms); the next round continues with the next workers
 MAX_ASKED = 16
 LOOKED_S = 5.0  # seconds after the last request of an open page until the checks of its workers stop
-# seconds to wait for the broker's report that nobody subscribes; a connected worker sends no reply, so they pass
+# seconds to wait for the broker's report that nobody subscribes; for a connected worker they pass without a reply
 HEARD_S = 0.5
 
 

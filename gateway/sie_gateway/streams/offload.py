@@ -31,7 +31,7 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return the seconds that a payload is kept: longer than a message can name it. Raises SettingError if too few."""
+    """Return the seconds that a payload is kept: longer than a message with its key can exist. Raises SettingError."""
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
         return int(max_age_s) + TTL_MARGIN_S
