@@ -112,7 +112,6 @@ class Installer:
             raise StepFailed(f"{reasons[-1] if reasons else f'pip ended with {status}'}; the log is {self._log}")
 
     def _tail(self) -> str:
-        """Return the output of the last step."""
         return self._log.read_text("utf-8", "replace").rpartition("\n== ")[2]
 
 

@@ -24,7 +24,6 @@ _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def invalid(message: str) -> NoReturn:
-    """Raise InvalidInputError with the code INVALID_INPUT."""
     raise InvalidInputError(message, code="INVALID_INPUT")
 
 

@@ -50,7 +50,7 @@ _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "tex
 
 
 def media(value: Any, path: str, *, urls: bool = False) -> Any:
-    """Return a file in the form for a request; data URIs, and with `urls` URLs, unchanged. Raises InvalidInputError."""
+    """Convert a file to the form of a request. Data URIs, and with `urls` also URLs, stay. Raises InvalidInputError."""
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls)
         fields = {name: field for name, field in value.items() if name != "data" and field is not None}

@@ -146,8 +146,8 @@ class EncodeParams(Params, total=False):
 
 class ExtractParams(Params, total=False):
     """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
-    the values to answer. `label_groups`: labels of which each group has one. `label_thresholds`: the least score of a
-    label or a property.
+    the values to answer. `label_groups`: groups of labels; `data` has the label of each. `label_thresholds`: the least
+    score of a label or a property.
     """
 
     labels: Sequence[str] | None
@@ -158,11 +158,11 @@ class ExtractParams(Params, total=False):
 
 
 class RedactOptions(Params, total=False):
-    """Parameters of redact. `style`: what stands for a value: `mask` (the default), `hash`, `tag` or `synthetic`.
+    """Parameters of redact. `style`: what replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
     `key`, of the style `hash`: equal values have equal hashes in all calls with this key; by default in one call.
-    `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: what the
-    offsets of the result count. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
+    `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: the unit of
+    offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
     """
 
     style: Literal["mask", "hash", "tag", "synthetic"] | None
@@ -333,7 +333,7 @@ class ExtractResult(Shared, total=False):
 
 
 class RestoredPart(TypedDict):
-    """A value, and what stands for it. `start` and `end` are places in the redacted text."""
+    """Replaced value (`text`) and its replacement. `start` and `end`: place of the replacement in the redacted text."""
 
     start: int
     end: int

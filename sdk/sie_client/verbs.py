@@ -56,7 +56,8 @@ PART_BYTES = 32 << 20  # bytes of one request body: an eighth of what the server
 ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
 ASIDE_ITEMS = 256
 _KEY_BYTES = 32
-_ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}  # encoding, and bytes of what offsets count
+# encoding, and bytes of the unit that offsets count
+_ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}
 GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
@@ -80,7 +81,9 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Data of all requests of a call. `fixed`: fields of every body. `answers`: field of a reply with one per item."""
+    """Data of all requests of a call. `fixed`: fields of each body. `answers`: field of the reply, one entry per
+    item.
+    """
 
     path: str
     fixed: Mapping[str, Any]
@@ -137,7 +140,9 @@ def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """Yield a list in parts, at least one. `each_tokens`: tokens that the server adds to each item, as a query."""
+    """Yield a list in parts, at least one. `each_tokens`: tokens that the server adds to each item: those of a
+    query.
+    """
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
         sent = wire.item(item, f"items[{index}]")
@@ -358,7 +363,7 @@ def extract(
 
 
 def _json_schema(schema: type[Any]) -> dict[str, Any]:
-    own = getattr(schema, "model_json_schema", None)  # of pydantic, which is not needed otherwise
+    own = getattr(schema, "model_json_schema", None)  # method of pydantic models; pydantic need not be installed
     return dict(own() if own is not None else msgspec.json.schema(schema))
 
 

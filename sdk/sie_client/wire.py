@@ -1,4 +1,6 @@
-"""Encode items and decode replies. Attempts share one encoding; an array is copied once, out of its reply."""
+"""Encode items and decode replies. An item is encoded once for all attempts; an array is copied once, from its
+reply.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,6 @@ from sie_sidecar.health import WorkerHealth
 
 
 class WorkerCollector(Collector):
-    """Collector of the worker's metrics. It reads their values at each scrape."""
-
     def __init__(self, health: WorkerHealth) -> None:
         self._health = health
         self._scrape = Scrape("worker")

@@ -182,7 +182,6 @@ class WorkerHealth:
             _logger.warning("a heartbeat could not be sent: %s", error)
 
     async def run(self) -> None:
-        """Publish heartbeats until cancelled."""
         while True:
             self._change.clear()
             await self.refresh()

@@ -152,7 +152,6 @@ class TowerCounts:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Update the sums with the counts that the adapter of this device reported last."""
         use = description.towers
         self._devices[device].advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 

@@ -131,7 +131,6 @@ class WorkerStatus:
         ).decode()
 
     def _devices(self) -> list[dict[str, Any]]:
-        """Return the state of the devices whose adapters are connected."""
         health = self._health
         return [
             {

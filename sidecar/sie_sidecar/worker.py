@@ -164,7 +164,6 @@ class Worker:
 
     @property
     def depth(self) -> int:
-        """Return how many work items are in flight."""
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
@@ -230,7 +229,6 @@ class Worker:
     # callbacks of parts that are created before `source`
 
     def _has_more(self) -> bool:
-        """Return True if the broker may send more deliveries."""
         return self.source.pulling.more_expected()
 
     def _assigned_models(self) -> frozenset[str] | None:

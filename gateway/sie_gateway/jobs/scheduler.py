@@ -63,9 +63,7 @@ class JobScheduler:
         replicas: int,
         now_s: Callable[[], float],
     ) -> None:
-        """`storage` and `replicas` configure the bucket of leases. `now_s`: seconds since 1970 by the broker's
-        clock.
-        """
+        """`storage`, `replicas`: of the bucket of leases. `now_s`: seconds since 1970 by the broker's clock."""
         self._ledger = ledger
         self._leases = leases_of(broker, storage=storage, replicas=replicas)
         self._name = name

@@ -97,8 +97,8 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: all that were unused for `idle_s`; then, if more than 15/16 of `limit` models
-    have their own consumer, the longest unused of these down to 15/16, so that models that get work next have room.
+    """Return the consumers to delete: all that were unused for `idle_s`. If more than 15/16 of `limit` models then have
+    their own consumer, also the longest unused of these down to 15/16, to leave room for further models.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -156,7 +156,9 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return whether the consumer was right at its last check, and no notice of its deletion has come since."""
+        """Return whether the consumer had the right settings when last checked, with no notice of its deletion
+        since.
+        """
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
@@ -348,7 +350,7 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Delete unused consumers, as the leader and each SWEEP_S; return their number. Raises BrokerError."""
+        """Delete unused consumers every SWEEP_S if this gateway leads. Return their number. Raises BrokerError."""
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
             return 0
         self._swept_s = self._clock()
@@ -364,7 +366,7 @@ PUBLISH_PATIENCE_S = 10.0
 LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
-HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all of its fields but the inputs
+HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
 HEADER_BYTES = 256  # bytes of the NATS headers of a publish, which hold the message id
 # least bytes of a message that the broker must accept. The result of one input of the widest model fits, and so does
 # the heartbeat of a worker with a few hundred models

@@ -11,7 +11,7 @@ from sie_broker import BrokerUnavailable
 
 
 class SharedTasks:
-    """Running tasks by key. A task goes on if its caller stops waiting; an exception nobody waits for is dropped."""
+    """Running tasks by key. A task goes on without a waiting caller; its exception is then dropped."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -186,7 +186,6 @@ class Rate:
         return self._tokens / self._busy_s if self._tokens and self._busy_s else 0.0
 
     def sent(self, now_s: float) -> None:
-        """Record that a batch was sent to the adapter."""
         if self._running == 0:
             self._since_s = now_s
         self._running += 1

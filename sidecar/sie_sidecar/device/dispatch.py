@@ -300,7 +300,6 @@ class DeviceQueues:
 
     @property
     def connected(self) -> list[DeviceQueue]:
-        """Return the queues of the devices whose adapter is connected."""
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
@@ -315,7 +314,7 @@ class DeviceQueues:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens per second of all devices; one without a finished batch counts as the mean. 0 at first."""
+        """Return the summed tokens per second; a device without a finished batch counts as the mean. 0 at first."""
         queues = self.connected or self.all
         rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
         return sum(rates) * len(queues) / len(rates) if rates else 0.0

@@ -65,8 +65,8 @@ class InFlight:
     lease: Lease
     item: WorkItem
     received_s: float
-    deadline_s: float  # time after which the request's budget has certainly ended
-    # estimated end of the budget; `deadline_s` is later by the possible error of the broker's clock
+    deadline_s: float  # time after which the request's time limit has certainly passed
+    # estimated end of the time limit; `deadline_s` is later by the possible error of the broker's clock
     due_s: float = math.inf
     hosted: ModelState | None = None
     # catalogue entry of its model when `hosted` was set; the item never runs with a later entry
@@ -102,7 +102,7 @@ class InFlight:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA after tokenising. Earlier waits follow from the times."""
+        """Add seconds of waiting for a model or LoRA after tokenising. Earlier waits are computed from the times."""
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 
@@ -173,7 +173,9 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: of `outcomes` if it ran, else its error. Truncated inputs are marked."""
+    """Return an outcome for each input: its own of `outcomes` if it ran, else its error. Truncated inputs are
+    marked.
+    """
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
     outcomes_by_input: list[Outcome] = []
@@ -339,7 +341,6 @@ class Inventory:
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
-        """Remove a work item whose message was acknowledged."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]
@@ -367,7 +368,9 @@ class Inventory:
         load[1] += (flight.counted > 0) - (before > 0)
 
     def load(self, *, bulk: bool, devices: Collection[int] | None = None) -> tuple[int, int]:
-        """Return waiting tokens and work items, with `bulk` also bulk ones. `devices`: only of these or of none yet."""
+        """Return the tokens and the number of work items that wait for a device. Bulk work counts only with `bulk`.
+        `devices`: count only work for these devices, and work without a device yet.
+        """
         cost = items = 0
         for device, loads in self._loads.items():
             if devices is None or device in devices or device == _NO_DEVICE:

@@ -283,7 +283,7 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Use a connection in the context. `more`: an additional one for text generation, opened if none is free."""
+        """Lend a connection to the context. `more`: an additional one for text generation, opened if none is free."""
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
         pool = self._more if more else self._idle
@@ -411,7 +411,6 @@ class AdapterLinks:
 
     @property
     def connected(self) -> bool:
-        """Return True if at least one adapter is connected."""
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
@@ -419,7 +418,6 @@ class AdapterLinks:
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:
-        """Wait until at least one adapter is connected."""
         if len(self._all) == 1:
             await self._all[0].wait_connected()
             return

@@ -151,7 +151,7 @@ class PoisonMarks:
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """Write marks in one batch. If another worker has changed some, write one by one, and leave its marks."""
+        """Write marks in one batch; if another worker has changed some, one by one, without that worker's marks."""
         try:
             last = await self._bucket.write(writes)
         except WrongRevision:

@@ -81,7 +81,6 @@ def begin(path: Path, settings: Settings) -> None:
 
 
 def end() -> None:
-    """Stop the trace and close its file."""
     global current
     if current is not None:
         current.close()

@@ -208,7 +208,9 @@ class HostAssignment:
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """If the table is old, find `loaded` models with waiting work that are placed on others. Raises BrokerError."""
+        """If the table is old, find `loaded` models with waiting work that are placed on other workers. Raises
+        BrokerError.
+        """
         if self._is_stopped:
             return
         if self._record.is_stale:
@@ -247,7 +249,8 @@ class Pulling:
     deliver.
 
     `backlog(bulk)`: the work at this worker that a new work item would wait for, None if nothing may be pulled.
-    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part at devices that run its work.
+    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part of the load at devices that run the
+    consumer's work.
     """
 
     def __init__(
@@ -351,12 +354,11 @@ class Pulling:
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
-        """Set how many messages this consumer may deliver."""
         if consumer in self._consumers:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set how many messages the consumers may deliver, for those that may have too few."""
+        """Raise the number of messages that consumers may deliver, where it may be too low."""
         self._refill(list(self._short))
 
     def level(self) -> None:

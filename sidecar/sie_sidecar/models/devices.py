@@ -44,7 +44,6 @@ class DeviceView:
 
     @property
     def fits(self) -> bool:
-        """Return True if the model fits into the free memory."""
         return self.free_bytes >= max(1, self.size_bytes)
 
 

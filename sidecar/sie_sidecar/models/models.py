@@ -287,7 +287,7 @@ class ModelStates:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of mean size fit on the device, without memory in other use; 0 if unknown."""
+        """Return how many models of mean size fit into the memory that is not in other use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
         # while a model is being loaded, its bytes are not reported for it yet, and would look like other use
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
@@ -316,7 +316,7 @@ class ModelStates:
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
-        """Record that work items of `cost` tokens need the model; it stays until they are parked or settled."""
+        """Record that work items of `cost` tokens need the model: no eviction until they are parked or settled."""
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
@@ -521,7 +521,6 @@ class Hosting(ModelStates):
             await asyncio.shield(loading)
 
     async def stop(self) -> None:
-        """Cancel the running loads. The callers that wait for them are cancelled too."""
         loads = list(self._loading.values())
         for load in loads:
             load.cancel()
@@ -611,7 +610,6 @@ class Hosting(ModelStates):
         return any(name not in offered for name in self.left_over(self._described()))
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
-        """Return the models in the last description that the adapter sent."""
         return self.link.description.models if self.link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
@@ -782,7 +780,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=not is_loaded) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return the facts about a device for `choose`. `weighs_memory`: also slow ones, for a model loaded nowhere."""
+        """Return a device's facts for `choose`. `weighs_memory`: also those about memory, which are slow to compute."""
         device, now_s = self.device_of(hosted), self._clock()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -805,7 +803,7 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return states of models to load on one more device; call it each second. `is_behind(state)`: work waits."""
+        """Return states of models to load on one more device. `is_behind(state)`: its work waits for a busy device."""
         if len(self.devices) == 1:
             return []
         loaded: dict[str, list[ModelState]] = {}

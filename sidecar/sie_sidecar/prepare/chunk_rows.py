@@ -76,7 +76,7 @@ def contents_of(
 
 
 def _read_spans(chunks: TextChunks, text: str) -> Spans:
-    """Return the chunks of the client, with 0 tokens. Raises InvalidInput for chunks that gateways refuse already."""
+    """Return the chunks that the client sent, with 0 as their token counts. Raises InvalidInput for invalid ones."""
     spans = np.frombuffer(chunks.spans, "<i4")
     if not len(spans) or len(spans) % 2 or len(spans) > 2 * MAX_CHUNKS:
         raise bad_chunks(f"expected 1 to {MAX_CHUNKS} spans", "schema")

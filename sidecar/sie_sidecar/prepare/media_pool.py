@@ -69,7 +69,7 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Return what the caller gets for a worker's answer. Raises _WorkerLost if the answer does not fit the file."""
+        """Convert a worker's answer to the outcome for the caller. Raises _WorkerLost if it does not fit the file."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,10 @@ class MediaPool:
 
     @property
     def waiting(self) -> int:
-        """Return how many files wait for a process."""
         return self._queue.qsize()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Return the ids of the running processes, sorted."""
         return tuple(sorted(worker.pid for worker in self._workers))
 
     @overload
@@ -325,8 +323,6 @@ def _usable(answer: Made | Unusable) -> Made:
 
 
 class _MediaProcess:
-    """Worker process, and the socket to it."""
-
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:

@@ -36,7 +36,7 @@ CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's cata
 
 
 class Prepare:
-    """Prepares groups of work items of one model with equal limits. Those that cannot run are answered or returned."""
+    """Prepares groups of work items of one model. Those that cannot run are answered, or returned to the queue."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats it until the
-gateway confirms it or the budget ends; only then the message is acknowledged. `Settle` does this once for each work
+gateway confirms it or the time limit ends; only then the message is acknowledged. `Settle` does this once for each work
 item. `Leases` has the leases of the messages.
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
@@ -180,7 +180,9 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items: answers, cancels or returns them. Only the first call for a work item has an effect."""
+    """Ends work items: answers, cancels, or returns them to the queue. Only the first call for an item has an
+    effect.
+    """
 
     def __init__(
         self,
@@ -374,7 +376,6 @@ class LeaseLedger:
             self._free.append(slot)
 
     def renewed(self) -> None:
-        """Record that all leases were renewed now."""
         _HEADER.pack_into(self._map, 0, _MAGIC, self._now_s())
 
     def take_over(self, within_s: float) -> list[str]:
