@@ -311,9 +311,9 @@ class SIEClient:
     ) -> Any:
         """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
 
-        `kinds`: names of what to replace. A model with kinds of its own, for which `kinds` may be None, replaces all of
-        its own. `restore(result["text"], result["map"])` gives the text back. An item that failed has `error` in its
-        result, and no text.
+        `kinds`: names of the kinds of personal data to replace, such as `email`. A model with kinds of its own replaces
+        all of these, and `kinds` may be None. `restore(result["text"], result["map"])` gives the text back. An item
+        that failed has `error` in its result, and no text.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))

@@ -89,7 +89,7 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: items of the call. `send`: replaces the HTTP request."""
+        """Run a plan and return its result. `total`: items of the call. `send` is called instead of HTTP requests."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 

@@ -81,9 +81,7 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Data of all requests of a call. `fixed`: fields of each body. `answers`: field of the reply, one entry per
-    item.
-    """
+    """Data of all requests of a call. `fixed`: fields of each body. `answers`: reply field with an entry per item."""
 
     path: str
     fixed: Mapping[str, Any]
@@ -140,9 +138,7 @@ def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """Yield a list in parts, at least one. `each_tokens`: tokens that the server adds to each item: those of a
-    query.
-    """
+    """Yield a list in parts, at least one. `each_tokens`: tokens that the server adds to each item, as for a query."""
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
         sent = wire.item(item, f"items[{index}]")

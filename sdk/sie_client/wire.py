@@ -1,6 +1,4 @@
-"""Encode items and decode replies. An item is encoded once for all attempts; an array is copied once, from its
-reply.
-"""
+"""Encode items and decode replies. An item is encoded once for all attempts; arrays are copied once from a reply."""
 
 from __future__ import annotations
 

@@ -156,9 +156,7 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return whether the consumer had the right settings when last checked, with no notice of its deletion
-        since.
-        """
+        """Return whether the consumer had the right settings when last checked, with no notice of a deletion since."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:

@@ -173,9 +173,7 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: its own of `outcomes` if it ran, else its error. Truncated inputs are
-    marked.
-    """
+    """Return an outcome for each input: its own in `outcomes` if it ran, else an error. Truncated inputs are marked."""
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
     outcomes_by_input: list[Outcome] = []

@@ -208,9 +208,7 @@ class HostAssignment:
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """If the table is old, find `loaded` models with waiting work that are placed on other workers. Raises
-        BrokerError.
-        """
+        """With an old table, find `loaded` models with waiting work that other workers host. Raises BrokerError."""
         if self._is_stopped:
             return
         if self._record.is_stale:

@@ -180,9 +180,7 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items: answers, cancels, or returns them to the queue. Only the first call for an item has an
-    effect.
-    """
+    """Ends work items: answers, cancels or returns them to the queue. Only the first call for an item has an effect."""
 
     def __init__(
         self,
