@@ -59,7 +59,7 @@ class TaskDriver:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function to stop it, with the longest time to wait, in seconds."""
+        """Run a plan in the background. Return a function that stops it and waits `timeout_s` at most."""
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
 

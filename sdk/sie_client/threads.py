@@ -94,7 +94,7 @@ class ThreadDriver:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function to stop it, with the longest time to wait, in seconds."""
+        """Run a plan in the background. Return a function that stops it and waits `timeout_s` at most."""
         stop = threading.Event()
         running = _spawn(
             lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send)

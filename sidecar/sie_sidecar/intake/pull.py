@@ -544,7 +544,7 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Pull nothing from these consumers in the context: the worker must first read their models' new entries."""
+        """Pull nothing from these consumers in the `with` block, where the worker reads new entries of their models."""
         self._paused.update(consumers)
         for consumer in consumers:
             self.pulling.refill_one(consumer)

@@ -54,7 +54,7 @@ PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 # part of the device's memory that may be in use before models are evicted, if the adapter reports no threshold
 MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
-FILL_WEIGHT = 0.1  # weight of the newest batch in the mean fill
+FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
 # longest time in seconds for which a loaded model with work is not closed to new work. A request for another model
 # waits at most SIE_LOAD_HOLD_S, and the load of that model must fit into this time too
 MAX_TURN_S = 5.0
@@ -368,7 +368,7 @@ class ModelStates:
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
         """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return it, and the
         seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's protection must
-        have ended. Return (None, None) if all of `had_work`, which keep the memory, are closed already.
+        have ended (`_turn_ends_s`). Return (None, None) if all of `had_work` are closed already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)

@@ -58,7 +58,7 @@ class Prepare:
         self._tokenizers = tokenizers
         self._media = media
         self._clock = clock
-        self.tokenising = 0  # groups that are being tokenised
+        self.tokenising = 0  # how many groups of texts are being tokenised now
 
     async def fetch(self, flight: InFlight) -> bool:
         """Read the inputs of a work item from the payload store. Return False if it was settled instead."""

@@ -172,7 +172,7 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Return the head of a long text, cut at a safe place, if it has more than `room` tokens; else the text."""
+        """Return the head of a long text if it has more than `room` tokens, else all of it. Cut at a safe place."""
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
         head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
