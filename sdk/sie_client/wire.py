@@ -111,7 +111,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Encode the body of a request as msgpack. Raises InvalidInputError, with `subject`, for an unsupported value."""
+    """Encode a request as msgpack. Raises InvalidInputError, which names `subject`, for a value of another type."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:

@@ -107,7 +107,7 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the client's name of a file, and the SHA-256 of its bytes; None if the file was removed."""
+        """Return the name that the client gave to a file, and the file's SHA-256; None if it was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 

@@ -69,7 +69,7 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers to check: those that a page shows."""
+        """Set the workers that `run` checks: those that a page shows."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
@@ -106,7 +106,7 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """A worker as people see it. `models`: state and queue depth of each model that it reports. `failures`: errors of
+    """A worker as pages show it. `models`: state and queue depth of each model that it reports. `failures`: errors of
     failed loads by model. `clock_ahead_s`: its clock minus the broker's clock, None if unknown.
     """
 

@@ -1,4 +1,4 @@
-"""Parts of a text that are replaced, from all parts that a model and the patterns found."""
+"""Choice of the parts of a text to replace, from all parts that a model and the patterns found."""
 
 from __future__ import annotations
 

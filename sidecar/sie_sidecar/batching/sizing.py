@@ -118,8 +118,8 @@ EVERY = 16  # number of answers after which the median is computed again; not af
 
 
 class Quantum:
-    """Seconds for which deliveries are gathered before they are tokenised together: from `shortest_s`, also without
-    recent answers, to `longest_s`, the longer the further the median time at the worker is below `target_p50_s`.
+    """Seconds for which deliveries are gathered before they are tokenised together: `shortest_s` without recent
+    answers; else up to `longest_s`, more if the median time of work items at the worker is far below `target_p50_s`.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:

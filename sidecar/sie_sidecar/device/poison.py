@@ -151,7 +151,7 @@ class PoisonMarks:
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """Write marks in one batch; if another worker has changed some, one by one, without that worker's marks."""
+        """Write marks in one batch. If another worker has changed one of them, write the others one by one."""
         try:
             last = await self._bucket.write(writes)
         except WrongRevision:

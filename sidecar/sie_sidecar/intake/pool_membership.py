@@ -1,7 +1,7 @@
 """Pool from which this worker pulls; gateways assign it. If no gateway answers, a worker goes on with the pool
 `_default`, but stops pulling from any other pool.
 
-    every ASK_S seconds, and at a hint:
+    every ASK_S seconds, and when a gateway sends a hint:
     GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker": ..., "pools": [...]} ──► pull from this pool
 """
 
@@ -76,7 +76,7 @@ class PoolMembership:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask at once, every ASK_S seconds, and after each hint, until `stop`."""
+        """Ask the gateways now, every ASK_S seconds, and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:

@@ -89,7 +89,7 @@ class HostAssignment:
         self._was_up = False  # true if an adapter was connected when waiting for the first table began
         # timer that ends the wait for the first table; None if this worker does not wait
         self._first: asyncio.TimerHandle | None = None
-        # models that are loaded here but placed elsewhere, with waiting work in the last two checks of an old table
+        # models loaded here that an old table places on other workers, and that had waiting work in the last two checks
         self._waiting: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._consumers: dict[str, set[str]] = {}  # name of a consumer -> models whose messages it may deliver
@@ -273,7 +273,7 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        # consumers that delivered since the last refill, or may deliver fewer messages than at an idle device
+        # consumers that `refill` checks: they have delivered since the last one, or may deliver more once work ends
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may not have them

@@ -324,7 +324,7 @@ def _splits(step: dict[str, Any]) -> bool:
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Return True if BPE alone never merges across a space: it is in the vocabulary, but never after a character."""
+    """Return True if it is BPE that never merges across a space: no vocabulary entry has a space behind text."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")
     is_bpe = json.loads(tokenizer.model.__getstate__())["type"] == "BPE"
