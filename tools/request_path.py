@@ -69,7 +69,7 @@ TRACER = """
     begin()
     os.register_at_fork(after_in_child=begin)
 """
-START_S = 150.0  # seconds for the start; while functions are recorded, imports take several times longer
+START_S = 150.0  # time limit in seconds for the start of SIE: recording functions makes imports several times slower
 ROLES = ("gateway", "sidecar", "adapter")
 # pairs: file, relative to the root of the repository, and qualified name of a function in it
 Functions = set[tuple[str, str]]

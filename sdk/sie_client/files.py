@@ -178,7 +178,8 @@ class Arriving:
                 return
             self._partial.unlink()
         raise ServerError(
-            f"{self.path.name}: the {self._come} received bytes differ from the size or digest in its description",
+            f"{self.path.name}: the {self._come} received bytes differ from the size or digest that the server "
+            "reported: download it again",
             status=200,
         )
 

@@ -319,7 +319,7 @@ def sees_all(grant: Grant) -> bool:
 
 
 class _Read:
-    """Reader that counts and hashes the bytes of a file, at most `limit`. `grow` gets their number after each piece."""
+    """Reader that counts and hashes the bytes of a file, at most `limit`. `grow` gets the count after each piece."""
 
     def __init__(self, data: AsyncIterator[bytes], limit: int, grow: Callable[[int], None]) -> None:
         self.size = 0
@@ -361,11 +361,11 @@ def _unavailable() -> Iterator[None]:
     try:
         yield
     except BrokerError as error:
-        raise QueueUnavailable(f"the broker refused: {error}") from error
+        raise QueueUnavailable(f"the broker failed, try again: {error}") from error
     except ObjectMissing as error:
         raise NotFound("the bytes of this file were removed", param="file_id") from error
     except StoreFull as error:
         raise ResourceExhausted("the payload store has no room for this file", reason="store_full") from error
     except StoreError as error:
         _logger.warning("the payload store, which holds files, did not answer: %s", error)
-        raise QueueUnavailable("the payload store, which holds files, did not answer") from error
+        raise QueueUnavailable("the payload store, which holds files, did not answer: try again") from error

@@ -80,4 +80,4 @@ class JobResults:
         except ObjectMissing as error:
             raise NotFound("the part does not exist any more", param="name") from error
         except StoreError as error:
-            raise QueueUnavailable(f"the store failed: {error}") from error
+            raise QueueUnavailable(f"the store of the output failed, try again: {error}") from error

@@ -319,9 +319,9 @@ async def broker_errors_mapped() -> AsyncIterator[None]:
     try:
         yield
     except BrokerError as error:
-        raise QueueUnavailable(f"the broker failed: {error}") from error
+        raise QueueUnavailable(f"the broker failed, try again: {error}") from error
     except StoreError as error:
-        raise QueueUnavailable(f"the payload store failed: {error}") from error
+        raise QueueUnavailable(f"the payload store failed, try again: {error}") from error
 
 
 EVERY_S = 60.0

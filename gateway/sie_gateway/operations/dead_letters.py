@@ -313,6 +313,6 @@ async def _bounded(limit_s: float) -> AsyncIterator[None]:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError as error:
-        raise QueueUnavailable("the broker did not answer in time") from error
+        raise QueueUnavailable("the broker did not answer in time: try again") from error
     except BrokerError as error:
-        raise QueueUnavailable(f"the broker refused: {error}") from error
+        raise QueueUnavailable(f"the broker failed, try again: {error}") from error

@@ -592,7 +592,7 @@ class WorkQueue:
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
         """Publish one message and return its position. If the call is cancelled, a message that may be stored is
-        withdrawn. After another failure it is not, because workers drop messages whose time limit has passed.
+        withdrawn. After an error nothing is withdrawn, because workers drop messages whose time limit has passed.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
@@ -650,7 +650,7 @@ class WorkQueue:
             async with asyncio.timeout(max(0.0, end_s - time.perf_counter()) + LAST_ATTEMPT_S):
                 await self._patiently(attempt, pool, end_s)
         except TimeoutError as error:
-            raise QueueUnavailable("the broker did not store the work of this request in time") from error
+            raise QueueUnavailable("the broker did not store the work of this request in time: try again") from error
 
     async def _patiently(self, attempt: Callable[[], Awaitable[None]], pool: str, end_s: float) -> None:
         while True:
@@ -669,7 +669,7 @@ class WorkQueue:
                 ) from error
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
-                    raise QueueUnavailable("the gateway has no connection to the broker") from error
+                    raise QueueUnavailable("the gateway has no connection to the broker: try again") from error
                 # only a pause: the client library reconnects by itself
                 await asyncio.sleep(0.1)
                 if self._broker.connected:

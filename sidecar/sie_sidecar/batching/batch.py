@@ -115,7 +115,7 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """Return True if the answer is generated token by token. It then does not use a lane."""
+        """Return True if the answer is generated token by token. The batch then uses no lane (see READY_PER_LANE)."""
         # all work items of a batch agree: work items with generated answers wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 

@@ -117,7 +117,7 @@ class AdapterLink:
         self._stale_s = stale_s
         self._clock = clock
         self._idle: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
-        # connections for batches that generate text, which use no lane
+        # connections for batches that generate text, which do not count as running batches of the device
         self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
         self._all: list[_AdapterConnection] = []
         self._control: _AdapterConnection | None = None

@@ -101,8 +101,8 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the seconds until a request's time limit, and the seconds more until it has certainly passed, because
-        the broker's clock is known only with an error. A message that is delivered again keeps its age. While the clock
+        """Return the seconds until a request's time limit, and more seconds after which it has surely passed, because
+        the broker's clock is known with an error only. A message that is delivered again keeps its age. While the clock
         is unknown, the whole limit remains.
         """
         left_s = item.budget_ms / 1000

@@ -103,7 +103,7 @@ class ModelState:
         self.is_closed = False
         self.loaded_s = 0.0
         self.used_s = 0.0  # time at which work last arrived, ran or ended
-        self.uses = 0  # counts each arrival and end of work, so that a change can be seen
+        self.uses = 0  # number of arrivals and ends of work; if it has grown, the model was used meanwhile
         self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
         self.load_s = 0.0  # seconds that its last load took
         self.memory_bytes = 0  # bytes of the copy that was loaded last

@@ -106,7 +106,7 @@ def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
     """Return the upright RGB image, and True if the file has further images."""
     image = _opened(data)
     check(recipe, Size(image.height, image.width))
-    # not for MPO: its further images are previews that a camera stored
+    # an MPO file counts as one image: its further images are previews that a camera stored
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     image.load()
     check(recipe, Size(image.height, image.width))  # again: the decoded image may be larger than the header said

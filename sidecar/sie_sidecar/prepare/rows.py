@@ -113,7 +113,9 @@ class WorkRows:
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """Check a work item. Return it with empty texts for unfit inputs, its own error or None, and errors by input."""
+    """Return three values: the work item, with empty texts in place of the unfit inputs; the error of the whole work
+    item, or None; by index of an unfit input, its error.
+    """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
     if error is not None or (all(map(_is_text, item.inputs)) and (item.query is None or _is_text(item.query))):

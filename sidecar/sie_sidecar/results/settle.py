@@ -564,8 +564,8 @@ class Leases:
             _leases_logger.warning("a message could not be acknowledged and will be delivered again: %s", error)
 
     async def renew_all(self) -> None:
-        """Renew all leases if the adapter answers; otherwise other workers must get the work. The time of sending
-        counts, once the broker has received the renewals: data sent into a dead connection renews nothing.
+        """Renew all leases if the adapter answers; otherwise other workers must get the work. A lease counts as renewed
+        at the time of sending, but only after the broker has received the renewals: a dead connection loses them.
         """
         if not self._held or not self._is_alive():
             return
