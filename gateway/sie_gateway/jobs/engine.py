@@ -44,7 +44,7 @@ SINK_DTYPES = ("float32", "float16")
 
 
 class Credentials(NamedTuple):
-    """Functions of a job: `grant` returns its owner's current rights, `charge` opens the account of a call's tokens."""
+    """Functions about a job's owner: `grant` returns the present rights, `charge` begins to count a call's tokens."""
 
     grant: Callable[[str], Grant | None]
     charge: Callable[[Grant], Charge | None]
@@ -94,7 +94,7 @@ class JobEngine:
         return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
-        """Plan a sample request of the job. Raises SIEError if the model cannot serve the job or lacks a parameter."""
+        """Return the plan of a sample request of the job. Raises SIEError if the model cannot serve such a request."""
         resolved = self._inference.resolve(request.model, call)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")

@@ -182,7 +182,7 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. Without `bounded`, the file counts for the limits but they never refuse it."""
+        """Write a file and its record. Without `bounded`, no limit refuses the file, but the file still counts."""
         objects = self._required()
         if bounded:
             self._usage.check(owner, RecordUse(1))

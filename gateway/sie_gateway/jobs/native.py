@@ -398,7 +398,7 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the types of columns that have one type (text, bool, int, float), but not of columns in `unfiltered`."""
+    """Return the type of each column whose values have one type: text, bool, int or float. Omit `unfiltered` ones."""
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]
     column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in names}

@@ -524,8 +524,8 @@ class JobRun:
 
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record with `leader` as leader. Another leader in the record has died and is added to `lost`. The
-    earlier deaths no longer count if more rows are done now than at each of them.
+    """Return the record with `leader` as leader. If the record names another leader, that one has died and is added to
+    `lost`. Earlier deaths no longer count if more rows are done now than at each of them.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)

@@ -99,7 +99,7 @@ class RowValues:
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """`fingerprint` is the fingerprint of all earlier answers of the job; it is empty if there are none."""
+        """`fingerprint`: the one that all earlier answers of the job have; empty if there are none."""
         self._client = client
         self._spec = spec
         self._operation: Operation = operation

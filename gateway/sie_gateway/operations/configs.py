@@ -147,7 +147,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
-    def revision_at(epoch: str) -> int | None:  # None if `epoch` is before this revision, or newer than `present`
+    def revision_at(epoch: str) -> int | None:  # None if `epoch` lacks this revision, or is newer than `present`
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles

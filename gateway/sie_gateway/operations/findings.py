@@ -22,7 +22,7 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# seconds by which a worker's clock may differ from the broker's; the log of the worker has the worker's times
+# seconds; a worker's clock that differs more from the broker's is reported: the times in its log are misleading
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01

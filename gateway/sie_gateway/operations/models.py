@@ -248,7 +248,7 @@ def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) 
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return an alias as ModelInfo: `info`, which describes its heaviest target, with all targets and the shadow."""
+    """Return an alias as ModelInfo: `info` of its heaviest target, with the list of targets and the shadow model."""
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:
         model = alias.shadow.model

@@ -89,7 +89,7 @@ def _email(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Check an IP address. A colon behind it belongs to the sentence."""
+    """Return the length of the IP address, 0 if it is none. A colon behind it belongs to the sentence."""
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
         address = ipaddress.ip_address(candidate[:end])

@@ -107,7 +107,7 @@ class DeviceQueue:
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
-        """Return the tokens and work items of one priority that fit in full batches that wait or are at the adapter."""
+        """Return how many tokens and work items of one priority may wait for this device or be at its adapter."""
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
@@ -303,7 +303,7 @@ class DeviceQueues:
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return the tokens and work items of one priority that fit at connected devices, or else at the first one."""
+        """Return the sums of `DeviceQueue.capacity` over the connected devices; if there are none, of the first one."""
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 

@@ -133,11 +133,11 @@ class Isolate:
                 return Failed(refusal().info()), b"", None
             try:
                 if self._clock() >= flight.deadline_s:
-                    raise GatewayTimeout("the budget of the request was over before it could run")
+                    raise GatewayTimeout("the time limit of the request was over before it could run")
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
-                if flight.settled:  # cancelled while the model was loaded: nothing reads this outcome
+                if flight.settled:  # cancelled while the model was being loaded: nothing reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
                 try:

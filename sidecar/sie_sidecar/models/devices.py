@@ -69,7 +69,7 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Decides which models get a copy on a second device: theirs cannot keep up, while another device is idle."""
+    """Decides which models get a copy on a second device: their devices cannot keep up, and another one is idle."""
 
     def __init__(self) -> None:
         # residency (a model in one copy of its weights) -> number of checks in a row in which its work waited

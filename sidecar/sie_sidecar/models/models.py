@@ -490,7 +490,7 @@ class Hosting(ModelStates):
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
         `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: the items
-        were accepted before the model was closed, and other work waits for what they hold, so they do not wait. Raises
+        do not wait for a closed model: they were accepted before, and other work waits for their end. Raises
         ModelLoadFailed, AdapterGone.
         """
         count = items or _one_item

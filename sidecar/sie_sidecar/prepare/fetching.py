@@ -1,7 +1,7 @@
 """Reading of inputs that are too large for a message from the payload store. The bytes in memory are limited. Each
 chunk (part of a request) is read in its own task, so that other work does not wait for it.
 
-    delivery with a key ──► reserve memory ──► read the object, with retries until the budget ends ──► whole work item
+    delivery with a key ──► reserve memory ──► read the object, with retries until the time limit ──► whole work item
 """
 
 from __future__ import annotations

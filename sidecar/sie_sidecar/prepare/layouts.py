@@ -462,7 +462,7 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return rows for a model that reads texts: ids are only counted, texts not truncated, files sent besides."""
+    """Return rows for a model that tokenises itself: ids only give the cost, no text is truncated, files are sent."""
     results = []
     for item in items:
         texts = texts_of(item)

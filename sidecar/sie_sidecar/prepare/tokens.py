@@ -84,8 +84,8 @@ class ModelTokenizer:
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
-        """Return the ids of each text without special tokens, truncated to `room`; with NONE too, and the caller must
-        refuse the text. Of a very long text, only the needed part is read; with NONE all of it, with limited memory.
+        """Return the ids of each text without special tokens, truncated to `room`. With NONE the caller must refuse a
+        truncated text. Of a very long text only the needed part is read, with NONE all of it.
         """
         from_end = truncate == "START"
         least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -131,8 +131,8 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of a prompt's parts before and after a text that was sent as ids. A following text may change
-        how the prompt is split, so it is tokenised with a placeholder word; alone, if it changes the ids of that word.
+        """Return the ids of a prompt's parts before and after a text that was sent as ids. A neighbour may
+        change how a prompt is split, so a placeholder word stands for the text, unless the prompt changes its ids.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])

@@ -286,7 +286,7 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return the call to write a dead letter between result and ack; None unless it was given up or is poison."""
+        """Return a function that writes a dead letter, to call between result and ack; None if none is needed."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
