@@ -21,9 +21,8 @@ class Metrics:
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
-        self._answered: dict[
-            tuple[str, int, str], tuple[Counter, Histogram]
-        ] = {}  # cached: to find a series by its labels takes longer than to count
+        # series by labels, stored because finding a series takes longer than counting
+        self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")
         self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")

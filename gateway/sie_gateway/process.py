@@ -260,7 +260,7 @@ async def serve(
         if lame_duck_s and readiness.started:
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
-            # not earlier: requests could still arrive on these connections during the lame-duck time
+            # connections are closed only now, because requests may arrive on them during the lame-duck time
             await main.hang_up()
         readiness.draining = True
         inference.away.close()

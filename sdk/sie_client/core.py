@@ -160,7 +160,7 @@ class Patience:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.mark = object()  # replaced after each answer, so that each part notices it
+        self.mark = object()  # a new object after each answer, so that each part of the call notices the answer
 
     def renew(self) -> None:
         self.mark = object()

@@ -58,7 +58,7 @@ class WorkerHealth:
         if self.leaving:
             return "draining"
         if not self.links.connected:
-            # without the path of the socket, which every client of the metrics port could read; the log has it
+            # the path of the socket is only in the log, because every client of the metrics port can read this text
             return "no adapter is connected"
         if not self.links.is_fresh():
             return "the adapter does not answer"

@@ -111,7 +111,7 @@ class JobEngine:
         if reads_images and "image" not in resolved.entry.inputs:
             message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput(message, reason="schema", param="input.text")
-        # strict: without this header, an unknown option would be ignored in every row
+        # without x-sie-strict, an unknown option would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         understood = self._inference.understand(probe, infer_request)

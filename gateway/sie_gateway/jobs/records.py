@@ -100,7 +100,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        self._revisions: dict[str, int] = {}  # includes removed records, until the watch has delivered their removal
+        self._revisions: dict[str, int] = {}  # by id, also of removed records until the watch delivers their removal
 
     def __getitem__(self, id_: str) -> T:
         return self._values[id_]

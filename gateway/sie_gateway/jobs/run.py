@@ -446,7 +446,7 @@ class JobRun:
         }
 
     async def _claim(self) -> None:
-        """Become the leader in the record. Raises Replaced if the job needs none; BrokerError, NotFound."""
+        """Become the leader in the record. Raises Replaced if the job needs no leader; BrokerError, NotFound."""
 
         def claim(job: JobRecord | None) -> JobRecord:
             assert job is not None
@@ -535,7 +535,7 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record without `leader`, also in `lost`: another gateway may have taken it for dead."""
+    """Return the record without `leader`, in `lost` too: another gateway may have taken this one for dead."""
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 

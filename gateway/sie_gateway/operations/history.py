@@ -143,7 +143,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        # after the clock was set back, count into the last step instead of an earlier one
+        # if the clock was set back, the request counts in the last step, not in an earlier one
         if not self._steps or self._steps[-1].at < at:
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]

@@ -147,8 +147,8 @@ class StreamConsumers:
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # added before the consumer exists, so that the next requests count it; if the creation fails, the next
-            # refresh removes it
+            # counted before the consumer exists, so that the next requests keep the limit; if the creation fails, the
+            # next refresh removes it
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -512,7 +512,7 @@ class WorkQueue:
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
-        except TopologyMismatch as error:  # not fatal: a stream with other settings still stores dead letters
+        except TopologyMismatch as error:  # only logged, because a stream with other settings still stores dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S

@@ -249,7 +249,7 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     that was evicted after tokenising counts as loading.
     """
     fetched_s = flight.fetched_s or flight.received_s
-    # the model was never loaded for it: all time since then was waiting for the load
+    # a work item with `hosted` but without `loaded_s` has waited for the load until now
     loaded_s = flight.loaded_s or (fetched_s if flight.hosted is None else now_s)
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s

@@ -181,7 +181,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Wait until the device has no other work. After SLICE_S, let one waiting batch run first."""
+        """Reserve the device for inputs that run alone. After SLICE_S of them, let one waiting batch run first."""
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

@@ -298,7 +298,7 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            connection.close()  # its answer may still arrive, and would be read as the answer to another request
+            connection.close()  # closed, because a late answer would be read as the answer to another request
             self._given_up = True
             self._lost.set()
             raise

@@ -515,7 +515,7 @@ class WorkSource:
         self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """Load models that several workers host before their work is pulled, so that none waits here for a load."""
+        """Load models that several workers host before pulling their work, so that no work waits here for a load."""
         if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 

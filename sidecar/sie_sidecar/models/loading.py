@@ -259,9 +259,9 @@ class Loading:
             except ModelLoading:  # it was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # else it was evicted while its LoRA was loaded: load both again
+                if hosted.state == "loaded":  # else the model was evicted meanwhile: both are loaded again
                     return
-        raise GatewayTimeout("the budget of the request was over before its model was loaded")
+        raise GatewayTimeout("the time limit of the request was over before its model was loaded")
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
         """Assign these work items to another device. Return the state of their model there."""

@@ -109,7 +109,7 @@ def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
     # an MPO file counts as one image: its further images are previews that a camera stored
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     image.load()
-    check(recipe, Size(image.height, image.width))  # again: the decoded image may be larger than the header said
+    check(recipe, Size(image.height, image.width))  # again, as the decoded image may be larger than the header said
     return _rgb(_upright(image)), animated
 
 

@@ -277,7 +277,7 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
-            # not killed by this pool, so probably by the kernel for lack of memory: the file may be valid
+            # this pool did not kill it, so the kernel probably did, for lack of memory: the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(
                     ResourceExhausted(

@@ -154,7 +154,7 @@ class Prepare:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         if any(_has_files(flight.item) for flight in group):
             work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
-        else:  # avoids tasks, which would add 0.13 ms to a short text
+        else:  # no tasks, because they would add 0.13 ms to the time of a short text
             work = [WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
         effort = sum(effort_of(layout, rows) for rows in work)
         results = await self._tokenizers.run(

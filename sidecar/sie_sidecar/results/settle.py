@@ -221,7 +221,7 @@ class Settle:
         late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
         if late:
             self._metrics.settlements.labels("late").inc(len(late))
-            self.answer_all(late, GatewayTimeout("the budget of the request was over before it could run"))
+            self.answer_all(late, GatewayTimeout("the time limit of the request was over before it could run"))
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
