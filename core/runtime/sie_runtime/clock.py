@@ -27,9 +27,7 @@ _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """Times of one request for the broker's time, in seconds: our monotonic clock when it was sent and when the reply
-    came, and the broker's time in the reply.
-    """
+    """Times of a request for the broker's time, in s: our monotonic clock when sent and answered; the broker's time."""
 
     asked_s: float
     answered_s: float
@@ -37,9 +35,7 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Return (broker's time minus our clock, margin of error), in seconds, from the sample with the shortest round
-    trip.
-    """
+    """Return (broker's time minus our clock, margin of error), in seconds. The shortest round trip counts."""
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 

@@ -237,9 +237,7 @@ class Scrape:
         return family
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """Return a counter of values that other objects count. Values once counted as `other` stay there: it never
-        falls.
-        """
+        """Return a counter of values that other objects count. A value once in `other` stays there, so none falls."""
         if not isinstance(values, Mapping):
             return CounterMetricFamily(name, self._table[name].text, value=float(values))
         metric = self._table[name]

@@ -53,17 +53,13 @@ QUOTING = (
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that drain and end a process: SIGTERM, SIGINT, and SIGHUP, which a closed terminal sends,
-    unless SIGHUP is ignored (nohup).
-    """
+    """Return the signals that drain and end a process: SIGTERM, SIGINT, and SIGHUP unless it is ignored (nohup)."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception and its causes were raised, without messages that may quote a
-    client.
-    """
+    """Return the source lines where an exception and its causes were raised. Messages may quote a client: omitted."""
     parts: list[str] = []
     while error is not None and len(parts) < 10:
         shown = "" if isinstance(error, QUOTING) else f": {error}"
@@ -170,9 +166,7 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the request to end, and return whether it was made: the pause of periodic
-        tasks.
-        """
+        """Wait at most `seconds` for the request to end, and return whether it was made. Periodic tasks pause here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._event.wait()

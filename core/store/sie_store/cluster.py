@@ -34,9 +34,7 @@ SETTING = "SIE_CLUSTER_CACHE"
 
 
 async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchProgress) -> list[str]:
-    """Return a line for each file whose digest differs from the manifest. Files are read, not stored. Raises
-    FetchFailed, StoreError.
-    """
+    """Read the files and return a line for each whose digest is wrong. Raises FetchFailed, StoreError."""
     reader = Reader(source, progress)
 
     async def digested(file: RemoteFile) -> str:
@@ -54,18 +52,14 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchP
 
 
 class ClusterCache:
-    """Snapshots in the bucket at `url`, an s3:// or gs:// URL. Raises SettingError. Methods block for a limited
-    time.
-    """
+    """Snapshots in the bucket at `url` (s3:// or gs://). Methods block for a limited time. Raises SettingError."""
 
     def __init__(self, url: str, limits: DownloadLimits | None = None) -> None:
         self.url = url
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """Return a function that fetches a snapshot into the local cache; None if the bucket has no complete one.
-        Raises FetchFailed, ManifestError.
-        """
+        """Return a function that fetches a snapshot into the local cache; None if the bucket has not all files."""
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
         return None if manifest is None else functools.partial(self._fetch, manifest)

@@ -49,7 +49,7 @@ _ACCEPT = "load.accept_unproven: true has the entry serve it without proof of it
 
 @dataclass(frozen=True)
 class Fault:
-    """Contradiction. `loc`: path of the field in the entry (`$.run.pooling`). `message`: field, fault, and fix if
+    """Contradiction. `loc`: path of the field in the entry (`$.run.pooling`). `message`: the fault, and a fix if
     any.
     """
 
@@ -69,9 +69,7 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts; None if there is none. An entry may add prompts to those of the files,
-    but not change them.
-    """
+    """Return the fault of the entry's prompts, or None. It may add prompts, but not change those of the files."""
     # only for families that compute vectors: in other families, a prompt is used only if a request names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
@@ -107,9 +105,7 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens of a text, with special tokens, by a transformer's config.json; 0 if
-    unknown.
-    """
+    """Return the largest number of tokens, special ones included, in a transformer's config.json; 0 if unknown."""
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return 0

@@ -108,7 +108,5 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def open_files(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> FileObjects | None:
-    """Return the files in the store at `url` (form of SIE_PAYLOAD_STORE_URL); None without a URL. Raises
-    SettingError.
-    """
+    """Return the files in the store at `url` (see SIE_PAYLOAD_STORE_URL), or None. Raises SettingError."""
     return None if url is None else FileObjects(object_stores.opened(url, setting))

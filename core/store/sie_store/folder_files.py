@@ -113,9 +113,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_value(file: Path) -> Any:
-    """Return the JSON value in a file, checked by the file's name; None without a file. Raises ModelLoadFailed
-    INCOMPATIBLE.
-    """
+    """Return the JSON value in a file, checked by the file's name, or None. Raises ModelLoadFailed INCOMPATIBLE."""
     if not file.is_symlink() and not file.exists():
         return None
     try:

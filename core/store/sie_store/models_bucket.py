@@ -24,9 +24,7 @@ MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including t
 
 
 class BucketFolder:
-    """Files of models in the bucket at `url`. Calls block for a limited time, and raise SettingError if the store
-    fails.
-    """
+    """Files of models in the bucket at `url`. Calls block for a limited time. Raises SettingError if they fail."""
 
     def __init__(self, url: str, suffixes: tuple[str, ...], patience: RetryPolicy | None = None) -> None:
         self.url = url

@@ -30,9 +30,7 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """A request needed a lane without a ready worker. It counts for DEMAND_LIFE_S seconds after `at_s` (broker's
-    time).
-    """
+    """A request needed a lane without a ready worker. It counts for DEMAND_LIFE_S after `at_s` (broker's time)."""
 
     at_s: float
 

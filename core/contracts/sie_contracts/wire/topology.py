@@ -247,9 +247,7 @@ def model_token(model: str) -> str:
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """Return the subject of a model that shares a consumer. All publishers choose the same one, by a hash of the
-    model.
-    """
+    """Return the subject of a model that shares a consumer. A hash of the model's name chooses the consumer."""
     name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
     return f"{_lane_subject(lane, priority)}._s{slot:x}.{name}"

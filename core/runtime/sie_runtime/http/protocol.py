@@ -613,9 +613,7 @@ def parts(host: str) -> tuple[str, str]:
 
 
 def matches(allowed: str, name: str, port: str) -> bool:
-    """Return whether a host matches `allowed`, which may be `*.example.com`. A port is compared if `allowed` has
-    one.
-    """
+    """Return whether a host matches `allowed`, for example `*.example.com`. A port in `allowed` must match too."""
     allowed_name, wanted_port = parts(allowed)
     if wanted_port and wanted_port != port:
         return False

@@ -75,9 +75,7 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Count one websocket of the credential `key` in this context. Raises ResourceExhausted if a limit is
-        reached.
-        """
+        """Count one websocket of the credential `key` in this context. Raises ResourceExhausted above a limit."""
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
@@ -114,7 +112,7 @@ class ViewerFrames:
     """Sends frames to all viewers of one page, at most one per `interval_s`. A frame is built once for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame. The same object is not sent again; None closes with code 1013 (try
+        """`make` returns the present frame; the same object is not sent again. None: close with code 1013 (try
         later).
         """
         self._make = make

@@ -162,9 +162,7 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
 
 
 def counted(codes: Iterable[str]) -> dict[str, int]:
-    """Return how often each code occurs: the MAX_CODES most frequent codes, and the sum of the other counts as
-    OTHER.
-    """
+    """Return how often each code occurs; only the MAX_CODES most frequent codes, the others summed as OTHER."""
     return most_frequent(Counter(codes))
 
 

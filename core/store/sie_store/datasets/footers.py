@@ -46,9 +46,7 @@ def malformed(source: str) -> InvalidInput:
 
 
 def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
-    """Open a Parquet file. Values of the columns `compact` stay indices into dictionaries, if the file has
-    dictionaries. Raises InvalidInput, StoreError.
-    """
+    """Open a Parquet file. Values of the columns `compact` stay indices. Raises InvalidInput, StoreError."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -105,9 +103,7 @@ def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
 
 
 def _check_dense(source: str, path: str, values: int, size: int) -> None:
-    """Raise InvalidInput for a list column that repeats a value so often that one row, which is decoded as a whole, may
-    need any amount of memory.
-    """
+    """Raise InvalidInput if a list column repeats a value so often that one row may need any amount of memory."""
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
             f"{source}: column {path.split('.')[0][:64]!r} has {values} values in {size} bytes of a row group, "

@@ -26,8 +26,6 @@ def is_packed(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether an object is not data: a hidden file, a marker file of another program, a folder, or a
-    manifest.
-    """
+    """Return whether an object is not data: a hidden file, another program's marker file, a folder, a manifest."""
     segments = name.split("/")
     return any(not segment or segment[0] in "._" for segment in segments) or segments[-1] == MANIFEST

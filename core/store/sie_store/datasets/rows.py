@@ -189,9 +189,7 @@ def _bytes_of(row: InputRow) -> int:
 
 
 def _image(value: Any, column: str) -> bytes:
-    """Return the bytes of an image file from bytes, base64, or a map with `bytes` (Hugging Face data sets). Raises
-    ColumnFault.
-    """
+    """Return an image file from bytes, base64, or a map with `bytes` (Hugging Face). Raises ColumnFault."""
     if isinstance(value, dict):
         value = value.get("bytes")
     if isinstance(value, bytes) and value:

@@ -90,9 +90,7 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """Groups rows into spans while they are found. A span has at most `max_rows` rows and `max_bytes` bytes; a single
-    row may have more bytes.
-    """
+    """Groups rows into spans of at most `max_rows` rows and `max_bytes` bytes; a single row may have more bytes."""
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
         self._max_rows, self._max_bytes = max_rows, max_bytes

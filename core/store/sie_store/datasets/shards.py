@@ -79,9 +79,7 @@ async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
 async def put_once(
     place: Place, name: str, data: bytes, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord:
-    """Write the part `name`, if it does not exist. Returns the record of the part in the store. Raises PartDamaged,
-    StoreError.
-    """
+    """Write a part unless it exists, and return the record of the stored part. Raises PartDamaged, StoreError."""
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)
@@ -151,9 +149,7 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """Write a part from the page cache to the disk (fsync): it must survive a loss of power, because its record says
-    that it exists. Raises StoreError.
-    """
+    """Sync a part to the disk: it must survive a loss of power, because its record exists. Raises StoreError."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:

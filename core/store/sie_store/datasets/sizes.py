@@ -59,9 +59,7 @@ def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """Return the number of values in JSON, the outermost included; never too low. Above MAX_ROW_VALUES it is
-    inexact.
-    """
+    """Return the number of values in JSON, the outermost included; never too low, inexact above MAX_ROW_VALUES."""
     text = bytes(value)
     return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
 

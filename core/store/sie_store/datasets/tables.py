@@ -67,9 +67,7 @@ def inspect(data: bytes) -> About:
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Return `id`, `tokens` and `error` of each line; of chunks also `chunk`, `row_tokens`. Raises ValueError,
-    OSError.
-    """
+    """Return id, tokens and error of each line; also chunk and row_tokens of chunks. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -102,9 +100,7 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    """Return whether a type contains a map. Such values are stored as JSON, because the maps of rows have different
-    keys, and Parquet cannot store an empty map.
-    """
+    """Return whether a type contains a map: stored as JSON, as maps differ in keys and Parquet has no empty map."""
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_map(kind.value_type)))
