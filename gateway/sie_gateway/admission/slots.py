@@ -10,9 +10,7 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """`total` slots, of which one key may use `per_key`. `work` names the work in error messages, for example
-    uploads.
-    """
+    """`total` slots, of which one key may use `per_key`. `work` names the work in error messages: uploads."""
 
     def __init__(self, total: int, per_key: int, work: str) -> None:
         self._total, self._per_key, self._work = total, per_key, work
@@ -20,8 +18,8 @@ class KeySlots:
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Occupy a slot for the time of the context. Raises RateLimited if the key has `per_key` slots already,
-        ResourceExhausted if no slot is free.
+        """Occupy a slot in this context. Raises RateLimited if the key has `per_key` slots, ResourceExhausted if none
+        is free.
         """
         if self._taken[key] >= self._per_key:
             raise RateLimited(
