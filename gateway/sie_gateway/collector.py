@@ -20,9 +20,7 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector that reads metrics from the gateway's objects. Workers that have gone and demands that have ended have
-    no series.
-    """
+    """Collector that reads metrics from the gateway's objects. A worker or a demand that has ended has no series."""
 
     def __init__(
         self,

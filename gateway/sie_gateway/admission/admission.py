@@ -214,9 +214,7 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the catalogue epoch (version) of each live gateway; for this one the epoch in use, announced or
-        not.
-        """
+        """Return the catalogue epoch (version) of each live gateway, as announced; for this one, its present epoch."""
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
@@ -412,9 +410,7 @@ class Admission:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
-        """Return the longest expected wait, in seconds, of all models in the lane; None if unknown or without a
-        worker.
-        """
+        """Return the longest expected wait of all models in the lane, in s; None if unknown or without a worker."""
         if not self._fleet.of_lane(lane):
             return None
         longest_s, now_s = 0.0, self._clock()
@@ -461,9 +457,7 @@ class Admission:
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """Return what other gateways must know: this gateway's work in the queue, and retry times of refused
-        clients.
-        """
+        """Return news for the other gateways: this gateway's work in the queue, retry times of refused clients."""
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
         for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
@@ -603,9 +597,7 @@ class Admission:
             self._crowded.pop(place, None)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue. Also for other models of the lane: a key that waits there may now be
-        below its window.
-        """
+        """Grant permits after work left the queue, also for models of the lane at which the same key waits."""
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
             self._pump(place)

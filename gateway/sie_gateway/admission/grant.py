@@ -103,9 +103,7 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop buckets that were unused for a minute, so that they are full again. A bucket that owes tokens is
-        kept.
-        """
+        """Drop buckets that were unused for a minute, so that they are full again, except buckets that owe tokens."""
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }

@@ -605,9 +605,7 @@ class ModelQueue:
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """Return the announcement for other gateways, with at most `count` turns and claims; None without work and
-        turns.
-        """
+        """Return the announcement for other gateways, with at most `count` turns and claims; None if it is empty."""
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None
@@ -676,18 +674,14 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Return the tokens of this gateway that may be in the running batches: the usual number, or a larger one while
-        batches still grow.
-        """
+        """Return this gateway's tokens that may be in running batches: the usual number; more while batches grow."""
         usual = batch.tokens * self._lanes
         if batch.is_full:
             return usual
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
-        """Return the cost of a full batch. It is limited by tokens, or by the number of messages of the mean size in
-        the queue.
-        """
+        """Return the cost of a full batch: its limit of tokens, or of messages of the mean size in the queue."""
         window = self.window
         message = window.tokens / window.items if window.items else cost
         limits = []
@@ -701,9 +695,7 @@ class ModelQueue:
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Return the refusal of a request of `cost` tokens that must be answered within `budget_s` seconds; None to
-        admit it.
-        """
+        """Return the refusal of a request of `cost` tokens that may take `budget_s` seconds; None to admit it."""
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -802,9 +794,7 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys alternate, with about the
-        same cost each time.
-        """
+        """Yield the requests that wait in this gateway, with the cost ahead of each. Keys alternate by equal costs."""
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():

@@ -103,9 +103,7 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds. A slot that ends later counts in
-        proportion.
-        """
+        """Return the part of `promised` that is due within `within_s` seconds; of the last slot, a proportion."""
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)

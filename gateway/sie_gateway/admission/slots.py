@@ -18,9 +18,7 @@ class KeySlots:
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Occupy a slot in this context. Raises RateLimited if the key has `per_key` slots, ResourceExhausted if none
-        is free.
-        """
+        """Occupy a slot. Raises RateLimited if the key has `per_key` slots, ResourceExhausted if none is free."""
         if self._taken[key] >= self._per_key:
             raise RateLimited(
                 f"this key has {self._per_key} {self._work} at once already, at this gateway", reason=self._work

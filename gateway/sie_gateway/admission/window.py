@@ -158,9 +158,7 @@ class Ticket:
 
 
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival. Only `begun` requests have had a permit; `fresh` ones have
-    not.
-    """
+    """Waiting requests of a key, in order of arrival. `begun` requests have had a permit, `fresh` ones have not."""
 
     __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
 
@@ -179,9 +177,7 @@ class _KeyFlow:
 
 
 class KeyWindow:
-    """Work of one model at one priority of a lane. `shares`: work of each key in this lane and priority, for all
-    models.
-    """
+    """Work of one model and priority of a lane. `shares`: work of each key in this lane and priority, all models."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
         """`quantum`: cost that a key may put into the queue before the next key follows, about the cost of a chunk."""
@@ -304,9 +300,7 @@ class KeyWindow:
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
-        """Return True if a request of one chunk may enter the queue at once, without `join`: no request waits, and
-        there is space.
-        """
+        """Return True if a request of one chunk may enter the queue at once: no request waits, and there is space."""
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
             return False

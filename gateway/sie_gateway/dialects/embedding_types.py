@@ -16,9 +16,7 @@ TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
-    """Return the type of the vectors, by the first of the fields `names` that is set, and whether they are sent as
-    base64. Raises InvalidInput.
-    """
+    """Return the type of the vectors, from the first of `names` in the body, and whether they are base64."""
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
     name = next((name for name in names if body.get(name) is not None), "")
     if not name:
@@ -54,9 +52,7 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 
 def entries(vectors: Sequence[Array], kind: str, *, is_base64: bool) -> list[dict[str, Any]]:
-    """Return an entry for each vector, with its index. The writer turns a memoryview into base64, an array into a
-    list.
-    """
+    """Return an entry for each vector, with its index. The writer turns a memoryview into base64, arrays into lists."""
     rows, extras = converted(vectors, kind)
     data = [
         {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}

@@ -63,9 +63,7 @@ def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
 
 
 def inputs(value: Any, name: str, limit: int) -> list[Any]:
-    """Return `value` if it is a list of one to `limit` elements. Otherwise raise InvalidInput with reason schema,
-    empty_items or too_many_items.
-    """
+    """Return `value`, a list of one to `limit` elements. Raises InvalidInput (schema, empty_items, too_many_items)."""
     if value == []:
         raise InvalidInput(f"{name}: expected at least one input", reason="empty_items", param=name)
     if not isinstance(value, list):

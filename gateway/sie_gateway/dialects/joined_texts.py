@@ -42,9 +42,7 @@ def joined(texts: Sequence[str], path: str) -> RequestItem:
 
 
 def vectors_of(finished: RequestResult, name: str) -> list[list[Array]]:
-    """Return the dense vectors of each input: one per chunk, or one if it has no chunks. Raises FailedRequest,
-    InternalFailure.
-    """
+    """Return the vectors of each input: one per chunk, or one without chunks. Raises FailedRequest, InternalFailure."""
     vectors = []
     for item, (result, outcome) in zip(finished.request.items, finished.succeeded(name), strict=True):
         dense = array_of(result, outcome, "dense")

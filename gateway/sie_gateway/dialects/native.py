@@ -1,5 +1,5 @@
-"""encode, score and extract in the native format. The reply has an entry (slot) for each input, also for an input that
-failed.
+"""encode, score and extract in the native format. The reply has an entry (slot) for each input, even for a failed
+one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Check that no item has the field `chunks`. A format with one row for each item cannot contain vectors of chunks.
-    Raises InvalidInput.
+    """Raise InvalidInput if an item has the field `chunks`: a format with one row per item cannot contain vectors of
+    chunks.
     """
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
@@ -92,9 +92,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
 
 
 def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
-    """Return an Arrow reply with a row for each input, also for failed ones. Raises FailedRequest if the whole request
-    failed.
-    """
+    """Return an Arrow reply with a row for each input, even for a failed one. Raises FailedRequest if all failed."""
     finished.check()
     request = finished.request
     return EncodedReply(
@@ -123,7 +121,7 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(explain=call.explains)
-    if request.operation != "encode":  # the published clients read `input_tokens`; the other names are those of OpenAI
+    if request.operation != "encode":  # published clients read `input_tokens`; the other names are OpenAI's
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 VTT = "text/vtt"
-# the last seconds of a part are read again at the start of the next part, because a segment at the end of a part may be
-# incomplete. Whisper reads 30 s at a time, so no segment is longer
+# seconds at the end of a part that are read again with the next part, because the last segment may be incomplete;
+# Whisper reads 30 s at a time, so no segment is longer
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
 # fields of OpenAI that are not supported, each with the values that are accepted because they change nothing
@@ -66,8 +66,8 @@ class SpokenSegment(NamedTuple):
 
 @dataclass
 class Transcript:
-    """Text and segments of the parts of a recording that have been read so far. `language` is the code of the language
-    that was recognised in the first part.
+    """Text and segments of the parts of a recording that have been read so far. `language`: code of the language that
+    was recognised in the first part.
     """
 
     seconds: float = 0.0
@@ -78,8 +78,8 @@ class Transcript:
     tokens: int = 0
 
     def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
-        """Add the segments of a part. `text`: the text of these segments as the model wrote it; if it is empty, the
-        texts of the segments are joined instead.
+        """Add the segments of a part. `text`: their text as the model wrote it; if empty, the segments' texts are
+        joined.
         """
         self.segments += segments
         own = text or self.space.join(segment.text for segment in segments)
@@ -117,13 +117,13 @@ translations = functools.partial(_transcribe, "translate")
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
-    """Transcribe a recording part by part. Return the transcript, and the result of the last part. Raises the errors of
-    `Inference.execute`.
+    """Return the transcript of a recording, read part by part, and the last result. Raises `Inference.execute`'s
+    errors.
     """
     transcript = Transcript()
     from_s = 0.0
     for number in itertools.count():
-        # with a separate id, a late answer to a part cannot be confused with the answer to the next part
+        # with a separate id, a late reply to a part cannot be mistaken for the reply to the next part
         own = replace(call, id=f"{call.id}-part{number}") if number else call
         run = planned.options.run
         # the language is recognised once, in the first part
@@ -141,9 +141,7 @@ async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tu
 
 
 def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
-    """Add the segments of a part, and return where the next part begins: at the end of the recording if this part was
-    the last one.
-    """
+    """Add the segments of a part, and return where the next part begins; the end of the recording after the last."""
     result = outcome.data or {}
     transcript.seconds = outcome.sound_s
     data = result.get("data", {})
@@ -172,8 +170,8 @@ Write = Callable[[Transcript, str, RequestResult], tuple[bytes, str]]
 
 
 def _writer(form: Form) -> Write:
-    """Return the function that writes the reply in the format of the request. Raises InvalidInput for an invalid field,
-    or a field that is not supported.
+    """Return the function that writes the reply in the requested format. Raises InvalidInput for invalid or unsupported
+    fields.
     """
     for name, (accepted, expected) in _REFUSED.items():
         value = form.fields.get(name, "")

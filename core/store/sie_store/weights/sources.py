@@ -67,15 +67,13 @@ class WeightSources:
             object.__setattr__(self, "cache", LocalCache(self.cache_folder))
 
     def folder(self, entry: ModelEntry) -> Path:
-        """Return the folder of `entry`, downloaded if necessary. Raises ModelLoadFailed with the tried sources and the
+        """Return the folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, with the sources and the
         fix.
         """
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """Return the folder of `entry` and a lease, which the caller keeps while the model is loaded. Raises
-        ModelLoadFailed.
-        """
+        """Return the folder of `entry` and a lease, to be kept while the model is loaded. Raises ModelLoadFailed."""
         weights = entry.weights
         looked: list[str] = []
         if weights.path:
