@@ -15,9 +15,7 @@ _PATH = "metadata.entities"
 
 
 def mentions(item: RequestItem) -> tuple[Mention, ...]:
-    """Return the entities of an item with a text, in the client's order, or an empty tuple. Raises InvalidInput with
-    the path within the item.
-    """
+    """Return the entities of an item with a text, in the client's order. Raises InvalidInput with the path in it."""
     entities = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
     if entities is None:
         return ()
