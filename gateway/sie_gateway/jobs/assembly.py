@@ -45,8 +45,8 @@ class JobParts(NamedTuple):
         tasks.start(self.sweeper.run(stop), "clean-up of jobs")
 
     def wanted_workers(self, lane: Lane, workers: int, now_s: float) -> int:
-        """Return the number of workers that the jobs of a lane need to end before their deadlines. `workers` serve the
-        lane now.
+        """Return how many workers a lane's jobs need to end before their deadlines. `workers`: number of workers
+        now.
         """
         name = str(lane)
         needed = (workers_needed(job, workers, now_s) for job in self.jobs.ledger if job.lane == name)
@@ -63,9 +63,8 @@ def assembled(
     quotas: Quotas,
     now_s: Callable[[], float],
 ) -> JobParts:
-    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock. Files and jobs
-    expire by this clock: a gateway whose own clock is ahead would remove files and jobs of all keys too early. Raises
-    SettingError.
+    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock: a gateway whose
+    own clock is ahead would remove files and jobs of all keys too early. Raises SettingError.
     """
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)
