@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """Times of a request for the broker's time, in s: our monotonic clock when sent and answered; the broker's time."""
+    """A request for the broker's time. `asked_s`, `answered_s`: our monotonic clock. `broker_s`: time in the reply."""
 
     asked_s: float
     answered_s: float
@@ -35,7 +35,7 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Return (broker's time minus our clock, margin of error), in seconds. The shortest round trip counts."""
+    """Return (broker's time minus our clock, margin of error) in seconds, from the shortest round trip."""
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 

@@ -43,7 +43,7 @@ def memories() -> list[Memory]:
 
 
 def memory_limit() -> int | None:
-    """Return the smallest memory limit of this process's group and its parents, in bytes; None without a limit."""
+    """Return the smallest memory limit of this process's group and its parents, in bytes; None if not limited."""
     return min((memory.limit_bytes for memory in memories()), default=None)
 
 

@@ -21,7 +21,7 @@ TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def context_from_headers(traceparent: str, tracestate: str) -> Context:
-    """Return the context in a client's headers, as if their version were 00. It is empty if they are invalid (W3C)."""
+    """Return the context in a client's headers; empty if they are invalid. A later version is read like version 00."""
     match = _CONTEXT.fullmatch(traceparent)
     if match is None:
         return NONE

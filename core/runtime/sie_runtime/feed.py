@@ -196,7 +196,7 @@ class CatalogueFeed:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Read the catalogue until `is_enough(catalogue)`, for at most `timeout_s`. Returns its last result."""
+        """Read the catalogue until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not is_enough(self.catalogue):
@@ -240,7 +240,7 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Read the epoch after a short random pause: all readers do this at the same time."""
+        """Read the epoch after a short random pause, because all readers do this at the same time."""
         if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
             self._soon = asyncio.get_running_loop().call_later(
                 SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
@@ -322,8 +322,7 @@ class CatalogueFeed:
         between = (
             bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
         )
-        # A delta contains only its own change. If it were applied without a snapshot, the catalogue would be this one
-        # model.
+        # a delta has only its own change: applied without a snapshot, it would make a catalogue of one model
         if not self.first.is_set() or (present != delta.previous and not between):
             self._ask_soon()
             return "gap"

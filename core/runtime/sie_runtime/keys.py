@@ -53,7 +53,7 @@ NO_LIMITS = KeyLimits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Record of a key; `id` is its key in the bucket. Times are seconds since 1970; 0: never. `digest`: `digest_of`."""
+    """Record of a key, stored under `id`. Times are seconds since 1970; 0: never. `digest`: see `digest_of`."""
 
     id: str
     name: str
@@ -119,14 +119,14 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the stricter of a key's records in the bucket and its copy: a revoked one, as no revocation is undone."""
+    """Return the record of a key that counts: the revoked one of the two, because a revocation is never undone."""
     if first is None or second is None:
         return first or second
     return second if second.revoked_s and not first.revoked_s else first
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
-    """Return the bucket of API keys, or its copy (KEYS_COPY_BUCKET). Its files survive a restart of the broker."""
+    """Return the bucket of API keys, or its copy (KEYS_COPY_BUCKET). It is stored in files, to survive a restart."""
     return RecordBucket(broker, name, storage="file", replicas=replicas)
 
 
@@ -257,7 +257,7 @@ class Keys:
 
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
-    """Return the keys that the bucket has lost, oldest first: only the copy has them, or has them revoked."""
+    """Return the keys that the bucket has lost, oldest first: keys that only the copy has, or has as revoked."""
     lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
     return sorted(lost, key=lambda key: key.created_s)
 

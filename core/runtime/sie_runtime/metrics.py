@@ -237,7 +237,9 @@ class Scrape:
         return family
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """Return a counter of values that other objects count. A value once in `other` stays there, so none falls."""
+        """Return a counter for values that other objects count. Label sets that were once counted as `other` stay
+        there, because a counter must never fall.
+        """
         if not isinstance(values, Mapping):
             return CounterMetricFamily(name, self._table[name].text, value=float(values))
         metric = self._table[name]

@@ -33,8 +33,8 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # Seconds after which a thread gives the interpreter lock to the event loop. While a thread decodes a large body, a
 # short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # seconds after a start in which a failure may be due to another process that starts at the same time
-QUIET_S = 10.0  # seconds after a start in which this failure is not logged, because it occurs at every start
+START_S = 30.0  # seconds in which a failure may be due to another process that is still starting
+QUIET_S = 10.0  # seconds in which such a failure is not logged, because it occurs at every start
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")
 # id of the worker to which the current task belongs; tasks that it starts inherit the value
@@ -59,7 +59,7 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception and its causes were raised. Messages may quote a client: omitted."""
+    """Return the source lines where an exception and its causes were raised, without the messages of QUOTING types."""
     parts: list[str] = []
     while error is not None and len(parts) < 10:
         shown = "" if isinstance(error, QUOTING) else f": {error}"
@@ -166,7 +166,7 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the request to end, and return whether it was made. Periodic tasks pause here."""
+        """Wait at most `seconds` for the request to end. Returns whether it was made. Periodic tasks pause with it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._event.wait()

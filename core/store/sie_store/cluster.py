@@ -59,7 +59,7 @@ class ClusterCache:
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """Return a function that fetches a snapshot into the local cache; None if the bucket has not all files."""
+        """Return a function that fetches a complete snapshot, or None. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
         return None if manifest is None else functools.partial(self._fetch, manifest)

@@ -49,9 +49,7 @@ _ACCEPT = "load.accept_unproven: true has the entry serve it without proof of it
 
 @dataclass(frozen=True)
 class Fault:
-    """Contradiction. `loc`: path of the field in the entry (`$.run.pooling`). `message`: the fault, and a fix if
-    any.
-    """
+    """Contradiction. `loc`: path of the field in the entry (`$.run.pooling`). `message`: the fault, and any fix."""
 
     loc: str
     message: str
@@ -69,7 +67,7 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts, or None. It may add prompts, but not change those of the files."""
+    """Return the fault of the entry's prompts, or None. An entry may add prompts, but not change those of the files."""
     # only for families that compute vectors: in other families, a prompt is used only if a request names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
@@ -121,7 +119,7 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling in a model's files, by its name in entries if it has one; empty without a Pooling module."""
+    """Return the pooling in a model's files, by its name in entries if it has one; empty if no Pooling module exists."""
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
             return pooling_name(read_json(folder / module["path"] / "config.json"))

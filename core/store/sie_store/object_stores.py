@@ -200,7 +200,7 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 
 async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
-    """Return the store's response, with the metadata, and at most `most` first bytes of an object. No more is read."""
+    """Return the store's response (with metadata) and the first bytes of an object, at most `most`; no more is read."""
     import obstore
 
     answer, data = await obstore.get_async(store, key), bytearray()

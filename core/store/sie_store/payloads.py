@@ -86,8 +86,8 @@ class PayloadStore:
         return await _within(timeout_s, read())
 
     async def sweep(self, *, older_than_s: float, now_s: float, timeout_s: float) -> int:
-        """Remove payloads last written more than `older_than_s` before `now_s`, about MAX_REMOVALS. Returns their
-        number.
+        """Remove payloads last written more than `older_than_s` before `now_s`. Returns their number, about
+        MAX_REMOVALS at most.
         """
         import obstore
 
@@ -125,7 +125,7 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
-    """Return the payload store at `url` (see SIE_PAYLOAD_STORE_URL); None without a URL. Raises SettingError.
+    """Return the payload store at `url` (see SIE_PAYLOAD_STORE_URL); None if `url` is None. Raises SettingError.
 
     A folder is created if it does not exist, readable only by its owner, because it has clients' inputs. Buckets are
     not checked, because they may be created later.

@@ -252,7 +252,7 @@ def host_of(beat: Heartbeat) -> Host:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: no worker of its lane had loaded the model when it arrived."""
+    """Permits of one request for its chunks. `is_cold`: when it arrived, no worker of its lane had the model loaded."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class Permits:
 
     @property
     def complete(self) -> bool:
-        """True if every chunk has had its permit, and `pop` has returned all of them."""
+        """Return True if every chunk has had its permit, and `pop` has returned all of them."""
         return not self._ticket.waiting and not self._granted
 
     def pop(self) -> list[int]:
@@ -353,7 +353,7 @@ class Admission:
             self.sweep()
 
     def sweep(self) -> None:
-        """Drop unused models, grant permits, and refuse requests that would be late: work that only time makes due."""
+        """Do the work that depends on time: drop unused models, grant permits, refuse requests that would be late."""
         now_s = self._clock()
         self._places = {
             name: place

@@ -402,8 +402,8 @@ DOUBT = 1.0  # square of the number of samples that give an expected wait half o
 # running batches, so that the workers have no pause; turns that are due now count as work
 BUSY_BATCHES = 1.5
 # Share of the queue's throughput that is reserved for turns; clients without a turn get the remaining share.
-# Retry-After is in whole seconds, so all clients of one second return at once. So their work is also limited to this
-# share of the time that a request has left after a running batch.
+# Retry-After is in whole seconds, so all clients of one second return at once. Therefore their work is also limited to
+# this share of the time that a request has left after a running batch.
 TURN_PACE = 0.4
 # share of the time in which a request must be answered: refused clients that return in the same second may bring work
 # for at least this time

@@ -103,7 +103,7 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds; of the last slot, a proportion."""
+        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts in proportion."""
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
@@ -183,7 +183,7 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if this client has a turn now, and end it. It may be early if its digest has only one turn."""
+        """Return True if this client has a turn now, and end it. A client with a single turn may be early."""
         self.promised(now_s)
         turns = self._next(client)
         if not turns:

@@ -1,6 +1,4 @@
-"""encode, score and extract in the native format. The reply has an entry (slot) for each input, even for a failed
-one.
-"""
+"""encode, score and extract in the native format. The reply has an entry (slot) for each input, even a failed one."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Raise InvalidInput if an item has the field `chunks`: a format with one row per item cannot contain vectors of
-    chunks.
-    """
+    """Raise InvalidInput if an item has `chunks`: a format with one row per item has no place for their vectors."""
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
         media = reply.RAW if format_ == "raw" else reply.ARROW

@@ -79,9 +79,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 
 def _encoding(body: fields.Body, entry: ModelEntry) -> str:
-    """Return the vocabulary of the token ids, from the request or from the model's entry; empty if neither names
-    one.
-    """
+    """Return the vocabulary of the token ids, named by the request or the model's entry; empty if by neither."""
     return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
 
 

@@ -1,5 +1,5 @@
-"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The model finds entities like an
-extract request. `redaction/` has the patterns, the rule for overlaps and the replacements.
+"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The entities are those that an extract
+request to the model returns. `redaction/` has the patterns, the rule for overlaps and the replacements.
 
 A text that the model cannot read to its end is refused: the part that it did not read would pass unredacted.
 """
@@ -33,10 +33,10 @@ from sie_gateway.redaction.spans import SensitiveSpan, disjoint, utf16_offsets, 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-MAX_TEXT = 1 << 18  # largest number of code points of a text: the slowest pattern takes 4 s for it
-MAX_KIND = 1000  # largest number of characters of the name of a kind
+MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
+MAX_KIND = 1000  # largest number of characters in the name of a kind of personal data
 KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be guessed, and with it the values
-_ASIDE = 1 << 13  # number of code points in a request from which its texts are redacted in a thread
+_ASIDE = 1 << 13  # number of code points: if the texts of a request have more, they are redacted in a thread
 _CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write as a number
 _OWN = ("kinds", "style", "key", "region", "offsets", "restorable")
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
@@ -59,9 +59,7 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return the patterns to look for, each with the name of its kind in the reply: the first kind that names
-        it.
-        """
+        """Return the patterns to look for, each with the first kind of the client that names it."""
         if not self.kinds:
             return {name: name for name in KINDS}
         return {name: kind for kind in reversed(self.kinds) if (name := pattern_of(kind))}
@@ -123,7 +121,7 @@ def _rules(body: Mapping[str, Any], entry: ModelEntry) -> tuple[RedactionRules, 
 
 
 def _without_own(level: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a level of parameters, and the options in it, without the fields of this route."""
+    """Return `level` (a map of parameters), and the options in it, without the fields of this route."""
     rest = {name: value for name, value in level.items() if name not in _OWN}
     if isinstance(options := rest.get("options"), dict):
         rest["options"] = _without_own(options)

@@ -1,4 +1,4 @@
-"""Choice of the model for a request whose model is optional: the named model, otherwise the default of the settings,
+"""Choice of the model for a request that need not name one: the named model, otherwise the default of the settings,
 otherwise the only model with the capability.
 """
 

@@ -78,9 +78,7 @@ class Transcript:
     tokens: int = 0
 
     def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
-        """Add the segments of a part. `text`: their text as the model wrote it; if empty, the segments' texts are
-        joined.
-        """
+        """Add the segments of a part, and `text`, their text as the model wrote it; if empty, that of the segments."""
         self.segments += segments
         own = text or self.space.join(segment.text for segment in segments)
         self.text = self.space.join(filter(None, (self.text, own)))
@@ -117,9 +115,7 @@ translations = functools.partial(_transcribe, "translate")
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
-    """Return the transcript of a recording, read part by part, and the last result. Raises `Inference.execute`'s
-    errors.
-    """
+    """Return the transcript of a recording, read part by part, and the last part's result. Raises SIEError."""
     transcript = Transcript()
     from_s = 0.0
     for number in itertools.count():
@@ -141,7 +137,7 @@ async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tu
 
 
 def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
-    """Add the segments of a part, and return where the next part begins; the end of the recording after the last."""
+    """Add the segments of a part. Return where the next part begins, in seconds; at last, the recording's end."""
     result = outcome.data or {}
     transcript.seconds = outcome.sound_s
     data = result.get("data", {})
@@ -170,9 +166,7 @@ Write = Callable[[Transcript, str, RequestResult], tuple[bytes, str]]
 
 
 def _writer(form: Form) -> Write:
-    """Return the function that writes the reply in the requested format. Raises InvalidInput for invalid or unsupported
-    fields.
-    """
+    """Return the function that writes the reply in the requested format. Raises InvalidInput for wrong fields."""
     for name, (accepted, expected) in _REFUSED.items():
         value = form.fields.get(name, "")
         if value and value.lower() not in accepted:

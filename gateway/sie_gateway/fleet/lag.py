@@ -30,9 +30,7 @@ Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of all lanes. A lane that has had work is reported while its pool exists, so that its count can become zero.
-    One task calls `run`.
-    """
+    """Lag of all lanes. A lane that had work is reported while its pool exists, so that its count can become zero."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` returns the broker's time. `pools` is read again at each refresh."""

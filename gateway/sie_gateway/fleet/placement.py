@@ -40,9 +40,7 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts in the table that have sent none to this gateway yet, so that it does not move their
-    models at once.
-    """
+    """Build heartbeats for hosts that this gateway has not heard yet, so that it does not move their models at once."""
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
@@ -97,9 +95,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read all tables from the bucket, created if necessary, and watch it. May be called again. Raises
-        BrokerError.
-        """
+        """Read all tables from the bucket (created if missing), and watch it. Can be repeated. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
@@ -195,7 +191,7 @@ class Placer:
         )
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
-        """Update the table of one lane. `live`, `silent`: last heartbeats of healthy and of overdue workers."""
+        """Update the table of one lane. `live`, `silent`: last heartbeats of its healthy and its overdue workers."""
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
         planner.note(self._noted.pop(lane, {}))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:

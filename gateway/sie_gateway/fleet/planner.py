@@ -425,9 +425,7 @@ def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """Return the models of a worker from its statuses: loaded, being loaded, and refused (did not fit into its
-    memory).
-    """
+    """Return the models of a worker from its statuses: loaded, being loaded, and refused for lack of memory."""
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":

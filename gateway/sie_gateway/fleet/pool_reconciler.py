@@ -114,7 +114,7 @@ class PoolReconciler:
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway is the leader: requested only if there are reservations. Raises BrokerError."""
+        """Return whether this gateway is the leader. Without reservations, it does not try. Raises BrokerError."""
         record = self._record
         if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
             return False
@@ -125,7 +125,7 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End reservations whose lease has ended. The clock's margin of error is subtracted: none may end too early."""
+        """End reservations whose lease has ended, with the clock's error subtracted, so that none ends too early."""
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s

@@ -44,7 +44,7 @@ def exists(name: str, pool: api.Pool) -> PoolConflict:
 
 
 def exists_elsewhere(name: str) -> PoolConflict:
-    """Return the error for a new reservation with the name of another key's one, of which it reveals nothing else."""
+    """Return the error for a new reservation whose name another key's reservation has. It reveals nothing else."""
     return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
 
 
@@ -83,21 +83,19 @@ def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Rese
 
 
 def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """Return the record without a reservation. Raises PoolNotFound, also for a reservation of another key."""
+    """Return the record after the end of a reservation. Raises PoolNotFound, also if it belongs to another key."""
     live(record, name, grant, now_s)
     return without(record, name, now_s)
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record in which a reservation has ended if its lease had ended at `over_s`; otherwise the same
-    record.
-    """
+    """Return the record, without a reservation if its lease had ended at `over_s`."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
-    """Return the record without a reservation. `ended_s`: time of its end while its stream exists, otherwise None."""
+    """Return the record without a reservation. `ended_s`: time of its end while its stream still exists, or None."""
     pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
 

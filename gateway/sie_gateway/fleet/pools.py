@@ -246,7 +246,7 @@ class PoolDirectory:
         return record.pools[name]
 
     async def delete(self, name: str, grant: Grant) -> None:
-        """End a reservation. Raises PoolNotFound, BrokerError, and PoolOperationForbidden for another pool."""
+        """End a reservation. Raises PoolNotFound, BrokerError, and PoolOperationForbidden if it is no reservation."""
         if name in self.record.own:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
@@ -257,9 +257,7 @@ class PoolDirectory:
     # ---- views of pools
 
     def assigned(self, worker: str) -> tuple[str, ...]:
-        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, NotReady before the first
-        read.
-        """
+        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound; NotReady without a record."""
         self.record.require_read()
         return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.record.workers())
 
@@ -334,7 +332,7 @@ class PoolDirectory:
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """Return the Pool objects that a credential may see by name: first the pools, then its reservations."""
+        """Return the Pool objects that a credential may see: pools, then its reservations, each in order of names."""
         live = self.record.live()
         own = (self.record.own | self._physical()) - live.keys()
         reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))

@@ -113,7 +113,7 @@ class Residencies:
         return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
-        """Request that the workers `where` unload this model when it has no work. Raises QueueUnavailable."""
+        """Request that the workers in `where` unload this model when it has no work. Raises QueueUnavailable."""
         for lane, residency in list(self._wishes):
             if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):
                 del self._wishes[lane, residency]

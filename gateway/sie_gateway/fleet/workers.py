@@ -149,7 +149,7 @@ def _socket_url(url: str) -> str:
 
 
 class WorkerSockets:
-    """Status websockets of a gateway. Raises SettingError for workers from Kubernetes if it does not run in a pod."""
+    """Status websockets of a gateway. Raises SettingError if it reads workers from Kubernetes outside of a pod."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -257,9 +257,7 @@ class Endpoints:
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
-        """List the endpoints at the start and after each change, until cancelled. After an error, the last list
-        stays.
-        """
+        """List the endpoints at the start and after each change, until cancelled. An error changes nothing."""
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         verify = (
             ssl.create_default_context(cafile=str(self._account / "ca.crt"))

@@ -169,7 +169,7 @@ class ClientVersions:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """Log a client's version once, and only `1.2` of `1.2.3`: no other text of the client may be in the log."""
+        """Log a client's version once: only `1.2` of `1.2.3`, so that no other text of the client is in the log."""
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
             self._met.add(match[0])

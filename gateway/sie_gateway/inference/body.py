@@ -90,9 +90,7 @@ class RequestItem:
 
 
 def count(body: bytes, *, msgpack: bool) -> int:
-    """Return the number of values (maps, lists, texts, numbers) in a body. Raises InvalidInput (too_many_values,
-    malformed).
-    """
+    """Return the number of values in a request body (maps, lists, texts, numbers). Raises InvalidInput."""
     try:
         return plain.count(body, msgpack=msgpack)
     except plain.Malformed as error:
@@ -297,7 +295,7 @@ def _vectors(value: Any, path: str) -> arrays.Array:
 
 
 def _is_portable(value: Any) -> bool:
-    """Return True if a reply in JSON or msgpack can repeat the value unchanged. Its nesting must be limited."""
+    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have limited its nesting."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())
     if isinstance(value, list):

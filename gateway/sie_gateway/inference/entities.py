@@ -15,7 +15,7 @@ _PATH = "metadata.entities"
 
 
 def mentions(item: RequestItem) -> tuple[Mention, ...]:
-    """Return the entities of an item with a text, in the client's order. Raises InvalidInput with the path in it."""
+    """Return the entities that the client names for a text, in its order. Raises InvalidInput with their path."""
     entities = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
     if entities is None:
         return ()

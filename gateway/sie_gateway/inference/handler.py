@@ -173,7 +173,7 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the reply to a body without an HTTP connection, a line of a batch. Raises SIEError, FailedRequest."""
+        """Return the reply to a line of a batch, a body without an HTTP connection. Raises SIEError, FailedRequest."""
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s

@@ -257,7 +257,7 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
-        """Send a GET over a new connection and yield the response: an open one could lead to an old address."""
+        """Send a GET over a new connection, because an old one may lead to an old address. Yields the response."""
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
         public = _Public(self._network)
@@ -286,7 +286,7 @@ class ImageUrls:
         return target
 
     def _is_listed(self, host: str, port: int) -> bool:
-        """Return True if SIE_IMAGE_URL_HOSTS has this host and port. Without a port, it allows 80 and 443."""
+        """Return True if SIE_IMAGE_URL_HOSTS lists the host and port. An entry without a port allows 80 and 443."""
         for host_listed in self._hosts:
             name, own = parts(host_listed)
             if (own or port in _PORTS.values()) and (name == _ANY or matches(host_listed, host, str(port))):
@@ -354,7 +354,7 @@ def _too_large() -> _Unfetched:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Network backend for one response that connects only to public addresses. httpcore passes the host name to TLS."""
+    """Network backend that connects only to public addresses, for one response. TLS still verifies the host name."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -421,7 +421,7 @@ class _Counted(httpcore.AsyncNetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """Return True if the numeric address, or the IPv4 address that it translates or maps, is public."""
+    """Return True if the address is public; for a translated or mapped address, if its IPv4 address is public."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

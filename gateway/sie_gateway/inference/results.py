@@ -138,9 +138,7 @@ class RequestResult:
 
     @property
     def device_s(self) -> float:
-        """Return the seconds of device time: for each batch with a chunk of this request, the chunk's share by
-        tokens.
-        """
+        """Return the seconds of device time: of each batch with a chunk of this request, the share by tokens."""
         found_ms = 0.0
         for result in self.worker_results:
             tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
@@ -241,9 +239,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields that every reply has beside its results, if it is a map, except `timing`, which is written
-        last.
-        """
+        """Return the fields that every reply has beside its results, except `timing`, which is written last."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -294,7 +290,7 @@ class RequestResult:
 
 
 class InvalidOutcomeCount(Exception):
-    """Raised if a worker's outcomes for a chunk are not as many as its inputs: then none of them can be trusted."""
+    """Raised if a worker's outcomes are not as many as the inputs of the chunk: then no outcome can be trusted."""
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")

@@ -146,7 +146,7 @@ class Runner:
         return finished
 
     def _revision(self, entry: ModelEntry) -> int:
-        """Return the revision of an entry in the catalogue. Raises EntryChanged if it has another entry."""
+        """Return the revision of an entry in the catalogue. Raises EntryChanged if the catalogue has another entry."""
         catalogue = self._feed.catalogue
         if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
             raise EntryChanged(entry)
@@ -200,9 +200,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits; a task publishes the others, and fails the collector if it fails. Raises
-        SIEError.
-        """
+        """Publish the chunks with permits. A task publishes the others; if it fails, the collector fails."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
@@ -251,8 +249,8 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function from a chunk's number to its work item. The budget of an item is the time until the deadline of
-    the call, measured when the item is built.
+    """Return a function from a chunk's number to its work item, whose budget is the time until the deadline of the call
+    when the item is built.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s

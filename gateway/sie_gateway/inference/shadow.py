@@ -95,7 +95,7 @@ class ShadowStatistics:
 
 
 class Shadows:
-    """Copies requests of aliases to their shadows, only in the event loop. `after` returns at once and never raises."""
+    """Copies requests of aliases to their shadows (second models). `after` returns at once and never raises."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
 
 
 def rank_agreement(finished: RequestResult, copied: RequestResult) -> float | None:
-    """Return Spearman's correlation of the documents' scores; None if fewer than three documents have both scores."""
+    """Return Spearman's correlation of the documents' scores; None if fewer than three documents can be compared."""
     pairs = [
         (first.score, two.score)
         for (_, first), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)

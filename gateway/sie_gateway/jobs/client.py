@@ -37,7 +37,7 @@ from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.server import uuid7
 
-ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, such as a lack of memory
+ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, for example a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
 ROOM_S = 4.0  # a job has as many items in flight as the workers answer in this number of seconds
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """Raised if one of these items, or all of them together, can never be answered, while other items may be."""
+    """Raised if one of these items, or all of them together, can never be answered; other items may be."""
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)
@@ -90,7 +90,7 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, count: int) -> None:
-        """Wait until `count` more items may be in flight, and count them. The first ones may exceed the limit."""
+        """Wait until `count` more items may be in flight, and count them. If none is in flight, any `count` may."""
         entered = asyncio.get_running_loop().create_future()
         self._waiting.append((count, entered))
         self._admit()

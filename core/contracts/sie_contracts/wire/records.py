@@ -30,7 +30,9 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """A request needed a lane without a ready worker. It counts for DEMAND_LIFE_S after `at_s` (broker's time)."""
+    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. It is valid until DEMAND_LIFE_S
+    seconds after `at_s`, in the broker's time.
+    """
 
     at_s: float
 

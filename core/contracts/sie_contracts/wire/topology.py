@@ -26,7 +26,7 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-# copy of the catalogue documents that clients wrote over the API: no file contains them, so a second bucket does
+# bucket with a second copy of the catalogue documents that clients wrote over the API, because no file contains them
 CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
@@ -83,7 +83,7 @@ OWN_CONSUMERS_REPLICATED = 256
 # assumed bytes of a message: a chunk of SIE_CHUNK_COST tokens with four bytes per token
 _USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
-_MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject: one request has fewer messages
+_MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
 
 
 @functools.lru_cache(1 << 15)
@@ -107,7 +107,7 @@ def _bounded(name: str, most: int = _MAX_NAME) -> str:
 
 
 def pool_name(name: str) -> str:
-    """Return the pool's name in lower case; `_default` for `default`. Raises ValueError if no subject can have it."""
+    """Return the pool's name in lower case; `_default` for `default`. Raises ValueError for an invalid name."""
     if not _POOL.fullmatch(name):
         raise ValueError(f"pool {name[:70]!r}: expected 1 to 63 letters, digits, _ or -")
     lowered = name.lower()
@@ -281,7 +281,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Return whether models share this consumer: then `_s`, which begins no model's token, follows the priority."""
+    """Return whether models share this consumer: its name has `_s` after the priority, unlike any model's token."""
     return "___s" in consumer
 
 
@@ -294,8 +294,8 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker hears that its assignment to a pool may have changed. A gateway also sends
-    requests to it: if the worker is not connected, the broker reports this at once; otherwise no reply comes.
+    """Return the subject on which a worker is notified that its assignment to a pool may have changed. A gateway also
+    sends requests to it, to test whether the worker is connected: the broker reports at once if it is not.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 

@@ -142,7 +142,7 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. An iterator of pieces as body is read only while the connection can accept more bytes."""
+    """Send one response. If the body has pieces, each is built only when the connection can accept more bytes."""
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
         headers.append((b"content-length", b"%d" % len(body)))

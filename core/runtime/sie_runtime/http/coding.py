@@ -19,7 +19,7 @@ from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
 # smallest number of bytes of a reply that is compressed: for less, gzip saves fewer bytes than the added headers have
 GZIP_OVER = 4096
-# largest number of bytes that the event loop itself compresses, in about 2 ms; a thread compresses more
+# largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
 MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; each takes about 10 us, even an empty one
@@ -77,7 +77,7 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Return at most `most` decompressed bytes, and begin at most `members` gzip members. Unused input stays."""
+        """Return at most `most` decompressed bytes, of at most `members` new gzip members. The rest is `_pending`."""
         plain = b""
         try:
             while self._pending and len(plain) < most:

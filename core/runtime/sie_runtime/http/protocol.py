@@ -447,7 +447,7 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, next_s: float) -> None:
-        """Test if a half-closed client still reads: send an interim response, which a client that is gone resets."""
+        """Send an interim response to a half-closed client. If the client is gone, its host answers with a reset."""
         if self.transport.is_closing() or self.cycle.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
@@ -464,7 +464,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Close the connection if it is idle, as uvicorn does, and if no input has arrived that is not read yet."""
+        """Close the connection if it is idle, like uvicorn, unless input has arrived that is not read yet."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 

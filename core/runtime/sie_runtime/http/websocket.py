@@ -112,9 +112,7 @@ class ViewerFrames:
     """Sends frames to all viewers of one page, at most one per `interval_s`. A frame is built once for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame; the same object is not sent again. None: close with code 1013 (try
-        later).
-        """
+        """`make` returns the present frame. The same object is not sent again; None closes with code 1013."""
         self._make = make
         self._interval_s = interval_s
         self._patience_s = patience_s

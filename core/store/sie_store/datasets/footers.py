@@ -46,7 +46,7 @@ def malformed(source: str) -> InvalidInput:
 
 
 def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
-    """Open a Parquet file. Values of the columns `compact` stay indices. Raises InvalidInput, StoreError."""
+    """Open a Parquet file. Columns `compact` keep dictionary indices as values. Raises InvalidInput, StoreError."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 

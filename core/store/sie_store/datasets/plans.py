@@ -320,9 +320,7 @@ async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryP
 
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
-    """Return the first row in `head`, which begins at byte `begin`, and the next row's position. Raises
-    InvalidInput.
-    """
+    """Return the first row in `head`, which begins at byte `begin`, and the next row's begin. Raises InvalidInput."""
     scanner = Scanner(is_quoted=True, at=begin)
     rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]
     for starts, ends in rows:

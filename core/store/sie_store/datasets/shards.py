@@ -149,7 +149,7 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """Sync a part to the disk: it must survive a loss of power, because its record exists. Raises StoreError."""
+    """Sync a part to the disk, because its record must not outlive it at a loss of power. Raises StoreError."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -70,7 +70,7 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often `marks` occur in JSON, in strings too; if this is more than `most`, only outside of strings."""
+    """Return how often `marks` occur in JSON. Above `most`, occurrences inside strings are not counted."""
     total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
     return total if total <= most else count_outside(text, marks, most)
 

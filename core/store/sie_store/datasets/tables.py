@@ -100,7 +100,7 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    """Return whether a type contains a map: stored as JSON, as maps differ in keys and Parquet has no empty map."""
+    """Return whether a type contains a map, which is stored as JSON: Parquet cannot store an empty map."""
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_map(kind.value_type)))

@@ -65,7 +65,7 @@ class SinkRows:
     payloads: Sequence[Mapping[str, Any]]
 
     def latest(self, dims: int) -> SinkRows:
-        """Return the last row of each id. Raises RowsRefused for rows that no database can store."""
+        """Return the rows without earlier rows of the same id. Raises RowsRefused for rows no database can store."""
         count = len(self.ids)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
             raise RowsRefused(
@@ -85,7 +85,7 @@ class SinkRows:
 
 
 class Sink(Protocol):
-    """Vector database. Methods limit each attempt, repeat a call if that may help, and raise StoreError."""
+    """Vector database. Methods limit the time of an attempt, repeat it if that may help, and raise StoreError."""
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
         """Create or check the collection, for vectors of `dims` numbers with cosine distance, to which `upsert` will

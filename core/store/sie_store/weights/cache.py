@@ -48,7 +48,7 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-# a fetch by another process counts as failed after this many seconds without progress; longer than its time-outs
+# a fetch by another process counts as failed after this many seconds without progress; time-outs of a fetch are shorter
 STALLED_S = 180.0
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -138,7 +138,7 @@ class LocalCache:
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """Return the manifest of a snapshot, or None; None too if it names another snapshot. No file is checked."""
+        """Return the manifest of a snapshot; None if missing, or of another snapshot. The files are not checked."""
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -211,7 +211,7 @@ class LocalCache:
 
     def _with_room(self, act: Callable[[], T], label: str) -> T:
         """Call `act`. If the disk is full, free space and call it once more: even a lock file or a folder needs a
-        block. `label`: for errors, what is written. Raises FetchFailed.
+        block. `label`: what is written, for error texts. Raises FetchFailed.
         """
         try:
             try:
@@ -254,7 +254,7 @@ class LocalCache:
         return 0.0
 
     def remove(self, repository: str, revision: str) -> bool:
-        """Remove a snapshot and its partial folder, unless a process uses it. Returns success. Raises OSError."""
+        """Remove a snapshot and its partial folder, unless it is in use. Returns whether it did. Raises OSError."""
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
@@ -307,7 +307,7 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate, unless a process uses or fetches it. Returns success. Raises OSError."""
+        """Remove a candidate, unless a process uses or fetches it. Returns whether it did. Raises OSError."""
         repository, revision = candidate.repository, candidate.revision
         lock = try_lock(self._lock_file(repository, revision, "use"), shared=False)
         if lock is None:

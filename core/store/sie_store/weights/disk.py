@@ -61,9 +61,9 @@ def _size(path: str) -> int:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """Return the local cache in `folder`, which evicts snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT; None if SIE_DISK_CACHE_ENABLED is off: no snapshot is removed). A fetch that
-    does not fit on the disk is refused before it begins.
+    """Return the local cache in `folder`. It evicts snapshots while its disk is fuller than `threshold_percent`
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT); with None (SIE_DISK_CACHE_ENABLED is off), it removes none. A fetch that does
+    not fit on the disk is refused before it begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -104,9 +104,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is fuller than the threshold. Returns whether it is below the threshold at the
-    end.
-    """
+    """Evict snapshots while the disk is fuller than the threshold. Returns whether it is below it at the end."""
 
     def is_above() -> bool:
         used, free = probe(cache.folder)

@@ -120,7 +120,7 @@ class Reader:
         return data
 
     async def _resumed(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end`. Bytes that a response lacks are requested again."""
+        """Yield the bytes from `start` to before `end`. If a response ends early, the missing bytes are requested."""
         at, tries = start, 0
         while at < end:
             before = at
@@ -297,9 +297,7 @@ class _Appending:
 
 
 async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence[RemoteFile]) -> dict[str, _T]:
-    """Return the results of `call` by path, for FILES_AT_ONCE files at a time. If one fails, the others are
-    cancelled.
-    """
+    """Return the results of `call` by path, for FILES_AT_ONCE files at a time. A failure cancels the others."""
     turns = asyncio.Semaphore(FILES_AT_ONCE)
 
     async def call_in_turn(file: RemoteFile) -> _T:

@@ -83,9 +83,7 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Return the fault of a safetensors file; empty if its length is correct. The header says where the last tensor
-    ends.
-    """
+    """Return the fault of a safetensors file; empty if it ends with the last tensor in its header."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -22,7 +22,7 @@ class Lock:
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """Hold the lock on `descriptor`. With `is_use`, begin and end set the mtime of the file: the last use."""
+        """Hold the lock on `descriptor`. With `is_use`, its begin and end set the file's mtime: the last use."""
         self._descriptor = descriptor
         self._is_use = is_use
         self._touch()

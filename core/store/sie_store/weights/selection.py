@@ -30,9 +30,7 @@ Wanted = Callable[[str], bool]
 
 
 def _matching(patterns: tuple[str, ...]) -> Wanted:
-    """Return a test whether a file name matches a pattern but not UNREAD. `*` also matches /, as in the hub's
-    client.
-    """
+    """Return a function that tests if a file name matches a pattern, and none of UNREAD. `*` also matches /."""
 
     def select(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
@@ -47,8 +45,8 @@ of_lora = _matching(LORA_FILES)
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """Return a test whether loading `entry` may read the file with a given name. A family of another package may read
-    any file that is not in UNREAD.
+    """Return a function that tests whether a load of `entry` may read a file, by its name. A family of another package
+    may read any file that is not in UNREAD.
     """
     if entry.family not in FAMILIES:
         return _matching(("*",))

@@ -67,9 +67,7 @@ class WeightSources:
             object.__setattr__(self, "cache", LocalCache(self.cache_folder))
 
     def folder(self, entry: ModelEntry) -> Path:
-        """Return the folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, with the sources and the
-        fix.
-        """
+        """Return the folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, with sources and fix."""
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
