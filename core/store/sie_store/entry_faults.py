@@ -119,7 +119,7 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling in a model's files, by its name in entries if it has one; empty if no Pooling module exists."""
+    """Return the pooling in a model's files, by its name in entries if any; empty if there is no Pooling module."""
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
             return pooling_name(read_json(folder / module["path"] / "config.json"))

@@ -588,7 +588,7 @@ class ModelQueue:
         return self.entered.pop(ticket)
 
     def _last_taken_s(self) -> float:
-        """Return when the newest chunk of the running batches was queued, assuming that these batches are full."""
+        """Return the time when the newest chunk of the running batches was queued, if these batches are full."""
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
             for chunk, (queued_s, _) in entered.queued_s.items():

@@ -115,7 +115,7 @@ translations = functools.partial(_transcribe, "translate")
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
-    """Return the transcript of a recording, read part by part, and the last part's result. Raises SIEError."""
+    """Return the transcript of a recording, and the last part's result. Raises `Inference.execute`'s errors."""
     transcript = Transcript()
     from_s = 0.0
     for number in itertools.count():
