@@ -245,8 +245,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970; the time of its creation
-        if it had none; 0 if it does not exist.
+        """Return the time of the last begin or end of a lease on a snapshot, in seconds since 1970; the time of its
+        creation if it had none; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
