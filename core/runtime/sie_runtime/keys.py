@@ -208,7 +208,6 @@ class Keys:
         return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:
-        """Return the keys that the bucket has lost, see `lost_keys`."""
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:

@@ -70,7 +70,6 @@ def mean_cost(traffic: list[LaneTraffic]) -> float:
 
 @functools.lru_cache(1024)
 def _flow_name(lane: Lane, priority: Priority) -> str:
-    """Return the name of a lane and priority in an announcement."""
     return f"{lane}.{priority}"
 
 

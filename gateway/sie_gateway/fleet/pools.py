@@ -266,7 +266,6 @@ class PoolDirectory:
         return [model for pool in pools if (spec := self.record.spec(pool)) is not None for model in spec.pinned_models]
 
     def serving(self, name: str) -> list[Heartbeat]:
-        """Return the healthy workers that serve a pool."""
         reserved = self.record.workers()
         own = name in self.record.own
         return [

@@ -111,7 +111,6 @@ class Fragments:
             self.drop(oldest)
 
     def drop(self, assembly: Assembly) -> None:
-        """Remove an assembly, complete or not."""
         if self._all.pop(assembly.key, None) is not assembly:
             return
         self.held_bytes -= assembly.held_bytes

@@ -104,7 +104,6 @@ class Inference:
 
     @property
     def max_concurrent(self) -> int:
-        """Return the largest number of requests that may be in progress at this gateway."""
         return self._settings.max_concurrent_requests
 
     @property

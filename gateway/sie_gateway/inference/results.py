@@ -81,7 +81,6 @@ class PlannedRequest:
         return replace(self, options=replace(self.options, run=run))
 
     def with_warnings(self, *warnings: str) -> PlannedRequest:
-        """Return the same request with further warnings for its reply."""
         return replace(self, options=replace(self.options, warnings=(*self.options.warnings, *warnings)))
 
 

@@ -38,7 +38,6 @@ class JobParts(NamedTuple):
     sweeper: Sweeper
 
     def start(self, tasks: Tasks, stop: Stop) -> None:
-        """Start all tasks, which run until `stop`."""
         tasks.start(self.bucket.run(stop), "jobs and files")
         tasks.start(self.files.run(stop), "clean-up of files")
         tasks.start(self.keeper.run(stop), "jobs")

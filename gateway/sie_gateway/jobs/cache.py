@@ -51,8 +51,6 @@ def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, 
 
 
 class CacheSegment:
-    """Reader of the values in the bytes of one segment."""
-
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         count = int.from_bytes(data[:COUNT_BYTES], "little")
