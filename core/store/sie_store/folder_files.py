@@ -19,7 +19,7 @@ from sie_contracts.models.load_errors import load_failed
 MAX_TEXT = 300  # largest number of characters of a library's message that an error quotes
 # largest number of layers, experts or blocks; loading would create each of them, so a higher number is refused
 MAX_COUNT = 1_000
-MAX_SIZE = 1 << 24  # largest number of rows or columns of a table; a higher number is refused
+MAX_SIZE = 1 << 24  # largest number of rows or columns of a weight matrix; a higher number is refused
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
 
 TRANSFORMER_FILES = tuple(

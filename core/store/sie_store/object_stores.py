@@ -229,7 +229,7 @@ class RetryPolicy:
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `call`, repeated if that may help. `call` limits its time, and raises StoreError."""
+        """Return the result of `call`, repeated if that may help. `call` must limit its time and raise StoreError."""
         tries = 0
         while True:
             try:

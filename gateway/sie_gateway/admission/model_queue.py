@@ -368,7 +368,7 @@ class AnswerPace:
     def __init__(self) -> None:
         self._running = 0
         self._since_s = 0.0
-        self._sum_s = 0.0  # request-seconds until `_since_s`
+        self._sum_s = 0.0  # requests in progress, summed over the seconds until `_since_s` (request-seconds)
         self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # `_sum_s` at the end of each of the last requests
         self._next_s = 0.0  # time at which the client that was refused last may try again
 
@@ -398,15 +398,15 @@ class AnswerPace:
 
 MARGIN = 1.1  # factor on the expected wait, for the error of the prediction
 DOUBT = 1.0  # square of the number of samples that give an expected wait half of its weight
-# number of batches: clients without a turn are admitted while the queue has less work than this in addition to the
-# running batches, so that the workers have no pause; turns that are due now count as work
+# Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
+# wait, clients without a turn are admitted. Turns that are due now count as work.
 BUSY_BATCHES = 1.5
 # Share of the queue's throughput that is reserved for turns; clients without a turn get the remaining share.
 # Retry-After is in whole seconds, so all clients of one second return at once. Therefore their work is also limited to
 # this share of the time that a request has left after a running batch.
 TURN_PACE = 0.4
-# share of the time in which a request must be answered: refused clients that return in the same second may bring work
-# for at least this time
+# Lowest limit on the work of refused clients that return in the same second, as a share of the time in which a
+# request must be answered.
 MIN_BUNCH = 0.1
 STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest
 # shortest Retry-After in seconds after a stall: if the adapter has ended, it must start again and load its model
@@ -486,7 +486,7 @@ class ModelQueue:
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
         self._busy_s = math.inf  # time since which the queue has had work
-        self._running = 0.0  # tokens in the queue at the last result: the oldest ones run now
+        self._running = 0.0  # tokens in the queue at the last result, of which the oldest ones run now
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
         # chunks that were queued before this time may be running; None if the time is not computed yet
         self._taken_s: float | None = None

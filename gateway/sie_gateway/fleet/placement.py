@@ -40,7 +40,7 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts that this gateway has not heard yet, so that it does not move their models at once."""
+    """Build heartbeats for hosts that have sent none to this gateway yet, so that it does not move their models."""
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:

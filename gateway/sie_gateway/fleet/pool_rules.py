@@ -89,7 +89,7 @@ def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Rese
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record, without a reservation if its lease had ended at `over_s`."""
+    """Return the record. If the lease of the reservation had ended at `over_s`, remove the reservation from it."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 

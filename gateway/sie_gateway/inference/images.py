@@ -105,7 +105,7 @@ EXPECTED = "the bytes of an image file, as base64 or in a data URI"
 EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
 EXPECTED_DOCUMENT = "the bytes of a document, as base64 or in a data URI"
 MAX_FORMAT = 32
-_URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # base64 never contains a colon
+_URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # beginning of a URL; base64 has no colon
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 _SPACE = b" \t\r\n"  # whitespace between lines, which some tools add to base64
 

@@ -603,5 +603,5 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            except BrokerError as error:  # the sender then sends the last part again, and the verdict is duplicate
+            except BrokerError as error:  # without it, the sender repeats the last part, which is then a duplicate
                 _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)

@@ -75,7 +75,7 @@ class Runner:
         takers = _Takers(self._feed, request.operation)
         if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
             error = failed.error
-            if error.param.startswith("query"):  # the message already has the path
+            if error.param.startswith("query"):  # the message already names the query
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
             raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
         refused = self.refused(request, takers)

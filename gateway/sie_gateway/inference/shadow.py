@@ -125,7 +125,9 @@ class Shadows:
         try:
             self._after(call, call.infer_request, finished)
         except Exception:  # an error of a copy must not fail the reply
-            _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
+            _logger.exception(
+                "a request of alias %s could not be copied to its shadow model", finished.request.resolved.alias
+            )
 
     def figures(self, alias: str, model: str) -> ShadowStatistics:
         """Return the measurements of the alias's shadow. They start at zero if the shadow model changes."""
