@@ -103,7 +103,7 @@ def decode(entry: Entry) -> Key:
         raise ValueError("it was removed")
     key = msgspec.json.decode(entry.value, type=Key)  # raises DecodeError, which is a ValueError
     if key.id != entry.key:
-        raise ValueError("it holds another id")
+        raise ValueError("its value has the id of another key")
     return key
 
 
@@ -204,7 +204,7 @@ class Keys:
     def ended(self, key: Key) -> str:
         """Return why a key is not valid; empty if it is. Raises NotReady if it expires and the time is unknown."""
         if key.expires_s and math.isinf(self._clock.margin_s):
-            raise NotReady("the time of the broker has not been read yet, by which keys expire")
+            raise NotReady("this key may have expired: the broker's time has not been read yet")
         return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:

@@ -195,7 +195,7 @@ class _SpanCollector(SpanExporter):
 
     def __init__(self, endpoint: str, protocol: str) -> None:
         self._trouble = Trouble(
-            _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not take them"
+            _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not accept them"
         )
         self._inner: SpanExporter
         if protocol == "grpc":

@@ -80,7 +80,7 @@ def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
             key = f"prompts.{own}" if own else "the prompt without default_prompt_name"
             differs = f"{key} is {template!r}, its {MODEL_FILE} has the prompt {prompt!r}"
             loc = f"$.prompts.{own}" if own else "$.default_prompt_name"
-            return Fault(loc, f"{differs}; a request has another one by params.options.{field}, or {_ACCEPT}")
+            return Fault(loc, f"{differs}; a request can set another prompt by params.options.{field}, or {_ACCEPT}")
     return None
 
 
@@ -89,7 +89,7 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     if not entry.run.pooling or not stored or entry.run.pooling == stored:
         return None
     differs = f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored}"
-    beside = "a profile (profiles.NAME.run.pooling) gives such vectors beside the model's own"
+    beside = "a profile (profiles.NAME.run.pooling) can return such vectors beside the model's own"
     return Fault("$.run.pooling", f"{differs}; {beside}, or {_ACCEPT}")
 
 

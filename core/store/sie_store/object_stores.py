@@ -269,7 +269,7 @@ def failure(error: Exception) -> StoreError:
     if isinstance(error, NotFoundError | FileNotFoundError):
         return ObjectMissing("there is no such object")
     if isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError):
-        return WrittenMeanwhile("somebody else wrote it meanwhile")
+        return WrittenMeanwhile("another writer has written the object in the meantime")
     if _first_group(_OS_ERROR, text) in _FULL:
         return StoreFull("there is no room for it")
     if code == "InvalidRange" or status == "416":

@@ -398,7 +398,7 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, because clients that were refused before come again first; "
+            f"the wait may take {refusal.wait_s:.1f} s, because clients that were refused earlier are served first; "
             f"the request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:

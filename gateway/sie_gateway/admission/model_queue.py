@@ -118,7 +118,7 @@ class _BatchResults:
         chunks: int,
     ) -> None:
         self.name = name
-        # results that have not arrived yet, including results for other gateways, which never arrive here
+        # number of results that have not arrived yet, including results for other gateways, which never arrive here
         self.missing = chunks
         self.at_s = at_s
         self.before_s = before_s

@@ -49,7 +49,7 @@ def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
         media = reply.RAW if format_ == "raw" else reply.ARROW
-        message = f"Accept: {media} has no place for chunks, JSON and msgpack have"
+        message = f"Accept: {media} cannot contain chunks, but JSON and msgpack can"
         raise InvalidInput(message, reason="unsupported_output", param=f"items[{index}].chunks")
 
 
@@ -70,10 +70,10 @@ def check_raw(run: RunOptions) -> None:
     """Check that the output can be sent as raw bytes: dense vectors without scales. Raises InvalidInput."""
     if run.outputs != ("dense",):
         raise InvalidInput(
-            f"Accept: {reply.RAW} carries dense vectors only", reason="unsupported_output", param="output_types"
+            f"Accept: {reply.RAW} can contain only dense vectors", reason="unsupported_output", param="output_types"
         )
     if run.dtype in reply.EXTRAS:
-        message = f"Accept: {reply.RAW} has no place for the scales of {run.dtype}"
+        message = f"Accept: {reply.RAW} cannot contain the scales of {run.dtype}"
         raise InvalidInput(message, reason="unsupported_dtype", param="output_dtype")
 
 

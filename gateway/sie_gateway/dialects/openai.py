@@ -55,7 +55,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
         message = f"Accept: {format_} replies of this route hold float32; /v1/encode also returns other types"
         raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
     if format_ != "json" and is_late:
-        message = f"Accept: {format_} replies have no place for chunks, JSON has"
+        message = f"Accept: {format_} replies cannot contain chunks, but JSON can"
         raise InvalidInput(message, reason="unsupported_output", param="Accept")
     parameters = cut | _parameters(body, resolved.entry)
     with fields.named(

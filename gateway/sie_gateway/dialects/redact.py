@@ -190,7 +190,7 @@ async def _slots(
         if "error" not in slot:
             assert item.text is not None, "checked before the run"
             if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
-                raise InferenceFailed("the model gave no entities, not even an empty list of them")
+                raise InferenceFailed("the model returned no list of entities")
             if extracted["usage"]["truncated"]:
                 message = f"items[{index}]: longer than the model reads, so it cannot be redacted"
                 raise InvalidInput(message, reason="input_too_long", param=f"items[{index}]")
@@ -244,7 +244,9 @@ def _spans(text: str, entities: Sequence[Mapping[str, Any]], rules: RedactionRul
     for entity in entities:
         start, end = entity["start"], entity["end"]
         if type(start) is not int or type(end) is not int or not 0 <= start <= end <= len(text):
-            raise InferenceFailed("the model gave an entity without a place in the text, so it cannot be redacted")
+            raise InferenceFailed(
+                "the model returned an entity without valid positions, so the text cannot be redacted"
+            )
         if start < end:
             yield SensitiveSpan(start, end, entity["label"], entity["score"], "model")
     for name, kind in rules.patterns.items():

@@ -182,7 +182,9 @@ def _writer(form: Form) -> Write:
     if granularities and format_ != "verbose_json":
         raise fields.refused(GRANULARITIES, granularities, "response_format verbose_json beside it")
     if "word" in granularities:
-        raise fields.refused(GRANULARITIES, "word", "segment: words have no times here", "unsupported_parameter")
+        raise fields.refused(
+            GRANULARITIES, "word", "segment: this server has no times of words", "unsupported_parameter"
+        )
     return _WRITERS[format_]
 
 

@@ -311,8 +311,8 @@ class Planner:
     # ---- number of hosts
 
     def _note_residency(self, now_s: float) -> None:
-        """Update two times: since when all hosts of a model have it loaded, and since when one more worker could load
-        it. Without a free worker, one more host would only delay other loads.
+        """Update since when all hosts of a model have it loaded, and since when one more worker could load it.
+        Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)

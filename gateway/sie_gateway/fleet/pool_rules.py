@@ -19,7 +19,7 @@ from sie_gateway.admission.grant import Grant
 
 MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
-HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
+HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
 TOO_FEW = "not as many workers are free as it asks for"
 HIDDEN = "reserved"  # text in place of the name of a reservation that the reader may not see
 ON_THEIR_WAY = "its workers do not serve it yet"

@@ -206,7 +206,9 @@ def _item(value: Any, path: str) -> RequestItem:
     metadata = value.get("metadata")
     if metadata is not None and not _is_portable(metadata):
         where = f"{path}.metadata"
-        message = f"{where}: a number over 64 bits or not finite, or a key that is no string, cannot be echoed"
+        message = (
+            f"{where}: the reply cannot repeat numbers above 64 bits, not finite ones, or keys that are no strings"
+        )
         raise InvalidInput(message, reason="schema", param=where)
     # `_is_unset`, not `entry != []`: a multivector may be an array, which would be compared element by element
     used = tuple(

@@ -36,5 +36,5 @@ def _mention(value: Any, path: str, length: int) -> Mention:
     if type(start) is not int or not 0 <= start < length:
         raise bad(f"{path}.start", start, f"a code point of the text, from 0 to {length - 1}")
     if type(end) is not int or not start < end <= length:
-        raise bad(f"{path}.end", end, f"a code point behind start, up to {length}")
+        raise bad(f"{path}.end", end, f"a code point after start, at most {length}")
     return Mention(label, start, end)

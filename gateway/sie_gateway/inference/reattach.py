@@ -248,7 +248,7 @@ class Run(Generic[A]):
                 return outcome.result()
             if leaving is not None and leaving.done():
                 raise ClientGone
-            raise GatewayTimeout("no result within what is left of the budget")
+            raise GatewayTimeout("no result within the remaining time of the request")
         finally:  # the traceback of an exception keeps this frame in memory, so delete its large values
             del outcome, waited, leaving
 

@@ -421,8 +421,8 @@ def _chunk_slots(
 
 
 def chunks_missing() -> InternalFailure:
-    """Return the error for a value without chunks whose input has chunks."""
-    return InternalFailure("the worker is older than the gateway and knows no chunks", reason="not_chunked")
+    """Return the error for a worker's result that has no chunks although its input has chunks."""
+    return InternalFailure("the worker is older than the gateway and does not support chunks", reason="not_chunked")
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:

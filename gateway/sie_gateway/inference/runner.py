@@ -369,7 +369,9 @@ def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Taker
     """
     entry, run = request.resolved.entry, request.options.run
     if request.operation != "encode":
-        return ErrorInfo("INVALID_INPUT", "chunks: encode alone has them", reason="unsupported_task", param="chunks")
+        return ErrorInfo(
+            "INVALID_INPUT", "chunks: only encode supports them", reason="unsupported_task", param="chunks"
+        )
     if entry.family != CHUNKED_FAMILY:
         message = f"chunks: {entry.id} gives no vectors of chunks{takers.models_with_chunks()}"
         return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality", param="chunks")

@@ -73,7 +73,7 @@ class _Gunzipped:
             piece = await asyncio.to_thread(self._inflate, PIECE_BYTES, members=MAX_MEMBERS)
         self._is_complete = self._is_last and not self._pending
         if self._is_complete and not self._inflating.eof:
-            raise _corrupt("it ends before its gzip does")
+            raise _corrupt("it ends before its gzip data is complete")
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
@@ -83,18 +83,18 @@ class _Gunzipped:
             while self._pending and len(plain) < most:
                 if self._inflating.eof:
                     if not _HEAD.startswith(self._pending[: len(_HEAD)]):
-                        raise _corrupt("bytes that are no gzip follow its gzip")
+                        raise _corrupt("its gzip data is followed by other bytes")
                     if not members:
                         break
                     if self._members == MAX_MEMBERS:
-                        raise _corrupt(f"its gzip has more than {MAX_MEMBERS} members")
+                        raise _corrupt(f"its gzip data has more than {MAX_MEMBERS} members")
                     self._members += 1
                     members -= 1
                     self._inflating = zlib.decompressobj(_GZIP)
                 plain += self._inflating.decompress(self._pending, most - len(plain))
                 self._pending = self._inflating.unconsumed_tail or self._inflating.unused_data
         except zlib.error as error:
-            raise _corrupt("its gzip is corrupt") from error
+            raise _corrupt("its gzip data is corrupt") from error
         return plain
 
 

@@ -294,7 +294,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(f"more than {MAX_PIPELINED} requests are sent ahead of their answers")
+            self._stop(f"more than {MAX_PIPELINED} requests were sent before earlier ones were answered")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:

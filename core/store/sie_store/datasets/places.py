@@ -58,7 +58,7 @@ class Place:
             (allowed_root for allowed_root in allowed if _below(where, store_url(allowed_root)) is not None), None
         )
         if root is None:
-            raise InvalidInput(f"{param}: this place is not below one of {SETTING}", reason="not_allowed", param=param)
+            raise InvalidInput(f"{param}: this URL is not below one of {SETTING}", reason="not_allowed", param=param)
         path = _below(where, store_url(root)) or ""
         try:
             store = object_stores.opened(root, SETTING)

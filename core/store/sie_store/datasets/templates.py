@@ -144,7 +144,7 @@ def check(source: JobInput, operation: str) -> None:
     if source.chunks is None and not source.context:
         raise InvalidInput("input.context: only chunks have a context", param="input.context")
     if source.chunks is not None and (operation != "encode" or "text" not in parsed or source.image):
-        raise InvalidInput("input.chunks: encode alone has chunks, of texts", param="input.chunks")
+        raise InvalidInput("input.chunks: only encode supports chunks, and only of texts", param="input.chunks")
     for name in ("text", "document"):  # a query without a column is allowed: then all rows have the same query
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")

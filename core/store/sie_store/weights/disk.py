@@ -160,7 +160,7 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:
     try:
         return cache.discard(candidate)
-    except OSError as error:  # for example, it belongs to another user; the next candidate may be removable
+    except OSError as error:  # for example, the snapshot belongs to another user; the next one may be removable
         name = cache.log_name(candidate.repository, candidate.revision)
         why = error.strerror or type(error).__name__  # without the path, which contains the snapshot's name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)

@@ -147,7 +147,7 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
 
     size = await _repeated(lambda: header("X-Linked-Size", "Content-Length"), f"{label}: {name}")
     if not size.isdecimal():
-        raise FetchFailed("INCOMPATIBLE", f"{label}: the hub does not tell the size of {name}")
+        raise FetchFailed("INCOMPATIBLE", f"{label}: the hub does not report the size of {name}")
     etag = (await _repeated(lambda: header("X-Linked-Etag", "ETag"), f"{label}: {name}")).strip('W/"')
     return RemoteFile(name, int(size), etag if len(etag) == 64 else "", etag if len(etag) == 40 else "")
 
@@ -259,7 +259,7 @@ def _classed(label: str) -> Iterator[None]:
     except (RepositoryNotFoundError, RevisionNotFoundError, RemoteEntryNotFoundError) as error:
         raise FetchFailed("NOT_FOUND", f"{label} does not exist on the hub, or is private (HF_TOKEN)") from error
     except OfflineModeIsEnabled as error:
-        fix = "unset it, or have SIE_LOCAL_CACHE hold the model"
+        fix = "unset it, or put the model into SIE_LOCAL_CACHE"
         raise FetchFailed("NETWORK", f"{label} was not downloaded: HF_HUB_OFFLINE is set; {fix}") from error
     except HfHubHTTPError as error:
         if (status := error.response.status_code) in (401, 403):
@@ -273,5 +273,5 @@ def _classed(label: str) -> Iterator[None]:
 
 
 def _unreachable(label: str, cause: str) -> FetchFailed:
-    fix = "the network has to reach the hub (HF_ENDPOINT), or SIE_LOCAL_CACHE to hold the model"
+    fix = "check the network and HF_ENDPOINT, or put the model into SIE_LOCAL_CACHE"
     return FetchFailed("NETWORK", f"{label} could not be downloaded: {cause}; {fix}")
