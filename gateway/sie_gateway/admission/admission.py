@@ -596,7 +596,7 @@ class Admission:
             self._crowded.pop(place, None)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue, also for models of the lane at which the same key waits."""
+        """Grant permits after work left the queue. In the other queues of the lane, the same key may now continue."""
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
             self._pump(place)
@@ -611,7 +611,7 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            # `client` is not called any more, and would keep the body of the request in memory
+            # replaces `client`, which is not called any more, but would keep the body of the request in memory
             entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:

@@ -54,7 +54,7 @@ CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample is a stall, and is not used for predictions
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
-UNKNOWN_STALL_S = 5.0  # seconds that replace STALL_S until a first batch is measured
+UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
 STALL_BATCHES = 3.0
 LOOK_S = 0.1  # seconds for which a measured batch stays valid, and between two checks for requests that would be late
 # factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take as long as a batch with exactly
@@ -794,7 +794,7 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, with the cost ahead of each. Keys alternate by equal costs."""
+        """Yield the requests that wait in this gateway, and the cost ahead of each: equal costs of each key alternate."""
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():

@@ -97,9 +97,8 @@ class Lag:
         reported = [
             lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool
         ]
-        questions: list[
-            tuple[str, Labels | None]
-        ] = []  # (filter, its lane and priority); both are None if the filter is the subject of a model
+        # (filter, labels of its lane and priority); the labels are None if the filter is the subject of one model
+        questions: list[tuple[str, Labels | None]] = []
         for lane in list(dict.fromkeys(reported))[:MAX_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority

@@ -115,9 +115,8 @@ class Fleet:
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
-        self._seen: dict[
-            str, tuple[float, Heartbeat]
-        ] = {}  # in the order of the heartbeats, the oldest first; _healthy has the same order
+        # in the order of the heartbeats, the oldest first; _healthy has the same order
+        self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of the lane

@@ -418,7 +418,7 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
-    """Sort statuses so that loaded ones are last. If a model has several statuses, the last one is used."""
+    """Sort statuses, loaded ones last, so that a dict of them by model has the loaded status of a model."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

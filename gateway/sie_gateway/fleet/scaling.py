@@ -69,9 +69,8 @@ class Scaling:
         self._peers = peers
         self._demand = demand
         self._pools = pools
-        self.further: list[
-            Callable[[Lane], int]
-        ] = []  # functions that return the workers that a lane needs for other work, such as jobs with deadlines
+        # functions that return the workers that a lane needs for other work, such as jobs with deadlines
+        self.further: list[Callable[[Lane], int]] = []
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:
         """Return the lane `pool.machine_profile.bundle`. The lane must be able to get work, and the credential must be

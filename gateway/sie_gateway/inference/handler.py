@@ -91,8 +91,8 @@ class Inference:
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
-        # Lock for work of a request that computes in a thread for seconds. Threads alternate with the event loop:
-        # beside one of them the loop has half of the processor, beside 32 a thirty-third.
+        # Lock for work of a request that computes in a thread for seconds. With n such threads,
+        # the event loop gets 1/(n + 1) of the processor, so only one may run.
         self.one_thread = asyncio.Lock()
 
     @property

@@ -137,7 +137,7 @@ class RequestResult:
 
     @property
     def device_s(self) -> float:
-        """Return the seconds of device time: of each batch with a chunk of this request, the share by tokens."""
+        """Return the seconds of device time that this request used: its share, by tokens, of each of its batches."""
         found_ms = 0.0
         for result in self.worker_results:
             tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))

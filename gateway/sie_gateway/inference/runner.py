@@ -165,8 +165,7 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # a load that begins after the hold, or a worker that leaves, is reported in the same way as during the
-                # hold
+                # a load that begins after `load_hold_s`, or a worker that leaves, is reported in the same way as before
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -345,7 +344,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     foreign = [modality for modality in item.modalities if modality not in accepted]
     if foreign:
         message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
-        if foreign[0] != "multivector":  # multivector is an output of models, so no model is suggested
+        if foreign[0] != "multivector":  # no entry lists multivector as an input
             message += takers.models_of(foreign[0])
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.unfit is not None:

@@ -26,6 +26,6 @@ def is_packed(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether an object is not data: a hidden file, another program's marker file, a folder, a manifest."""
+    """Return whether an object is no data, because it is hidden, a folder, a manifest, or a program's marker."""
     segments = name.split("/")
     return any(not segment or segment[0] in "._" for segment in segments) or segments[-1] == MANIFEST

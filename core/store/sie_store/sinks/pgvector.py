@@ -207,7 +207,9 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state in RACES:
         return StoreError(f"another writer has created the same table at the same time ({error_name})")
     if state in ("42P01", "3F000"):
-        return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
+        return CollectionMissing(
+            f"the table does not exist in PostgreSQL any more ({error_name}): the next start creates it again"
+        )
     if state[:2] == "42":
         return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):

@@ -71,7 +71,7 @@ class QdrantSink:
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
         if any('"' in field for field in kinds):
-            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name")
+            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name: rename the column")
         collection_info = await self._send("GET", path, missing=True)
         if collection_info is None:
             settings = {"vectors": {"size": dims, "distance": DISTANCE}}

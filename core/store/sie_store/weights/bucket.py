@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
-GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest, and number of attempts
+GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest; attempts, because stores fail at times
 _FOLDER = re.compile(r"models--(.+)")
 
 
