@@ -794,7 +794,7 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, and the cost ahead of each: equal costs of each key alternate."""
+        """Yield the requests that wait in this gateway, and the cost ahead of each. Keys alternate with equal costs."""
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
