@@ -109,7 +109,7 @@ class Push:
         ]
         if changed and not force:
             raise PushRefused(
-                f"{self._what} is in the bucket with other contents of {changed[0]}: "
+                f"{self._what} is in the bucket with another content of {changed[0]}, "
                 f"SHA-256 {there.files[changed[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
                 f"{self._manifest.files[changed[0]].sha256[:16]}.., but one commit has one content. "
                 "Push it under another name or revision, "
