@@ -124,7 +124,7 @@ class Tracer:
                 "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
             }
         )
-        # otherwise the provider would wait for an unreachable collector when the interpreter exits
+        # with shutdown_on_exit, the provider would wait for an unreachable collector when the interpreter exits
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
         self._exporters = [_exporter(name, settings) for name in settings.exporters]

@@ -126,8 +126,8 @@ def opened(url: str, setting: str) -> ObjectStore:
 
     where = store_url(url)
     limits: dict[str, Any] = {
-        # HTTP without TLS only if the operator's endpoint begins with http://. These options replace the options in
-        # environment variables (obstore 0.12).
+        # HTTP without TLS is allowed only if the operator's endpoint begins with http://. These options replace those
+        # in environment variables (obstore 0.12).
         "client_options": {
             "allow_http": True,
             "connect_timeout": timedelta(seconds=5),

@@ -396,7 +396,7 @@ class AnswerPace:
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
 
-MARGIN = 1.1  # factor on the expected wait, for the error of the prediction
+MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # square of the number of samples that give an expected wait half of its weight
 # Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
 # wait, clients without a turn are admitted. Turns that are due now count as work.
@@ -515,7 +515,7 @@ class ModelQueue:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
-        # the first chunk in an empty queue, or a further chunk that was admitted at the same time
+        # true for the first chunk in an empty queue, and for further chunks that were admitted at the same time
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s

@@ -158,8 +158,8 @@ class ColdStarts:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str) -> bool:
-        """Check at the end of a hold whether a worker has the model loaded. Returns False if a ready worker may soon
-        begin to load it. Raises ModelLoading, NotProvisioned.
+        """Check whether a worker has loaded the model, for a request that may wait no longer. Returns False if a ready
+        worker may soon begin the load. Raises ModelLoading, NotProvisioned.
         """
         if self._fleet.hosts(lane, residency):
             return True

@@ -353,7 +353,7 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            if self._is_held_back(reservation):  # with one more worker, the reservation would be complete
+            if self._is_held_back(reservation):  # the reservation would be complete with one more worker
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts
 

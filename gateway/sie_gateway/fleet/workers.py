@@ -134,7 +134,7 @@ class WorkerSocket:
                             self._frame, self._heard_s = frame, self._clock()
                             self._first.set()
                             self._trouble.passed()
-            except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
+            except (OSError, WebSocketException) as error:  # TimeoutError is an OSError, so it is handled here too
                 self._trouble.met(error)
             self._frame = None
             self._first.clear()

@@ -603,5 +603,5 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            except BrokerError as error:  # without it, the sender repeats the last part, which is then a duplicate
+            except BrokerError as error:  # without a confirmation, the sender repeats the last part, a duplicate
                 _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)

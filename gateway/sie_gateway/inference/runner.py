@@ -155,9 +155,9 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
-        """Wait for all results until the end of the budget. If no worker has the model after the hold (`load_hold_s`),
-        check every CHECK_AGAIN_S seconds that a worker loads it. Raises ModelLoading, NotProvisioned, GatewayTimeout,
-        and the error that failed the collector.
+        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds that
+        a worker loads the model or has it. Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that
+        failed the collector.
         """
         until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:
@@ -165,7 +165,8 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # a load that begins after `load_hold_s`, or a worker that leaves, is reported in the same way as before
+                # a load that begins after `load_hold_s`, or a worker that leaves then, is reported in the same way as
+                # earlier
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error

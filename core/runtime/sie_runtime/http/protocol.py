@@ -62,7 +62,7 @@ HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
 # Bytes of a chunked body that are parsed at a time. The number is small so that a long chunk header is noticed: a piece
-# inside it has no bytes of the body.
+# inside such a header has no bytes of the body.
 SLICE_BYTES = 16 << 10
 WRITE_S = 60.0
 # seconds in which a client that still sends data can read the response; an immediate close would discard the response

@@ -101,7 +101,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    # the decoder's message may repeat a part of the row
+    # a general message, because the decoder's message may repeat a part of the row
     except (ValueError, RecursionError):
         return _fault("malformed", "the line is no valid JSON")
 
@@ -221,8 +221,8 @@ async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[In
             )
         async with turns:
             try:
-                # Without a tag, because some stores (Google's emulator) use different tags in listings and responses.
-                # The tags of the listing were compared above.
+                # Read without a tag: some stores (Google's emulator) use different tags in listings and responses. The
+                # tags of the listing were compared above.
                 return InputRow(entry.source, images=(await whole(place, replace(entry, tag=""), patience),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":

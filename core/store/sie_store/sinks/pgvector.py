@@ -112,7 +112,7 @@ class PgvectorSink:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 await connection.execute("BEGIN")
-                # a limit at the server too, which would continue a statement after its client has disconnected
+                # limits the time at the server too, which would continue a statement after its client has disconnected
                 await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
                 await connection.execute("COMMIT")

@@ -276,7 +276,7 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            # not a folder of SIE, or it was moved meanwhile
+            # the folder is not one of SIE, or it was moved in the meantime
             with contextlib.suppress(ManifestError, FileNotFoundError):
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
@@ -294,7 +294,7 @@ class LocalCache:
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        # no lock file: it was never used; creating the file would change the time of the last use
+        # without a lock file, the snapshot was never used; creating the file would change the time of the last use
         if not path.exists():
             return False
         try:

@@ -98,7 +98,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
                 cache.folder,
                 threshold_percent,
             )
-        # other programs may have written in the meantime
+        # checked again, because other programs may have written in the meantime
         if needed + SPARE_BYTES > (free := probe(cache.folder).free):
             raise _no_room(cache, threshold_percent, needed, others_bytes, free)
 

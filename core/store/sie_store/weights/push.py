@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("sie.store")
 
 MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
-MIN_PART_BYTES = 8 << 20  # stores refuse parts below 5 MiB
+MIN_PART_BYTES = 8 << 20  # smallest number of bytes of a part; stores refuse parts below 5 MiB
 STALL_S = 180.0  # time limit in seconds for the store to accept one part
 ROUNDS = 20  # largest number of times that a push starts again because other writers change the bucket
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer

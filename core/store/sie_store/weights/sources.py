@@ -133,7 +133,7 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
-                    # the snapshot may have been pushed for a model that needs fewer files
+                    # checked again, because the snapshot may have been pushed for a model that needs fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
