@@ -62,7 +62,7 @@ class BrokerClock:
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """Return the wall clock minus the broker's clock, in seconds; None before the first reply. See `margin_s`."""
+        """Return the wall clock minus the broker's clock, in s (error: `margin_s`); None before the first reply."""
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:

@@ -144,7 +144,9 @@ class KeyBuckets:
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write to both buckets. Raises WrongRevision if the first does not have `revision` (0: no such key)."""
+        """Write to both buckets. Raises WrongRevision if the first has another revision (0: it must not have the
+        key).
+        """
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
 

@@ -59,7 +59,7 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception and its causes were raised, without the messages of QUOTING types."""
+    """Return the source lines where an exception and its causes were raised, and messages except of QUOTING types."""
     parts: list[str] = []
     while error is not None and len(parts) < 10:
         shown = "" if isinstance(error, QUOTING) else f": {error}"

@@ -96,7 +96,9 @@ class ClusterCache:
         return [*stored.wrong.values(), *self._run(_wrong(source, files, progress))]
 
     def remove(self, repository: str, revision: str) -> int:
-        """Remove a snapshot, its manifest first. Returns the removed bytes. Raises FetchFailed, ManifestError."""
+        """Remove a snapshot, its manifest first. Returns the number of removed bytes. Raises FetchFailed,
+        ManifestError.
+        """
         check_names(repository, revision)
         return self._run(self._bucket.removed(repository, revision))
 

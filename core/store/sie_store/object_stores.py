@@ -147,14 +147,15 @@ def opened(url: str, setting: str) -> ObjectStore:
 
 @contextmanager
 def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that reserves disk space before bytes are written to a folder. For a bucket it does nothing,
+    """Yield a function that claims disk space before bytes are written to a folder. For a bucket it does nothing,
     because a bucket has its own quota.
 
-    The queue may use the same disk, and accepts no work when the disk is full. So a write must leave `reserves`
-    reserves free: payloads leave one, for the queue; files and outputs of jobs leave two, also one for payloads. Space
-    for other writers of this process counts as used until they end, because their bytes may not be on the disk yet.
+    The queue may use the same disk, and accepts no work when the disk is full. So a write must leave `reserves` times
+    the reserve (RESERVE_SHARE) free: payloads leave one reserve, for the queue; files and outputs of jobs leave two,
+    also one for payloads. Claims of other writers of this process count until they end, because their bytes may not be
+    on the disk yet.
 
-    The function raises StoreFull if too few reserves would stay free.
+    The function raises StoreFull if less would stay free.
     """
     from obstore.store import LocalStore
 

@@ -77,7 +77,7 @@ class _Gunzipped:
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Return at most `most` decompressed bytes, of at most `members` new gzip members. The rest is `_pending`."""
+        """Return at most `most` decompressed bytes, of at most `members` new gzip members. `_pending` has the rest."""
         plain = b""
         try:
             while self._pending and len(plain) < most:

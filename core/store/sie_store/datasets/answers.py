@@ -62,7 +62,7 @@ class RowAnswer:
 
 
 class RowChunk(NamedTuple):
-    """Chunk of a row's text. `start` and `end`: code points. `row_tokens`: tokens of the whole row in its usage."""
+    """Chunk of a row's text. `start` and `end`: code points. `row_tokens`: tokens of the whole row, its usage."""
 
     number: int
     start: int

@@ -254,7 +254,7 @@ class LocalCache:
         return 0.0
 
     def remove(self, repository: str, revision: str) -> bool:
-        """Remove a snapshot and its partial folder, unless it is in use. Returns whether it did. Raises OSError."""
+        """Remove a snapshot and its partial folder, unless in use. Returns whether it was removed. Raises OSError."""
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
@@ -307,7 +307,7 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate, unless a process uses or fetches it. Returns whether it did. Raises OSError."""
+        """Remove a candidate, unless a process uses or fetches it. Returns whether it was removed. Raises OSError."""
         repository, revision = candidate.repository, candidate.revision
         lock = try_lock(self._lock_file(repository, revision, "use"), shared=False)
         if lock is None:

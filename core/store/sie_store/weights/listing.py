@@ -43,7 +43,7 @@ def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Return why a snapshot without a listing is incomplete, for an error; empty if no file is known to be missing."""
+    """Return why a snapshot without a listing is incomplete, as an error text; empty if no missing file is known."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"

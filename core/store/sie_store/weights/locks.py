@@ -29,7 +29,7 @@ class Lock:
 
     def write(self, data: bytes) -> None:
         """Write a note into the lock's file, for processes that wait for the lock. Errors (a full disk, a file of
-        another user) are ignored, because the note is only for their logs.
+        another user) are ignored, because these processes only report the note as progress.
         """
         if self._descriptor is None:
             return
