@@ -263,7 +263,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last measured batches; None if there are none. It is computed every LOOK_S seconds."""
+        """Return the mean of the last measured batches; None if there are none. It is valid for LOOK_S seconds."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known

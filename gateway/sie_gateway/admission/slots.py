@@ -10,7 +10,7 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """`total` slots, of which one key may use `per_key`. `work` names the work in error messages: uploads."""
+    """`total` slots, of which one key may use `per_key`. `work`: name of the work in errors, for example uploads."""
 
     def __init__(self, total: int, per_key: int, work: str) -> None:
         self._total, self._per_key, self._work = total, per_key, work

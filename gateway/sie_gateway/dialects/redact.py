@@ -59,7 +59,7 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return the patterns to look for, each with the first kind of the client that names it."""
+        """Return the kind that the reply shows, by the pattern to look for: the client's first kind for it."""
         if not self.kinds:
             return {name: name for name in KINDS}
         return {name: kind for kind in reversed(self.kinds) if (name := pattern_of(kind))}

@@ -78,7 +78,7 @@ class Transcript:
     tokens: int = 0
 
     def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
-        """Add the segments of a part, and `text`, their text as the model wrote it; if empty, that of the segments."""
+        """Add a part. `text`: its text as the model wrote it; if empty, the texts of the segments are joined."""
         self.segments += segments
         own = text or self.space.join(segment.text for segment in segments)
         self.text = self.space.join(filter(None, (self.text, own)))
@@ -137,7 +137,9 @@ async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tu
 
 
 def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
-    """Add the segments of a part. Return where the next part begins, in seconds; at last, the recording's end."""
+    """Add the segments of a part. Return the second at which the next part begins; after the last part, the
+    recording's end.
+    """
     result = outcome.data or {}
     transcript.seconds = outcome.sound_s
     data = result.get("data", {})

@@ -311,7 +311,7 @@ class Planner:
     # ---- number of hosts
 
     def _note_residency(self, now_s: float) -> None:
-        """Update since when all hosts of a model have it loaded, and since when one more worker could load it.
+        """Update the times since which all hosts of a model have it loaded, and one more worker could load it.
         Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:

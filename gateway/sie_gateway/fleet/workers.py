@@ -257,7 +257,7 @@ class Endpoints:
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
-        """List the endpoints at the start and after each change, until cancelled. An error changes nothing."""
+        """List the endpoints at the start and after each change, until cancelled. Errors keep the last list."""
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         verify = (
             ssl.create_default_context(cafile=str(self._account / "ca.crt"))

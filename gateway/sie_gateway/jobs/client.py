@@ -301,7 +301,9 @@ class JobClient:
 
 
 def _passes(error: SIEError) -> bool:
-    """Return whether a retry may succeed; also after a failed load whose cause may disappear (a network error)."""
+    """Return whether a retry may succeed; also after a failed load whose cause may disappear, like a network
+    error.
+    """
     return error.retryable or (isinstance(error, ModelLoadFailed) and error.extras.get("permanent") is False)
 
 

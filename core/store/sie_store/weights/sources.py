@@ -67,7 +67,9 @@ class WeightSources:
             object.__setattr__(self, "cache", LocalCache(self.cache_folder))
 
     def folder(self, entry: ModelEntry) -> Path:
-        """Return the folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, with sources and fix."""
+        """Return the folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, with the tried sources and
+        the fix.
+        """
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
