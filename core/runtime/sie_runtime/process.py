@@ -166,7 +166,9 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the request to end. Returns whether it was made. Periodic tasks pause with it."""
+        """Wait at most `seconds` for the request to end. Returns whether it was made. Periodic tasks use this
+        method to pause.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._event.wait()

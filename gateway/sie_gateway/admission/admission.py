@@ -251,7 +251,7 @@ def host_of(beat: Heartbeat) -> Host:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold`: when it arrived, no worker of its lane had the model loaded."""
+    """Permits of one request for its chunks. `is_cold`: at its arrival, no worker of its lane had the model loaded."""
 
     def __init__(
         self,

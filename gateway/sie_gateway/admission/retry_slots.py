@@ -82,7 +82,7 @@ class RetrySlots:
         # for each digest of a client, a heap of its turns, ordered by due time
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
-        self._open = _SlotCosts()  # costs of the turns of all gateways that have neither been claimed nor lapsed
+        self._open = _SlotCosts()  # costs of all gateways' turns, except claimed and lapsed turns
         self._own = _SlotCosts()  # costs of the turns in `_open` that this gateway booked
         self._count = 0
         self._shown = 1.0  # share of booked turns whose client tried again

@@ -441,8 +441,8 @@ def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred:
 
 
 def _permits(resolved: Resolved, machine_profile: str) -> bool:
-    """Return whether the model's entry allows a machine profile: it has no list, or the list has this machine profile,
-    for a spot variant also its name without `-spot`.
+    """Return whether the model's entry allows a machine profile: it has no list, or the list has this machine profile
+    (for a spot variant, its name without `-spot` is enough).
     """
     allowed = resolved.entry.machine_profiles
     return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))

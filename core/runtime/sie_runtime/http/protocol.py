@@ -516,7 +516,7 @@ class HostNames:
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
-        """`cors_origins`: SIE_CORS_ORIGINS, whose pages have the same rights as pages of this server."""
+        """`cors_origins`: origins in SIE_CORS_ORIGINS; their pages have the same rights as pages of this server."""
         self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
         self._is_loopback = is_loopback(address)
         self._address = address
