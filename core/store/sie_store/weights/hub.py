@@ -168,8 +168,8 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
     """
     from huggingface_hub import constants, get_token, hf_raise_for_status
 
-    # The client's function for headers is not used: to find out which AI agent runs this program, it may download a list
-    # of any length. No compression is requested: a byte range would count compressed bytes, and a small body could
+    # The client's function for headers is not used: it may download a list of any length to find out which AI agent
+    # runs this program. No compression is requested: a byte range would count compressed bytes, and a small body could
     # expand to gigabytes.
     headers = {"User-Agent": f"sie/{sie_contracts.__version__}", "Accept-Encoding": "identity"}
     if token := get_token():
