@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# smallest work in the queue, in seconds, with one key and with several keys: a fast device ends a batch before the next
-# message comes
+# lowest limit on the work in the queue, in seconds, with one key and with several keys: with less work, a fast device
+# would end a batch before the next message comes
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 

@@ -359,8 +359,8 @@ class Planner:
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
         models, rates = np.concatenate([worker.taking for worker in workers], axis=1)
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
-        # Work is served in the order of arrival. So all waiting messages arrived after the oldest one, even while none
-        # of them can run yet.
+        # All waiting messages arrived since the oldest one, because work is served in the order of arrival. This is
+        # also a rate for models whose work cannot run yet.
         late: set[str] = set()
         for model, entry in backlog.items():
             arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)

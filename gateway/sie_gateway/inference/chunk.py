@@ -139,8 +139,8 @@ def plan(
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
-        # A model with one row per label reads its hypothesis in each row. Any model reads a text once for each part of
-        # a schema. Any other model reads the shared text with each input.
+        # Some families read the text once per label, with the shared text (the hypothesis). All families read the text
+        # once per part of a schema. Otherwise the model reads each input once, with the shared text.
         rows=_rows(entry, run),
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
