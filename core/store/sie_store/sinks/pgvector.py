@@ -3,8 +3,8 @@ payload jsonb)`.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table has no distance function: each query and each index names one (`<=>` is the cosine distance). The sink creates
-no index, because it is much faster to build an index after a job than to update it for each row; the operator does it.
+The table has no distance function: queries and indexes name it (`<=>` is the cosine distance). The operator creates an
+index after a job: this is much faster than an update of the index for each row.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 
 
 class PgvectorSink:
-    """Sink for PostgreSQL with pgvector. Each call opens its own connection, so that a broken one is never used again.
+    """Sink for PostgreSQL with pgvector. Each call opens a new connection, so that a broken one is never used again.
     This is cheap, because a call writes thousands of rows.
     """
 
@@ -66,12 +66,10 @@ class PgvectorSink:
         self._patience = patience
         self._dims = 0
         self._table = ""  # quoted name of the table, with its schema
-        self._extension = ""  # schema in which the type `vector` is
+        self._extension = ""  # schema of the type `vector`
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the table, or check the existing one. `kinds` is not used: jsonb stores the type of each value, and
-        the operator creates indexes.
-        """
+        """Create or check the table. `kinds` is unused: jsonb stores types, and the operator creates indexes."""
         checked_name(collection)
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
@@ -107,7 +105,7 @@ class PgvectorSink:
             await connection.copy_records_to_table(
                 "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
             )
-        # ordered by id, so that two writers of the same rows lock them in the same order and cannot deadlock
+        # in the order of ids, so that two writers of the same rows lock them in the same order and cannot deadlock
         await connection.execute(
             f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
             "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
@@ -115,16 +113,14 @@ class PgvectorSink:
         )
 
     async def _done(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
-        """Run `work` in one transaction and return its result. The transaction is repeated if another attempt may
-        help.
-        """
+        """Return the result of `work` in one transaction, which is repeated if another attempt may help."""
         return await self._patience.repeated(functools.partial(self._once, work, bound_s))
 
     async def _once(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 await connection.execute("BEGIN")
-                # also limits the time at the server, which would continue a statement after its client has disconnected
+                # limits the time at the server too, which would continue a statement after its client has disconnected
                 await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
                 await connection.execute("COMMIT")
@@ -140,7 +136,7 @@ class PgvectorSink:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        # no cached prepared statements, because a connection pooler may drop them after each transaction
+        # cached prepared statements would fail if a connection pooler drops them after a transaction
         connection = await asyncpg.connect(self._url, timeout=CONNECT_S, statement_cache_size=0)
         try:
             yield connection
@@ -219,9 +215,7 @@ def _binary(vector: NDArray[np.float32]) -> bytes:
 
 
 def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Return rows as records for binary COPY. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store
-    it. Raises RowsRefused.
-    """
+    """Return rows as records for binary COPY. PostgreSQL cannot store NUL, so U+FFFD replaces it. Raises RowsRefused."""
     encoded_rows = []
     for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
         encoded(row_id, number)
@@ -233,7 +227,6 @@ def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
 
 
 def _quoted(name: str) -> str:
-    """Return a name as a quoted SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -248,7 +241,9 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state in RACES:
         return StoreError(f"another writer has created the same table at the same time ({error_name})")
     if state in ("42P01", "3F000"):
-        return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
+        return CollectionMissing(
+            f"the table does not exist in PostgreSQL any more ({error_name}): the next start creates it again"
+        )
     if state[:2] == "42":
         return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):

@@ -42,7 +42,7 @@ from sie_store.sinks.sink import (
 DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
-# largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
+# largest number of bytes of a reply; the largest one describes a collection and the fields of its payloads
 ANSWER_BYTES = 4 << 20
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body; Qdrant's default limit is 32 MiB
 
@@ -81,7 +81,7 @@ class QdrantSink:
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
         if any('"' in field for field in kinds):
-            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name")
+            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name: rename the column")
         collection_info = await self._send("GET", path, missing=True)
         if collection_info is None:
             settings = {"vectors": {"size": dims, "distance": DISTANCE}}
@@ -97,7 +97,7 @@ class QdrantSink:
         assert self._collection, "prepare comes first"
         bodies = self._bodies(rows.latest(self._dims))
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
+        # encoded in a thread, because this takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._send("PUT", path, body, completed=True)
 
@@ -142,8 +142,8 @@ class QdrantSink:
         completed: bool = False,
     ) -> Any:
         """Send a request and return its result. It is repeated if another attempt may help. `missing`: return None if
-        the collection does not exist. `exists`: return None if the collection already exists. `completed`: raise
-        StoreError if Qdrant does not confirm that the rows are applied.
+        the collection does not exist. `exists`: return None if it already exists. `completed`: raise StoreError if
+        Qdrant does not confirm that the rows are applied.
         """
         ask = functools.partial(self._once, method, path, content, completed)
         try:
@@ -175,8 +175,8 @@ class QdrantSink:
 
 
 async def _body(response: httpx.Response) -> bytes:
-    """Return the body of a response without decompressing it. The request did not allow compression; a compressed body
-    is not JSON and is refused later. Raises SinkUnsuitable for a body of more than ANSWER_BYTES.
+    """Return the body of a response, not decompressed: the request did not allow compression. Raises SinkUnsuitable for
+    a body of more than ANSWER_BYTES.
     """
     data = bytearray()
     async for piece in response.aiter_raw():
