@@ -21,9 +21,7 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector that reads the values of metrics from attributes of the gateway's objects. A worker that has gone, or a
-    demand that has ended, has no series.
-    """
+    """Collector that reads metrics from the gateway's objects. A worker or a demand that has ended has no series."""
 
     def __init__(
         self,

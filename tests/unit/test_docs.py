@@ -49,6 +49,7 @@ BLOCKS = {
     "jobs.md": {"": 5},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
+    "mcp.md": {"machine": 2},
     "migration.md": {"server": 1, "": 4},
     "models.md": {"server": 1, "": 3},
     "objects.md": {"": 1},

@@ -41,8 +41,6 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class CacheSegment:
-    """Reader of the values in the bytes of one segment."""
-
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         count = int.from_bytes(data[:COUNT_BYTES], "little")
@@ -56,7 +54,6 @@ class CacheSegment:
 
 
 def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
-    """Encode values and their digests as a segment."""
     digests = sorted(values)
     packed = [pack_row(values[digest]) for digest in digests]
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in packed])]).astype("<u8")
@@ -64,9 +61,9 @@ def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
 
 
 class _KnownDigests(NamedTuple):
-    """Digests of all segments, sorted. `high` and `low` are the two halves of each digest as numbers: numbers in the
-    machine's own byte order are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of
-    each digest, and the row of its value there.
+    """Digests of all segments, sorted. `high` and `low`: the two halves of each digest, as numbers in the machine's
+    byte order, which are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of each
+    digest, and the row of its value there.
     """
 
     high: NDArray[np.uint64]
@@ -106,9 +103,7 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
-    """Read values of a segment. `rows`: pairs of the index of a digest, and the row of its value. Returns the values by
-    index.
-    """
+    """Read values of a segment. `rows`: (index of a digest, row of its value). Returns the values by index."""
     answers: dict[int, RowAnswer] = {}
     for place, row in rows:
         try:
@@ -119,9 +114,7 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
 
 
 class StoredAnswers:
-    """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of the segments that
-    exist.
-    """
+    """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of all segments."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
@@ -168,9 +161,7 @@ class StoredAnswers:
         return len(self._known.high)
 
     async def find(self, digests: Sequence[bytes]) -> dict[int, RowAnswer]:
-        """Return the cached values, by the index of their digest in `digests`. A value that cannot be read is left out.
-        Raises StoreError.
-        """
+        """Return the readable cached values, by the index of their digest in `digests`. Raises StoreError."""
         if not len(self) or not digests:
             return {}
         answers: dict[int, RowAnswer] = {}
@@ -211,9 +202,7 @@ class StoredAnswers:
 
 
 async def trim(store: ObjectStore, max_bytes: int) -> int:
-    """Remove the oldest segments of all spaces until at most `max_bytes` remain. Return the number of removed segments.
-    Raises StoreError.
-    """
+    """Remove the oldest segments until at most `max_bytes` remain. Return how many were removed. Raises StoreError."""
     import obstore
 
     metas: list[ObjectMeta] = []

@@ -84,7 +84,7 @@ def _dialect(
     shape: ErrorShape,
     **more: Any,
 ) -> InferenceRoute:
-    """Build a route of another server's API. `names` is the tag and the summary."""
+    """Build a route of another server's API. `names`: (tag, summary)."""
     return InferenceRoute(
         method="GET" if body is None else "POST",
         path=path,
@@ -370,7 +370,7 @@ CATALOGUE = tuple(
 )
 
 
-# Routes to operate a gateway: probes, metrics, the API document, status
+# routes to operate a gateway: probes, metrics, the API document, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
@@ -462,7 +462,7 @@ TABLE = Table(ROUTES)
 
 
 def inference_route(path: str) -> InferenceRoute | None:
-    """Return the inference route that answers POST of this path, or None if the path runs no inference."""
+    """Return the inference route that answers POST of this path; None if the path runs no inference."""
     route = TABLE.match(path).route("POST")
     return route if isinstance(route, InferenceRoute) else None
 
@@ -476,5 +476,5 @@ def _errors(route: Route) -> openapi.Statuses:
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway. `about` is its head, for example title and version."""
+    """Return the OpenAPI document of a gateway. `about`: its head, for example title and version."""
     return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)

@@ -47,8 +47,8 @@ _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests through the queue. `load_hold_s` is the longest time that a request waits for a model that is not
-    loaded. `cached` is the cache of answers; None if this gateway has none.
+    """Runs requests through the queue. `load_hold_s`: longest wait of a request for a model that is not loaded.
+    `cached`: the cache of answers; None if this gateway has none.
     """
 
     def __init__(
@@ -81,14 +81,13 @@ class Runner:
         }
 
     async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Publish the items that can be run, wait for their results, and add the failures of the other items.
-
-        Raises SIEError, and EntryChanged if gateway and workers have different entries of the model.
+        """Publish the items that can be run, wait for their results, and add the failures of the other items. Raises
+        SIEError, and EntryChanged if gateway and workers have different entries of the model.
         """
         takers = _Takers(self._feed, request.operation)
         if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
             error = failed.error
-            if error.param.startswith("query"):  # the message already has the path
+            if error.param.startswith("query"):  # the message already names the query
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
             raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
         refused = self.refused(request, takers)
@@ -173,9 +172,7 @@ class Runner:
         return results
 
     def _revision(self, entry: ModelEntry) -> int:
-        """Return the revision of an entry in the current catalogue. Raises EntryChanged if the catalogue has another
-        entry.
-        """
+        """Return the revision of an entry in the catalogue. Raises EntryChanged if the catalogue has another entry."""
         catalogue = self._feed.catalogue
         if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
             raise EntryChanged(entry)
@@ -184,10 +181,9 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
-        """Wait for all results until the end of the budget. If no worker has the model after the hold (`load_hold_s`),
-        check every CHECK_AGAIN_S seconds that a worker loads it.
-
-        Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that failed the collector.
+        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds that
+        a worker loads the model or has it. Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that
+        failed the collector.
         """
         until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:
@@ -195,8 +191,8 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # A load that begins after the hold, or a worker that leaves, is reported in the same way as during the
-                # hold of the request (see `load_hold_s`).
+                # a load that begins after `load_hold_s`, or a worker that leaves then, is reported in the same way as
+                # earlier
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -230,9 +226,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits now; a task publishes the remaining chunks. Raises SIEError. A later failure
-        fails the collector.
-        """
+        """Publish the chunks with permits. A task publishes the others; if it fails, the collector fails."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
@@ -281,8 +275,8 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function from a chunk's number to its work item. The budget of an item is the time until the deadline of
-    the call, measured when the item is built.
+    """Return a function from a chunk's number to its work item, whose budget is the time until the deadline of the call
+    when the item is built.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
@@ -332,9 +326,7 @@ def _result_listener(permits: Permits, collector: OutcomeCollector, entry: Model
 
 
 class _Takers:
-    """Models of the catalogue that accept a modality, for the errors of one request. The look-up runs when an error
-    first needs it.
-    """
+    """Models of the catalogue that accept a modality, for error texts. The look-up runs only if an error needs it."""
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
         self._feed = feed
@@ -379,7 +371,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     foreign = [modality for modality in item.modalities if modality not in accepted]
     if foreign:
         message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
-        if foreign[0] != "multivector":  # multivector is an output of models, so no model is suggested
+        if foreign[0] != "multivector":  # no entry lists multivector as an input
             message += takers.models_of(foreign[0])
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.unfit is not None:
@@ -398,12 +390,14 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
 
 
 def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the reason why this model returns no vectors of chunks, with the names of models that return them; None if
-    there is no such reason. Only the worker knows the pooling of an entry without `pooling`.
+    """Return the reason why this model returns no vectors of chunks, with the names of models that return them, or
+    None. Only the worker knows the pooling of an entry without `pooling`.
     """
     entry, run = request.resolved.entry, request.options.run
     if request.operation != "encode":
-        return ErrorInfo("INVALID_INPUT", "chunks: encode alone has them", reason="unsupported_task", param="chunks")
+        return ErrorInfo(
+            "INVALID_INPUT", "chunks: only encode supports them", reason="unsupported_task", param="chunks"
+        )
     if entry.family != CHUNKED_FAMILY:
         message = f"chunks: {entry.id} gives no vectors of chunks{takers.models_with_chunks()}"
         return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality", param="chunks")
