@@ -108,6 +108,7 @@ def mcp(
                     port=port,
                     allowed_hosts=settings.allowed_hosts,
                     lame_duck_s=lame_duck_s,
+                    drain_s=timeout_s,
                 )
             secret = cluster.gateway_token
             user = AgentCaller(secret.reveal() if secret else None, STDIO_OWNER, "", None)

@@ -317,7 +317,7 @@ class AgentTools:
     async def parse_document(self, caller: AgentCaller, arguments: schemas.DocumentArguments) -> schemas.DocumentAnswer:
         if sum(source is not None for source in (arguments.path, arguments.file, arguments.data)) != 1:
             raise ToolRefused("Give the document in exactly one way: `path`, `file` or `data`.")
-        async with self._parsing, self._client(caller) as client:
+        async with self._turn_to_parse(), self._client(caller) as client:
             model = await self._model(client, arguments.model, self._config.models.parse, "parse")
             document: dict[str, Any] = {"data": await self._document(client, arguments)}
             if arguments.format is not None:
@@ -337,6 +337,19 @@ class AgentTools:
             markdown=content.page(1),
             more=self._stored(caller, content) if content.pages > 1 else None,
         )
+
+    @contextlib.asynccontextmanager
+    async def _turn_to_parse(self) -> AsyncIterator[None]:
+        """Wait until fewer than DOCUMENTS_AT_ONCE are read. Raises ToolRefused."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._parsing.acquire()
+        except TimeoutError:
+            raise ToolRefused("Other documents are being read at the moment: call again in a minute.") from None
+        try:
+            yield
+        finally:
+            self._parsing.release()
 
     async def list_models(
         self, caller: AgentCaller, arguments: schemas.ListModelsArguments
