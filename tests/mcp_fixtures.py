@@ -128,11 +128,12 @@ async def door(
     stop, port, worker = Stop(), free_port(), Worker(cluster)
     secrets = {name: Secret(url) for name, url in (stores or {}).items()}
     tools = AgentTools(gateway.url, config or McpConfig(), secrets, ResultStore(), timeout_s=timeout_s)
+    keys = KeyNames(gateway.url)
     working = asyncio.create_task(worker.run())
     serving = asyncio.create_task(
         serve(
             AgentServer(tools, caller_of),
-            KeyNames(gateway.url),
+            keys,
             stop,
             host="127.0.0.1",
             port=port,
@@ -158,6 +159,7 @@ async def door(
         assert await asyncio.wait_for(serving, 20) == 0
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+        await keys.close()
         await tools.close()
 
 

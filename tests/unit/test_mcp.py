@@ -21,7 +21,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_fixtures import DENSE, FIND, HELD, MARKDOWN, PARSE, RANK, Door, door, served, started
 
 from sie_broker import Write
-from sie_cli.mcp import config, http, results, schemas, server, tools
+from sie_cli.mcp import clients, config, http, results, schemas, server, tools
 from sie_cli.mcp.callers import AWAY_S, CHECK_EVERY_S, AgentCaller, KeyNames
 from sie_cli.mcp.config import DefaultModels, McpConfig, SearchCollection
 from sie_cli.mcp.results import PagedText, PagedVectors, ResultMissing, ResultStore, ResultTooLarge
@@ -335,7 +335,7 @@ async def test_documents_wait_for_their_turn_and_not_for_ever(
 async def test_a_gateway_that_is_down_is_one_sentence(
     cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "CONNECTION_S", 0.1)
+    monkeypatch.setattr(clients, "CONNECTION_S", 0.1)
     async with door(cluster, gateway, CONFIG) as running, running.client(keys["both"]) as client:
         stored = structured(await client.call_tool("encode", CALLS["encode"]))["vectors"]["reference"]
         await gateway.end()
@@ -601,6 +601,27 @@ async def test_a_key_is_checked_again_after_a_while(monkeypatch: pytest.MonkeyPa
         await names.name_of("k")
     with pytest.raises(SIEConnectionError):
         await names.name_of("k")
+
+
+async def test_clients_of_keys_are_reused_and_the_oldest_unused_ones_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "MAX_CLIENTS", 2)
+    pool = clients.GatewayClients("http://127.0.0.1:1", 1.0)
+    async with pool.of_key("a") as first, pool.of_key("a") as same, pool.of_key("b") as other:
+        assert first is same is not other
+        assert [each._session.api_key for each in (first, other)] == ["a", "b"]
+        for key in ("c", "d", None):
+            async with pool.of_key(key) as client:
+                assert client._session.api_key == key
+        assert list(pool._clients) == ["a", "b"]
+        assert not first._driver._http.is_closed
+    async with pool.of_key("e"):
+        pass
+    assert list(pool._clients) == ["b", "e"]
+    assert first._driver._http.is_closed
+    await pool.close()
+    assert other._driver._http.is_closed
 
 
 def test_every_error_of_the_client_is_a_sentence() -> None:

@@ -98,11 +98,12 @@ def mcp(
             documents=folder,
             timeout_s=timeout_s,
         )
+        keys = KeyNames(url)
         try:
             if is_http:
                 return await serve(
                     AgentServer(tools, caller_of),
-                    KeyNames(url),
+                    keys,
                     stop,
                     host=host,
                     port=port,
@@ -114,6 +115,7 @@ def mcp(
             user = AgentCaller(secret.reveal() if secret else None, STDIO_OWNER, "", None)
             return await _serve_stdio(AgentServer(tools, lambda _context: user), stop)
         finally:
+            await keys.close()
             await tools.close()
 
     try:
