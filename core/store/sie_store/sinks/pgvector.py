@@ -14,11 +14,12 @@ import contextlib
 import functools
 import re
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import asyncpg
 import numpy as np
+from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
@@ -32,6 +33,7 @@ from sie_store.sinks.sink import (
     encoded,
 )
 
+T = TypeVar("T")
 # SQLSTATE codes that occur if two writers create the same table or type at the same time
 RACES = ("23505", "42P07", "42710")
 MAX_DIMS = 16_000
@@ -41,7 +43,7 @@ CONNECT_S = 10.0
 BYTES_PER_S = 1 << 20
 _STATE = re.compile(r"[0-9A-Z]{5}")
 _NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # the character NUL in JSON: \u0000 after an even number of backslashes
-_SCHEMA_OF_EXTENSION = """
+SCHEMA_OF_EXTENSION = """
 SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace WHERE e.extname = 'vector'
 """
 _COLUMNS = """
@@ -53,73 +55,37 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 """
 
 
-class PgvectorSink:
-    """Sink for PostgreSQL with pgvector. Each call opens its own connection, so that a broken one is never used again.
-    This is cheap, because a call writes thousands of rows.
+class PostgresDatabase:
+    """Transactions in the database at a URL. Each opens its own connection, so that a broken one is never used again.
+    This is cheap, because a transaction reads or writes thousands of rows.
     """
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._url = url
         self._patience = patience
-        self._dims = 0
-        self._table = ""  # quoted name of the table, with its schema
-        self._extension = ""  # schema in which the type `vector` is
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the table, or check the existing one. `kinds` is not used: jsonb stores the type of each value, and
-        the operator creates indexes.
-        """
-        checked_name(collection)
-        if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
-        self._extension, schema = await self._done(
-            functools.partial(_prepared, collection=collection, dims=dims), self._patience.stall_s
-        )
-        self._table, self._dims = f"{_quoted(schema)}.{_quoted(collection)}", dims
-
-    async def upsert(self, rows: SinkRows) -> None:
-        assert self._table, "prepare comes first"
-        latest = rows.latest(self._dims)
-        records = await asyncio.to_thread(_records, latest)
-        if records:
-            size = sum(len(row_id) + len(vector) + len(payload) for row_id, vector, payload in records)
-            bound_s = self._patience.stall_s + size / BYTES_PER_S
-            await self._done(functools.partial(self._written, records=records), bound_s)
-
-    async def close(self) -> None:
-        """Do nothing: the sink has no open connection between calls."""
-
-    async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
-        await connection.set_type_codec("vector", schema=self._extension, encoder=bytes, decoder=bytes, format="binary")
-        kind = f"{_quoted(self._extension)}.vector"
-        await connection.execute(
-            f"CREATE TEMPORARY TABLE sie_rows (id text, embedding {kind}, payload jsonb) ON COMMIT DROP"
-        )
-        for start in range(0, len(records), COPY_ROWS):
-            await connection.copy_records_to_table(
-                "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
-            )
-        # ordered by id, so that two writers of the same rows lock them in the same order and cannot deadlock
-        await connection.execute(
-            f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
-            "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
-            "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding, payload = EXCLUDED.payload"
-        )
-
-    async def _done(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
+    async def transaction(self, work: Callable[[Any], Awaitable[T]], size: int = 0) -> T:
         """Run `work` in one transaction and return its result. The transaction is repeated if another attempt may
-        help.
+        help. `size`: bytes that it transfers. Raises StoreError.
         """
-        return await self._patience.repeated(functools.partial(self._once, work, bound_s))
+        bound_s = self._patience.stall_s + size / BYTES_PER_S
+        return await self._patience.repeated(functools.partial(self._once, work, bound_s, True))
 
-    async def _once(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
+    async def alone(self, statement: str, bound_s: float) -> None:
+        """Run a statement that no transaction may contain. Raises StoreError."""
+        await self._patience.repeated(functools.partial(self._once, lambda c: c.execute(statement), bound_s, False))
+
+    async def _once(self, work: Callable[[Any], Awaitable[T]], bound_s: float, is_transaction: bool) -> T:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
-                await connection.execute("BEGIN")
+                if is_transaction:
+                    await connection.execute("BEGIN")
                 # also limits the time at the server, which would continue a statement after its client has disconnected
-                await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
+                local = "LOCAL " if is_transaction else ""
+                await connection.execute(f"SET {local}statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
-                await connection.execute("COMMIT")
+                if is_transaction:
+                    await connection.execute("COMMIT")
                 return result
         except TimeoutError:
             raise StoreError("PostgreSQL did not answer in time") from None
@@ -142,11 +108,65 @@ class PgvectorSink:
             connection.terminate()
 
 
+class PgvectorSink:
+    """Sink for PostgreSQL with pgvector."""
+
+    def __init__(self, url: str, patience: RetryPolicy) -> None:
+        self._database = PostgresDatabase(url, patience)
+        self._dims = 0
+        self._table = ""  # quoted name of the table, with its schema
+        self._extension = ""  # schema in which the type `vector` is
+
+    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+        """Create the table, or check the existing one. `kinds` is not used: jsonb stores the type of each value, and
+        the operator creates indexes.
+        """
+        checked_name(collection)
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
+        self._extension, schema = await self._database.transaction(
+            functools.partial(_prepared, collection=collection, dims=dims)
+        )
+        self._table, self._dims = f"{quoted(schema)}.{quoted(collection)}", dims
+
+    async def upsert(self, rows: SinkRows) -> None:
+        assert self._table, "prepare comes first"
+        latest = rows.latest(self._dims)
+        records = await asyncio.to_thread(_records, latest)
+        if records:
+            size = sum(len(row_id) + len(vector) + len(payload) for row_id, vector, payload in records)
+            await self._database.transaction(functools.partial(self._written, records=records), size)
+
+    async def close(self) -> None:
+        """Do nothing: the sink has no open connection between calls."""
+
+    async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
+        await copy_rows(connection, self._extension, "payload jsonb", records)
+        # ordered by id, so that two writers of the same rows lock them in the same order and cannot deadlock
+        await connection.execute(
+            f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
+            "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
+            "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding, payload = EXCLUDED.payload"
+        )
+
+
+async def copy_rows(connection: Any, extension: str, column: str, records: Sequence[tuple[str, bytes, Any]]) -> None:
+    """Copy records (id, encoded vector, value of `column`) into the temporary table `sie_rows` of this transaction."""
+    await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
+    await connection.execute(
+        f"CREATE TEMPORARY TABLE sie_rows (id text, embedding {quoted(extension)}.vector, {column}) ON COMMIT DROP"
+    )
+    for start in range(0, len(records), COPY_ROWS):
+        await connection.copy_records_to_table(
+            "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
+        )
+
+
 async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, str]:
     """Create the extension and the table if they do not exist, and check the table. Returns (schema of the extension,
     schema of the table).
     """
-    extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+    extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
     if extension is None:
         try:
             await connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
@@ -157,15 +177,15 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
             ) from None
         except (asyncpg.UndefinedFileError, asyncpg.FeatureNotSupportedError, asyncpg.UndefinedObjectError):
             raise SinkUnsuitable("pgvector is not installed on the server of the database") from None
-        extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+        extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
     kind = f"vector({dims})"
-    columns = await connection.fetch(_COLUMNS, _quoted(collection))
+    columns = await connection.fetch(_COLUMNS, quoted(collection))
     if not columns:
         await connection.execute(
-            f"CREATE TABLE IF NOT EXISTS {_quoted(collection)} "
-            f"(id text PRIMARY KEY, embedding {_quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
+            f"CREATE TABLE IF NOT EXISTS {quoted(collection)} "
+            f"(id text PRIMARY KEY, embedding {quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
         )
-        columns = await connection.fetch(_COLUMNS, _quoted(collection))
+        columns = await connection.fetch(_COLUMNS, quoted(collection))
     types = {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
     actual = types.get("embedding", "no column embedding")
     if actual != kind:
@@ -178,26 +198,30 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
 
 
 def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Return rows as records for binary COPY. A vector is encoded as its number of dimensions, two zero bytes, and its
-    float32 numbers, all big-endian. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store it. Raises
-    RowsRefused.
+    """Return rows as records for binary COPY. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store
+    it. Raises RowsRefused.
     """
-    head = struct.pack(">HH", rows.vectors.shape[1], 0)
     encoded_rows = []
     for number, (row_id, vector, payload) in enumerate(
-        zip(rows.ids, rows.vectors.astype(np.dtype(">f4")), rows.payloads, strict=True)
+        zip(rows.ids, binary_vectors(rows.vectors), rows.payloads, strict=True)
     ):
         encoded(row_id, number)
         if "\0" in row_id:
             raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
-        encoded_rows.append(
-            (row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text)
-        )
+        encoded_rows.append((row_id, vector, _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text))
     return encoded_rows
 
 
-def _quoted(name: str) -> str:
+def binary_vectors(vectors: NDArray[np.float32]) -> list[bytes]:
+    """Encode vectors for binary COPY: the number of dimensions, two zero bytes, and the float32 numbers, all
+    big-endian.
+    """
+    head = struct.pack(">HH", vectors.shape[1], 0)
+    return [head + vector.tobytes() for vector in vectors.astype(np.dtype(">f4"))]
+
+
+def quoted(name: str) -> str:
     """Return a name as a quoted SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
