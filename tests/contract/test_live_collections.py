@@ -512,6 +512,27 @@ async def test_a_collection_without_an_alias_or_with_rests_of_a_migration_is_ref
         await live.close()
 
 
+async def test_two_commands_at_once_do_not_write_over_what_is_in_use(qdrant: QdrantServer) -> None:
+    """One switches while the other one has read a page. Result: the other one is refused before it writes."""
+    points = Points(qdrant, f"c-{uuid.uuid4().hex[:12]}")
+    first = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
+    await begun(points, first, 10)
+    second = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
+    await second.live.open()
+    pages = [page.rows async for page in second.live.pending("new")]
+    await first.scan("new")
+    await first.live.switch("new")
+    await points.write({"1": ("after", vector_of("after", "new")), "99": ("new", vector_of("new", "new"))})
+    before = await points.found()
+    with pytest.raises(CollectionMismatch, match="another command has switched"):
+        await second.write("new", list(pages[0]), ["x"] * len(pages[0]))
+    with pytest.raises(CollectionMismatch, match="another command has switched"):
+        await second.scan("new")
+    assert await points.found() == before
+    for migrator in (first, second):
+        await migrator.live.close()
+
+
 async def test_the_new_collection_has_the_indexes_of_payloads(qdrant: QdrantServer) -> None:
     points = Points(qdrant, f"c-{uuid.uuid4().hex[:12]}")
     migrator = Migrator(opened_live(points.url, "SINK", source(points), QUICK))

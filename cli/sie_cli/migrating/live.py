@@ -202,17 +202,17 @@ class LiveMigration:
         elif plan.until == "clean-up":
             await self._clean_up(steps, alias, state)
         elif plan.until != "check":
-            gaps = Counter[str]()
             if state.in_use == "old":
-                gaps = await steps.embed()
+                await steps.embed()
                 await steps.compare()
             if plan.until == "flip":
-                await self._flip(steps, alias, state, gaps)
+                await self._flip(steps, alias, state)
 
-    async def _flip(self, steps: _LiveSteps, alias: Present, state: LiveState, gaps: Counter[str]) -> None:
+    async def _flip(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
         plan, report = self._plan, self._report
         report.begin("flip")
         if state.in_use == "old":
+            gaps = await steps.catch_up("new")
             if gaps and not plan.accepts:
                 raise CommandRefused(
                     f"{gaps.total():,} rows have no new vector, so searches would not find them; nothing was "
@@ -272,14 +272,13 @@ class _LiveSteps:
         self._report = report
         self._echo = echo
 
-    async def embed(self) -> Counter[str]:
-        """Write the vectors of the new model beside the others, and return the rows that have none, by the reason."""
+    async def embed(self) -> None:
+        """Write the vectors of the new model beside the others, and build their indexes."""
         self._report.begin("embed")
         await self._live.begin(self._models["new"].dims)
-        gaps = await self.catch_up("new")
+        await self.catch_up("new")
         self._echo("  indexes of the new vectors are built, if the old ones have any")
         await self._live.build_indexes()
-        return gaps
 
     async def catch_up(self, side: Side) -> Counter[str]:
         """Scan until the vectors of a side are up to date. Returns the rows without one, by the reason."""

@@ -3,8 +3,8 @@
     rows ──pending(side)──► rows without a vector of their present text ──write──► the vectors of that side
                                  switch ──► searches and writers use the vectors of that side
 
-Each store keeps the progress itself, beside the vectors, so that a migration that was killed continues, and two of them
-at once do no harm. A vector counts only while it stands for the present text of its row, whoever wrote the row.
+Each store keeps the progress itself, beside the vectors, so that a migration that was killed continues. A vector counts
+only while it stands for the present text of its row, whoever wrote the row.
 
 The errors are those of sinks.
 """

@@ -29,7 +29,7 @@ MARKER = "_sie"
 SCAN_POINTS = 256
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points
 # settings of a collection that the new one gets too, by their name in its description
-_PARAMS = ("shard_number", "sharding_method", "replication_factor", "write_consistency_factor", "on_disk_payload")
+_PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
 _CONFIGS = {
     "hnsw_config": "hnsw_config",
     "optimizer_config": "optimizers_config",
@@ -110,8 +110,7 @@ class QdrantLive:
 
     async def open(self) -> LiveState:
         checked_name(self._alias)
-        listed = await self._read("GET", "/aliases", _Aliases)
-        aliases = {alias.alias_name: alias.collection_name for alias in listed.aliases}
+        aliases = await self._aliases()
         target = aliases.get(self._alias)
         if target is None:
             if await self._server.send("GET", f"/collections/{self._alias}", missing=True) is None:
@@ -132,6 +131,8 @@ class QdrantLive:
             )
         info = await self._read("GET", f"/collections/{target}", _Info)
         vector, params, others = self._vectors(info)
+        if info.config.params.get("sharding_method") == "custom":
+            raise CollectionMismatch(f"the collection {target} has shards by key, which are not migrated")
         is_begun = in_use == "new" or await self._server.send("GET", f"/collections/{new}", missing=True) is not None
         self._layout = _Layout({"old": old, "new": new}, in_use, is_begun, info, vector, params, others)
         counted = await self._read("POST", f"/collections/{target}/points/count", _Count, {"exact": True})
@@ -211,6 +212,7 @@ class QdrantLive:
             ids = [point.id for point in points]
             present = await self._points(source, ids, with_payload=False)
             if gone := [point_id for point_id in ids if point_id not in present]:
+                await self._check_in_use()
                 body = msgspec.json.encode({"points": gone})
                 await self._server.send("POST", f"/collections/{copies}/points/delete?wait=true", body)
 
@@ -220,6 +222,7 @@ class QdrantLive:
             if vectors is not None:
                 await self._replace_vectors(rows, vectors)
             return
+        await self._check_in_use()
         points = (
             self._copy(row.stored, side, None if vectors is None else vectors[number])
             for number, row in enumerate(rows)
@@ -313,6 +316,19 @@ class QdrantLive:
         payload = point.payload or {}
         text = msgspec.json.encode([payload.get(name) for name in self._source.text.columns])
         return hashlib.sha256(self._source.salt(side).encode() + b"\0" + text).hexdigest()[:32]
+
+    async def _aliases(self) -> dict[str, str]:
+        """Return the collection of each alias."""
+        listed = await self._read("GET", "/aliases", _Aliases)
+        return {alias.alias_name: alias.collection_name for alias in listed.aliases}
+
+    async def _check_in_use(self) -> None:
+        """Raise CollectionMismatch if another command has switched the collection: what are copies for this one would
+        be in use.
+        """
+        layout = self._opened()
+        if (await self._aliases()).get(self._alias) != layout.names[layout.in_use]:
+            raise CollectionMismatch(f"another command has switched {self._alias} meanwhile: run one at a time")
 
     async def _change_aliases(self, actions: Iterable[Mapping[str, Any]]) -> None:
         await self._server.send("POST", "/collections/aliases", msgspec.json.encode({"actions": list(actions)}))
