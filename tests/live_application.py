@@ -33,6 +33,7 @@ class Application(Protocol):
     async def beside(self, side: Side) -> Stored: ...
     async def new_vectors(self) -> int: ...
     async def is_clean(self) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Table:
@@ -42,6 +43,9 @@ class Table:
         self.server = server
         self.url = server.url()
         self.collection = collection
+
+    def close(self) -> None:
+        """Nothing: each statement has a connection of its own."""
 
     async def run(self, statement: str, *values: Any) -> list[Any]:
         connection = await asyncpg.connect(self.url)
@@ -110,15 +114,22 @@ class Points:
         self.collection = collection
         self.first = f"{collection}-1"
         self.is_hybrid = is_hybrid
+        self._client: Any = None
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
 
     def client(self) -> Any:
+        if self._client is not None:
+            return self._client
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its dependencies
             from qdrant_client import QdrantClient
         key = self.server.url.rpartition("@")[0].removeprefix("qdrant://") or None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a key without TLS
-            return QdrantClient(
+            self._client = QdrantClient(
                 host="127.0.0.1",
                 port=self.server.port,
                 api_key=key,
@@ -126,6 +137,7 @@ class Points:
                 check_compatibility=False,
                 trust_env=False,
             )
+        return self._client
 
     def _create(self, dims: int) -> None:
         from qdrant_client import models
@@ -141,7 +153,6 @@ class Points:
         client.create_payload_index(self.first, "price", models.PayloadSchemaType.INTEGER)
         alias = models.CreateAlias(collection_name=self.first, alias_name=self.collection)
         client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
-        client.close()
 
     async def create(self, dims: int) -> None:
         await asyncio.to_thread(self._create, dims)
@@ -161,7 +172,6 @@ class Points:
         client = self.client()
         for start in range(0, len(points), 500):
             client.upsert(self.collection, points[start : start + 500])
-        client.close()
 
     async def write(self, rows: Stored) -> None:
         await asyncio.to_thread(self._write, rows)
@@ -169,12 +179,10 @@ class Points:
     async def change_text(self, row_id: str, text: str) -> None:
         client = self.client()
         await asyncio.to_thread(client.set_payload, self.collection, {"body": text}, [int(row_id)])
-        client.close()
 
     async def delete(self, *ids: str) -> None:
         client = self.client()
         await asyncio.to_thread(client.delete, self.collection, [*map(int, ids)])
-        client.close()
 
     def _rows(self, name: str) -> Stored:
         client = self.client()
@@ -190,15 +198,12 @@ class Points:
                 assert point.payload["price"] == point.id
                 rows[str(point.id)] = (point.payload.get("body"), vector or None)
             if following is None:
-                client.close()
                 return rows
 
     def names(self) -> dict[str, str]:
         """Collections by alias."""
         client = self.client()
-        aliases = {each.alias_name: each.collection_name for each in client.get_aliases().aliases}
-        client.close()
-        return aliases
+        return {each.alias_name: each.collection_name for each in client.get_aliases().aliases}
 
     async def found(self) -> Stored:
         return await asyncio.to_thread(self._rows, self.collection)
@@ -213,7 +218,6 @@ class Points:
         """Collections of a migration that no alias names."""
         client = self.client()
         names = [each.name for each in client.get_collections().collections]
-        client.close()
         in_use = self.names().values()
         return [name for name in names if name.startswith(f"{self.collection}--") and name not in in_use]
 
@@ -221,14 +225,12 @@ class Points:
         """How many rows have one so far; 0 before there is a place for them."""
         client = self.client()
         counts = [client.count(name, exact=True).count for name in self.unnamed()]
-        client.close()
         return sum(counts)
 
     async def is_clean(self) -> bool:
         client = self.client()
         points, _ = client.scroll(self.collection, limit=10_000)
         count = sum(each.name.startswith(self.collection) for each in client.get_collections().collections)
-        client.close()
         return (
             count == 1
             and not any("_sie" in point.payload for point in points)

@@ -377,6 +377,7 @@ def _statuses() -> Iterator[None]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # it sends head and body apart, and would wait 40 ms between them
     collections: Collections
     key = ""
     hold = 0

@@ -63,11 +63,21 @@ def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
 
 
 @pytest.fixture(params=["postgres", "qdrant", "qdrant with sparse vectors"])
-def application(request: pytest.FixtureRequest) -> Application:
+def application(request: pytest.FixtureRequest) -> Iterator[Application]:
     collection = f"c-{uuid.uuid4().hex[:12]}"
     if request.param == "postgres":
-        return Table(request.getfixturevalue("postgres"), collection)
-    return Points(request.getfixturevalue("qdrant"), collection, is_hybrid="sparse" in request.param)
+        yield Table(request.getfixturevalue("postgres"), collection)
+        return
+    points = Points(request.getfixturevalue("qdrant"), collection, is_hybrid="sparse" in request.param)
+    yield points
+    points.close()
+
+
+@pytest.fixture
+def points(qdrant: QdrantServer) -> Iterator[Points]:
+    points = Points(qdrant, f"c-{uuid.uuid4().hex[:12]}")
+    yield points
+    points.close()
 
 
 def source(application: Application, **changes: Any) -> LiveSource:
@@ -129,7 +139,7 @@ async def begun(application: Application, migrator: Migrator, count: int) -> Non
 async def test_each_row_gets_the_vector_of_its_present_text_while_an_application_writes(
     application: Application, migrator: Migrator
 ) -> None:
-    await begun(application, migrator, 3000)
+    await begun(application, migrator, 2400)
     draw = random.Random(5)
     is_over = asyncio.Event()
 
@@ -137,15 +147,15 @@ async def test_each_row_gets_the_vector_of_its_present_text_while_an_application
         number = 0
         while not is_over.is_set():
             number += 1
-            changed, new = str(draw.randrange(1500)), str(10_000 + number)
+            changed, new = str(draw.randrange(1200)), str(10_000 + number)
             await application.change_text(changed, f"changed {number}")
             await application.write({new: (f"new {number}", vector_of(f"new {number}", "old"))})
-            replaced = str(1500 + draw.randrange(1000))
+            replaced = str(1200 + draw.randrange(800))
             await application.write({replaced: (f"replaced {number}", vector_of(f"replaced {number}", "old"))})
-            await application.delete(str(2500 + number % 500))
+            await application.delete(str(2000 + number % 400))
 
     writer = asyncio.create_task(write())
-    assert await migrator.scan("new") >= 2500
+    assert await migrator.scan("new") >= 2000
     assert await migrator.scan("new") > 0, "what came during the first scan"
     is_over.set()
     await writer
@@ -217,7 +227,7 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     await application.write({"900": ("new", vector_of("new", "new", widths))})
     await application.change_text("3", "changed")
     await application.delete("4")
-    assert await migrator.scan("new") == 4
+    assert 3 <= await migrator.scan("new") <= 4, "the first of them may have the very vector already"
     seen = await application.found()
     assert len(seen) == 300
     assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in seen.values())
@@ -301,11 +311,11 @@ async def test_new_vectors_of_another_width_are_refused(application: Application
     await again.close()
 
 
-async def test_a_secret_is_in_no_error(postgres: PostgresServer, qdrant: QdrantServer) -> None:
-    collection = f"c-{uuid.uuid4().hex[:12]}"
-    for application, url, secret in (
-        (Table(postgres, collection), postgres.url(password="wr0ng-secret"), "wr0ng-secret"),
-        (Points(qdrant, collection), qdrant.url.replace(SECRET, "wr0ng-secret"), "wr0ng-secret"),
+async def test_a_secret_is_in_no_error(postgres: PostgresServer, points: Points) -> None:
+    secret = "wr0ng-secret"
+    for application, url in (
+        (Table(postgres, points.collection), postgres.url(password=secret)),
+        (points, points.url.replace(SECRET, secret)),
     ):
         live = opened_live(url, "SINK", source(application), QUICK)
         with pytest.raises(AccessRefused) as refused:
@@ -490,8 +500,7 @@ async def test_a_table_that_a_job_created_is_migrated_by_fields_of_its_payload(t
 # ---- Qdrant
 
 
-async def test_a_collection_without_an_alias_or_with_rests_of_a_migration_is_refused(qdrant: QdrantServer) -> None:
-    points = Points(qdrant, f"c-{uuid.uuid4().hex[:12]}")
+async def test_a_collection_without_an_alias_or_with_rests_of_a_migration_is_refused(points: Points) -> None:
     await points.create(16)
     for name, error, why in (
         (points.first, CollectionMismatch, "is a collection of Qdrant and not an alias"),
@@ -512,9 +521,8 @@ async def test_a_collection_without_an_alias_or_with_rests_of_a_migration_is_ref
         await live.close()
 
 
-async def test_two_commands_at_once_do_not_write_over_what_is_in_use(qdrant: QdrantServer) -> None:
+async def test_two_commands_at_once_do_not_write_over_what_is_in_use(points: Points) -> None:
     """One switches while the other one has read a page. Result: the other one is refused before it writes."""
-    points = Points(qdrant, f"c-{uuid.uuid4().hex[:12]}")
     first = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
     await begun(points, first, 10)
     second = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
@@ -533,12 +541,10 @@ async def test_two_commands_at_once_do_not_write_over_what_is_in_use(qdrant: Qdr
         await migrator.live.close()
 
 
-async def test_the_new_collection_has_the_indexes_of_payloads(qdrant: QdrantServer) -> None:
-    points = Points(qdrant, f"c-{uuid.uuid4().hex[:12]}")
+async def test_the_new_collection_has_the_indexes_of_payloads(points: Points) -> None:
     migrator = Migrator(opened_live(points.url, "SINK", source(points), QUICK))
     await begun(points, migrator, 10)
     await migrator.live.switch("new")
     client = points.client()
     assert list(client.get_collection(points.collection).payload_schema) == ["price"]
-    client.close()
     await migrator.live.close()
