@@ -48,7 +48,7 @@ BLOCKS = {
     "jobs.md": {"": 5},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
-    "migration.md": {"server": 1, "": 4, "machine": 1},
+    "migration.md": {"server": 1, "": 4, "machine": 3},
     "models.md": {"server": 1, "": 3},
     "objects.md": {"": 1},
     "parsing.md": {"vision": 1, "install": 1},

@@ -115,7 +115,7 @@ def test_the_former_target_is_that_before_the_last_flip(before: Any) -> None:
 
 
 def test_a_history_without_a_former_target_is_refused() -> None:
-    for changes in ((), ("$.alias",), ("$.shadow",)):
+    for changes in ((), ("$.shadow",)):
         with pytest.raises(click.ClickException, match="does not say which model"):
             former_target([revision(2, *changes)])
 

@@ -35,7 +35,7 @@ from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.settings import SettingError
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, LiveState, Side
+from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, LiveState, Side, opposite
 from sie_store.sinks.opening import opened_live
 from sie_store.sinks.sink import PATIENCE
 
@@ -90,6 +90,9 @@ class Scan:
     scanned: int = 0
     embedded: int = 0
     gaps: Counter[str] = field(default_factory=Counter)
+
+    def add_embedded(self, count: int) -> None:
+        self.embedded += count
 
     @property
     def gaps_text(self) -> str:
@@ -324,7 +327,7 @@ class _LiveSteps:
     async def clean_up(self) -> None:
         """Remove the vectors that are not in use."""
         await self._live.clean_up()
-        away: Side = "old" if self._state.in_use == "new" else "new"
+        away = opposite(self._state.in_use)
         self._report.report_step(
             f"the vectors of {self._models[away].name} are removed from {self._plan.collection}: there is no way back",
             removed=self._models[away].name,
@@ -431,7 +434,7 @@ class _LiveSteps:
         if done:
             matrix: NDArray[np.float32] = np.stack(vectors).astype(np.float32)
             await self._live.write(side, done, matrix)
-            scan.embedded += len(done)
+            scan.add_embedded(len(done))
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
         """Encode texts by the model of a side. Raises CommandRefused if the model has changed since the check, because

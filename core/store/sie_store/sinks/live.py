@@ -24,6 +24,10 @@ from sie_store.datasets.templates import Template
 Side = Literal["old", "new"]
 
 
+def opposite(side: Side) -> Side:
+    return "old" if side == "new" else "new"
+
+
 @dataclass(frozen=True)
 class LiveSource:
     """Description of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its

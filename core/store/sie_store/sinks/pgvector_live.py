@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side
+from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
 from sie_store.sinks.pgvector import (
     MAX_DIMS,
     SCHEMA_OF_EXTENSION,
@@ -66,7 +66,7 @@ WHERE i.indrelid = to_regclass($1) AND i.indnkeyatts = 1 AND i.indpred IS NULL A
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _TableShape:
     """Columns of the table. `kind`: type of the vectors, vector or halfvec. `columns`: type by name."""
 
     extension: str
@@ -104,7 +104,7 @@ class _Shape:
         return f"{quoted(self.extension)}.{self.kind}"
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _MarkerRecord(msgspec.Struct, frozen=True):
     """Comment of the column of markers. `new`: fingerprint of the new model."""
 
     new: str
@@ -118,7 +118,7 @@ class PgvectorLive:
         self._database = database
         self._source = source
         self._table = ".".join(quoted(part) for part in source.collection.split("."))
-        self._shape: _Shape | None = None
+        self._shape: _TableShape | None = None
 
     async def open(self) -> LiveState:
         self._shape = shape = await self._database.transaction(self._read_shape)
@@ -132,7 +132,7 @@ class PgvectorLive:
         )
         return LiveState(rows, dims or 0, shape.in_use, shape.is_begun)
 
-    async def _read_shape(self, connection: Any) -> _Shape:
+    async def _read_shape(self, connection: Any) -> _TableShape:
         source = self._source
         extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
         if extension is None:
@@ -182,7 +182,7 @@ class PgvectorLive:
         indexes = await connection.fetch(_INDEXES, self._table, vector)
         operator = next((_OPERATORS.get(index["operators"], COSINE) for index in indexes), COSINE)
         id_type = columns[id_column]
-        return _Shape(
+        return _TableShape(
             extension, vector, kind[1], id_column, id_type, columns, in_use, comment or "", is_not_null, operator
         )
 
@@ -197,7 +197,7 @@ class PgvectorLive:
                     f"the table {self._source.collection} has a column {shape.vector + NEXT} that no migration has "
                     "created: rename or drop it"
                 )
-            record = msgspec.json.encode(_Record(fingerprint, shape.is_not_null)).decode()
+            record = msgspec.json.encode(_MarkerRecord(fingerprint, shape.is_not_null)).decode()
             await self._alter(
                 f"ALTER TABLE {self._table} ADD COLUMN {quoted(shape.column('new'))} {shape.type}({dims}), "
                 f"ADD COLUMN {quoted(shape.marker)} bytea",
@@ -231,7 +231,7 @@ class PgvectorLive:
                 return
 
     async def _page(
-        self, connection: Any, shape: _Shape, side: Side, after: str | None
+        self, connection: Any, shape: _TableShape, side: Side, after: str | None
     ) -> tuple[int, str | None, list[LiveRow], list[str]]:
         """Read the next rows. Returns their number, the last id, the pending rows, and the ids of rows whose vector
         was computed earlier from the same text.
@@ -246,15 +246,13 @@ class PgvectorLive:
         if not ids:
             return 0, None, [], []
         last = ids[-1]["id"]
-        other: Side = "old" if side == "new" else "new"
-        other_column = shape.column(other)
         same = (
-            f"{column} IS NOT NULL AND t.{quoted(shape.marker)} = {self._digest(shape, other)}"
-            if other_column in shape.columns
+            f"{column} IS NOT NULL AND t.{quoted(shape.marker)} = {self._digest(shape, opposite(side))}"
+            if shape.column(opposite(side)) in shape.columns
             else "false"
         )
         fields = ", ".join(f"{_literal(name)}, {shape.field(name)}" for name in self._source.text.columns)
-        found = await connection.fetch(
+        stale = await connection.fetch(
             f"SELECT {identity}::text AS id, {_version(self._source, shape)} AS version, "  # noqa: S608
             f"{same} AS is_same, jsonb_build_object({fields})::text AS columns "
             f"FROM {self._table} t WHERE {span} AND {identity} <= $2::text::{shape.id_type} AND "
@@ -265,18 +263,17 @@ class PgvectorLive:
         )
         rows = [
             LiveRow(row["id"], msgspec.json.decode(row["columns"]), row["version"])
-            for row in found
+            for row in stale
             if not row["is_same"]
         ]
-        return len(ids), last, rows, [row["id"] for row in found if row["is_same"]]
+        return len(ids), last, rows, [row["id"] for row in stale if row["is_same"]]
 
-    async def _adopt(self, connection: Any, shape: _Shape, side: Side, ids: list[str]) -> None:
-        other: Side = "old" if side == "new" else "new"
+    async def _adopt(self, connection: Any, shape: _TableShape, side: Side, ids: list[str]) -> None:
         await connection.execute(
             f"UPDATE {self._table} t SET {quoted(shape.marker)} = {self._digest(shape, side)} "  # noqa: S608
             f"WHERE t.{quoted(shape.id_column)} = ANY($1::text[]::{shape.id_type}[]) "
             f"AND t.{quoted(shape.column(side))} IS NOT NULL AND t.{quoted(shape.marker)} = "
-            f"{self._digest(shape, other)}",
+            f"{self._digest(shape, opposite(side))}",
             ids,
         )
 
@@ -294,7 +291,7 @@ class PgvectorLive:
         )
 
     async def _written(
-        self, connection: Any, shape: _Shape, side: Side, records: Sequence[tuple[str, bytes, bytes]]
+        self, connection: Any, shape: _TableShape, side: Side, records: Sequence[tuple[str, bytes, bytes]]
     ) -> None:
         await copy_rows(connection, shape.extension, "version bytea", records)
         identity, vector = quoted(shape.id_column), f"fresh.embedding::{shape.type}"
@@ -302,10 +299,10 @@ class PgvectorLive:
             f"{quoted(shape.column(side))} = {vector}",
             f"{quoted(shape.marker)} = {self._digest(shape, side, vector)}",
         ]
-        other = shape.column("old" if side == "new" else "new")
-        if side == shape.in_use and other in shape.columns:
+        away = shape.column(opposite(side))
+        if side == shape.in_use and away in shape.columns:
             # a writer has changed this row, so the vector that is not in use stands for an earlier text
-            changes.append(f"{quoted(other)} = NULL")
+            changes.append(f"{quoted(away)} = NULL")
         await connection.execute(
             f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
             f"ON t.{identity} = r.id::{shape.id_type} WHERE {_version(self._source, shape)} = r.version "
@@ -314,7 +311,7 @@ class PgvectorLive:
             f"UPDATE {self._table} t SET {', '.join(changes)} FROM fresh WHERE t.{identity} = fresh.id"
         )
 
-    async def _cleared(self, connection: Any, shape: _Shape, side: Side, rows: Sequence[LiveRow]) -> None:
+    async def _cleared(self, connection: Any, shape: _TableShape, side: Side, rows: Sequence[LiveRow]) -> None:
         column = quoted(shape.column(side))
         await connection.execute(
             f"UPDATE {self._table} t SET {column} = NULL FROM "  # noqa: S608
@@ -352,8 +349,8 @@ class PgvectorLive:
         return [row["id"] for row in near]
 
     async def build_indexes(self) -> None:
-        """Build them without a lock of writers (CONCURRENTLY). An index that such a build has left invalid is removed
-        first.
+        """Build indexes without a lock of writers (CONCURRENTLY). An index that such a build has left invalid is
+        removed first.
         """
         shape = self._opened()
         old, new = await self._database.transaction(
@@ -391,7 +388,7 @@ class PgvectorLive:
         shape = self._opened()
         if not shape.is_begun:
             return
-        away = quoted(shape.column("old" if shape.in_use == "new" else "new"))
+        away = quoted(shape.column(opposite(shape.in_use)))
         statements = [
             f"ALTER TABLE {self._table} DROP COLUMN IF EXISTS {away}, DROP COLUMN {quoted(shape.marker)}",
         ]
@@ -400,7 +397,7 @@ class PgvectorLive:
         await self._alter(*statements)
         await self.open()
 
-    async def _has_gaps(self, shape: _Shape) -> bool:
+    async def _has_gaps(self, shape: _TableShape) -> bool:
         """Return whether a row has no vector in use."""
         gaps = f"SELECT EXISTS (SELECT FROM {self._table} WHERE {quoted(shape.vector)} IS NULL)"  # noqa: S608
         return bool(await self._database.transaction(lambda connection: connection.fetchval(gaps)))
@@ -408,14 +405,14 @@ class PgvectorLive:
     async def close(self) -> None:
         """Do nothing: there is no open connection between calls."""
 
-    def _opened(self) -> _Shape:
+    def _opened(self) -> _TableShape:
         assert self._shape is not None, "open comes first"
         return self._shape
 
-    def _record(self) -> _Record:
+    def _record(self) -> _MarkerRecord:
         """Return the comment of the column of markers."""
         try:
-            return msgspec.json.decode(self._opened().comment, type=_Record)
+            return msgspec.json.decode(self._opened().comment, type=_MarkerRecord)
         except msgspec.DecodeError:
             raise CollectionMismatch(
                 f"the comment of the column {self._opened().marker} is not one of a migration: drop the column"
@@ -432,7 +429,7 @@ class PgvectorLive:
         await self._database.transaction(run)
         self._shape = await self._database.transaction(self._read_shape)
 
-    def _digest(self, shape: _Shape, side: Side, vector: str = "") -> str:
+    def _digest(self, shape: _TableShape, side: Side, vector: str = "") -> str:
         """Return the expression for the marker of a row with a current vector of this side: by default the vector that
         it has.
         """
@@ -447,7 +444,7 @@ async def _indexes(connection: Any, table: str, *columns: str) -> list[list[Any]
     return [list(await connection.fetch(_INDEXES, table, column)) for column in columns]
 
 
-def _version(source: LiveSource, shape: _Shape) -> str:
+def _version(source: LiveSource, shape: _TableShape) -> str:
     """Return the expression for the digest of the columns that the template names."""
     columns = ", ".join(map(shape.field, source.text.columns))
     return f"sha256(convert_to(jsonb_build_array({columns})::text, 'UTF8'))"

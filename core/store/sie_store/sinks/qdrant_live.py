@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side
+from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
 from sie_store.sinks.qdrant import MAX_DIMS, QdrantConnection, point_bodies
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkUnsuitable, checked_name
 
@@ -37,25 +37,20 @@ _CONFIGS = {
 }
 
 
-class _Vectors(msgspec.Struct, frozen=True):
-    size: int
-    distance: str
-
-
 class _PayloadIndex(msgspec.Struct, frozen=True):
     data_type: str
     params: dict[str, Any] | None = None
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _CollectionConfig(msgspec.Struct, frozen=True):
     params: dict[str, Any]
     hnsw_config: dict[str, Any] | None = None
     optimizer_config: dict[str, Any] | None = None
     quantization_config: dict[str, Any] | None = None
 
 
-class _Info(msgspec.Struct, frozen=True):
-    config: _Config
+class _CollectionInfo(msgspec.Struct, frozen=True):
+    config: _CollectionConfig
     payload_schema: dict[str, _PayloadIndex] = {}
 
 
@@ -65,37 +60,37 @@ class _Point(msgspec.Struct, frozen=True):
     vector: Any = None
 
 
-class _Page(msgspec.Struct, frozen=True):
+class _PointPage(msgspec.Struct, frozen=True):
     points: tuple[_Point, ...] = ()
     next_page_offset: int | str | None = None
 
 
-class _Count(msgspec.Struct, frozen=True):
+class _PointCount(msgspec.Struct, frozen=True):
     count: int
 
 
-class _Alias(msgspec.Struct, frozen=True):
+class _QdrantAlias(msgspec.Struct, frozen=True):
     alias_name: str
     collection_name: str
 
 
-class _Aliases(msgspec.Struct, frozen=True):
-    aliases: tuple[_Alias, ...] = ()
+class _AliasListing(msgspec.Struct, frozen=True):
+    aliases: tuple[_QdrantAlias, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """Collections of a migration. `vector`: name of the vector, empty for one without a name. `others`: names of the
-    other vectors.
+class _CollectionPair:
+    """Collections of a migration. `vector`: name of the vector, empty for one without a name. `more_vectors`: names of
+    the rest.
     """
 
     names: Mapping[Side, str]
     in_use: Side
     is_begun: bool
-    info: _Info
+    info: _CollectionInfo
     vector: str
     params: dict[str, Any]
-    others: tuple[str, ...]
+    more_vectors: tuple[str, ...]
 
 
 class QdrantLive:
@@ -106,7 +101,7 @@ class QdrantLive:
         self._source = source
         self._alias = source.collection
         self._before = f"{source.collection}--before"
-        self._layout: _Layout | None = None
+        self._layout: _CollectionPair | None = None
 
     async def open(self) -> LiveState:
         checked_name(self._alias)
@@ -129,16 +124,16 @@ class QdrantLive:
                 f"collection {aliases[self._before]}. Remove both, or run the command of that migration with "
                 "--step clean-up"
             )
-        info = await self._read("GET", f"/collections/{target}", _Info)
-        vector, params, others = self._vectors(info)
+        info = await self._read("GET", f"/collections/{target}", _CollectionInfo)
+        vector, params, more_vectors = self._vectors(info)
         if info.config.params.get("sharding_method") == "custom":
             raise CollectionMismatch(f"the collection {target} has shards by key, which are not migrated")
         is_begun = in_use == "new" or await self._server.send("GET", f"/collections/{new}", missing=True) is not None
-        self._layout = _Layout({"old": old, "new": new}, in_use, is_begun, info, vector, params, others)
-        counted = await self._read("POST", f"/collections/{target}/points/count", _Count, {"exact": True})
+        self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
+        counted = await self._read("POST", f"/collections/{target}/points/count", _PointCount, {"exact": True})
         return LiveState(counted.count, int(params["size"]), in_use, is_begun)
 
-    def _vectors(self, info: _Info) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    def _vectors(self, info: _CollectionInfo) -> tuple[str, dict[str, Any], tuple[str, ...]]:
         """Return the name and the parameters of the vector to migrate, and the names of the other vectors."""
         vectors = info.config.params.get("vectors") or {}
         sparse = tuple(info.config.params.get("sparse_vectors") or {})
@@ -172,7 +167,7 @@ class QdrantLive:
         for field, index in layout.info.payload_schema.items():
             body = {"field_name": field, "field_schema": index.params or index.data_type}
             await self._server.send("PUT", f"/collections/{name}/index?wait=true", msgspec.json.encode(body))
-        created = await self._read("GET", f"/collections/{name}", _Info)
+        created = await self._read("GET", f"/collections/{name}", _CollectionInfo)
         _, params, _ = self._vectors(created)
         if params["size"] != dims:
             raise CollectionMismatch(
@@ -184,7 +179,9 @@ class QdrantLive:
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
         layout = self._opened()
         source, copies = layout.names[layout.in_use], layout.names[side]
-        async for points in self._scroll(source, with_vector=list(layout.others) if side != layout.in_use else False):
+        async for points in self._scroll(
+            source, with_vector=list(layout.more_vectors) if side != layout.in_use else False
+        ):
             if side == layout.in_use:
                 stored = {point.id: point for point in points}
             else:
@@ -211,9 +208,9 @@ class QdrantLive:
         async for points in self._scroll(copies, with_payload=False):
             ids = [point.id for point in points]
             present = await self._points(source, ids, with_payload=False)
-            if gone := [point_id for point_id in ids if point_id not in present]:
+            if deleted := [point_id for point_id in ids if point_id not in present]:
                 await self._check_in_use()
-                body = msgspec.json.encode({"points": gone})
+                body = msgspec.json.encode({"points": deleted})
                 await self._server.send("POST", f"/collections/{copies}/points/delete?wait=true", body)
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
@@ -265,13 +262,13 @@ class QdrantLive:
 
     async def sample(self, count: int) -> Sequence[LiveRow]:
         body = {"query": {"sample": "random"}, "limit": count, "with_payload": True}
-        page = await self._read("POST", f"{self._path(self._opened().in_use)}/query", _Page, body)
+        page = await self._read("POST", f"{self._path(self._opened().in_use)}/query", _PointPage, body)
         return [LiveRow(str(point.id), _plain(point)) for point in page.points]
 
     async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
         name = self._opened().vector
         body = {"query": vector.tolist(), "limit": count, "with_payload": False, **({"using": name} if name else {})}
-        page = await self._read("POST", f"{self._path(side)}/query", _Page, body)
+        page = await self._read("POST", f"{self._path(side)}/query", _PointPage, body)
         return [str(point.id) for point in page.points]
 
     async def build_indexes(self) -> None:
@@ -293,7 +290,7 @@ class QdrantLive:
 
     async def clean_up(self) -> None:
         layout = self._opened()
-        away: Side = "old" if layout.in_use == "new" else "new"
+        away = opposite(layout.in_use)
         if layout.in_use == "new" and layout.names["old"]:
             await self._change_aliases([{"delete_alias": {"alias_name": self._before}}])
         if layout.names[away]:
@@ -304,7 +301,7 @@ class QdrantLive:
     async def close(self) -> None:
         await self._server.close()
 
-    def _opened(self) -> _Layout:
+    def _opened(self) -> _CollectionPair:
         assert self._layout is not None, "open comes first"
         return self._layout
 
@@ -319,7 +316,7 @@ class QdrantLive:
 
     async def _aliases(self) -> dict[str, str]:
         """Return the collection of each alias."""
-        listed = await self._read("GET", "/aliases", _Aliases)
+        listed = await self._read("GET", "/aliases", _AliasListing)
         return {alias.alias_name: alias.collection_name for alias in listed.aliases}
 
     async def _check_in_use(self) -> None:
@@ -345,7 +342,7 @@ class QdrantLive:
                 "with_payload": with_payload,
                 "with_vector": with_vector or False,
             }
-            page = await self._read("POST", f"/collections/{collection}/points/scroll", _Page, body)
+            page = await self._read("POST", f"/collections/{collection}/points/scroll", _PointPage, body)
             if page.points:
                 yield page.points
             offset = page.next_page_offset
