@@ -152,9 +152,10 @@ class QdrantSink:
         """Yield request bodies with points."""
         points = (
             {
+                # first, because it refuses an id that has no UUID
+                "payload": msgspec.Raw(encoded({**payload, ROW_ID: row_id}, number)),
                 "id": point_id(row_id),
                 "vector": vector.tolist(),
-                "payload": msgspec.Raw(encoded({**payload, ROW_ID: row_id}, number)),
             }
             for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True))
         )
