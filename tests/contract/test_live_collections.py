@@ -257,6 +257,7 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     assert (await application.found())["6"][0] == "forward"
     await migrator.live.clean_up()
     assert await application.is_clean()
+    assert (await migrator.live.open()).is_begun is False
     seen = await application.found()
     assert len(seen) == 300
     assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in seen.values())
@@ -394,6 +395,9 @@ async def test_vectors_of_another_model_are_never_taken_for_those_of_this_one(ta
     await third.clean_up()
     await third.begin(WIDTHS["new"])
     assert await Migrator(third).scan("new") == 20
+    await third.switch("new")
+    with pytest.raises(CollectionMismatch, match=r"of another migration.*DROP COLUMN \"embedding_before\""):
+        await opened_table(table).open()
 
 
 @pytest.mark.parametrize("kind", ["vector", "halfvec"])

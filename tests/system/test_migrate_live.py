@@ -246,6 +246,8 @@ def migrates(cluster: Cluster, alias: str, application: Application, rows: int, 
     told = sie(cluster, alias, application, "--step", "clean-up")
     assert "there is no way back" in told
     assert asyncio.run(application.is_clean())
+    assert f"names {NEW} already" in sie(cluster, alias, application)
+    assert "no vectors of test/old" in sie(cluster, alias, application, "--step", "back", status=1)
     complete(cluster, application, NEW, original, writer)
 
 

@@ -326,6 +326,10 @@ def test_figures_of_gateways_are_added() -> None:
         (["search", "--sink", "x", "--collection", "c", "--step", "back"], "NEW_MODEL and --text are needed"),
         (["search", "m", "--sink", "x", "--collection", "c", "--text", "{a}"], "SIE_JOBS_SINKS has no database"),
         (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--vector", "v"], "--vector: a job writes"),
+        (
+            ["search", "m", "--sink", "x", "--collection", "c", "--text", "{a}", "--shadow-s", "3"],
+            "--shadow-s: only a migration with --corpus",
+        ),
         (["search", "--step", "clean-up"], "--step clean-up: only an index"),
         (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--sink", "x"], "need each other"),
         (["search", "m", "--min-agreement", "2"], "is not in the range"),

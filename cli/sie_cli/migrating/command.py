@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from sie_cli import display
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
@@ -23,9 +24,15 @@ UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip
 BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
-_STOPPED_LIVE = {
-    "flip": "the same command goes on, and --step back goes back",
+# options that need a corpus, by parameter
+_CORPUS_OPTIONS = {
+    "input_format": "--input-format",
+    "output": "--output",
+    "shadow_share": "--shadow-share",
+    "shadow_s": "--shadow-s",
+    "shadow_copies": "--shadow-requests",
 }
+_STOPPED_LIVE = {"flip": "the same command goes on, and --step back goes back"}
 _STOPPED = {
     "shadow": "the shadow stays; the same command goes on, and `sie models alias {alias} MODEL` removes the shadow",
     "flip": "the alias names either the old or the new model; the same command tells which, and goes on",
@@ -183,6 +190,10 @@ def _migrate_live(
 
     if until == "shadow":
         raise click.UsageError("--step shadow: an index that is migrated in its database has no such step")
+    context = click.get_current_context()
+    for name in _CORPUS_OPTIONS:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{_CORPUS_OPTIONS[name]}: only a migration with --corpus has this option")
     url = dict(cluster.settings.jobs_sinks or ()).get(sink)
     if url is None:
         raise click.UsageError(

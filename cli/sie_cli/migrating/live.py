@@ -62,7 +62,7 @@ class LivePlan:
     alias: str
     model: str
     sink: str
-    url: str
+    url: str = field(repr=False)
     collection: str
     text: Template
     vector: str
@@ -174,12 +174,14 @@ class LiveMigration:
             live = opened_live(plan.url, SINKS, source, PATIENCE)
             stack.push_async_callback(live.close)
             state = await live.open()
+            if alias.target == plan.model and not state.is_begun:
+                self._check_done(models["old"])
+                return
             model = models[state.in_use]
             if state.dims and state.dims != model.dims:
                 raise CommandRefused(
                     f"the vectors of {plan.collection} have {state.dims} dimensions, where {model.name} makes "
-                    f"{model.dims}: is this the index of {plan.alias}, and is "
-                    "--vector its vector?"
+                    f"{model.dims}: is this the index of {plan.alias}, and is --vector its vector?"
                 )
             report.report_step(
                 f"{plan.alias} names {alias.target}; {plan.collection} of {plan.sink} has {state.rows:,} rows, and its "
@@ -193,6 +195,18 @@ class LiveMigration:
             async with self._encoder() as encoder:
                 steps = _LiveSteps(encoder, live, state, models, plan, report, self._echo)
                 await self._steps(steps, alias, state)
+
+    def _check_done(self, old: LiveModel) -> None:
+        """Report an alias that has moved and an index without a migration: it is cleaned up. Raises CommandRefused for
+        the way back.
+        """
+        plan = self._plan
+        if plan.until in ("back", "clean-up"):
+            raise CommandRefused(
+                f"{plan.collection} has no vectors of {old.name}: they were removed, or never migrated. A migration to "
+                f"{old.name} writes them"
+            )
+        self._report.report_step(f"{plan.alias} names {plan.model} already, and {plan.collection} has no migration")
 
     def _model(self, name: str) -> LiveModel:
         check_encoder(self._client, name)
@@ -241,7 +255,8 @@ class LiveMigration:
         if alias.target == plan.model:
             report.facts["back"] = back(self._aliases, plan.alias, self._echo)
             self._aliases.wait_for_gateways(plan.alias)
-        await steps.settle("old")
+        if state.is_begun:
+            await steps.settle("old")
 
     async def _clean_up(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
         plan, report = self._plan, self._report

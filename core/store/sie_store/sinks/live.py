@@ -49,7 +49,7 @@ class LiveSource:
 @dataclass(frozen=True)
 class LiveState:
     """State of a live collection. `dims`: width of the vectors in use. `in_use`: the side that searches use.
-    `is_begun`: there is a place for vectors of the other side.
+    `is_begun`: there is a place for vectors of the opposite side.
     """
 
     rows: int

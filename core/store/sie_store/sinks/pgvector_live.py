@@ -122,6 +122,13 @@ class PgvectorLive:
 
     async def open(self) -> LiveState:
         self._shape = shape = await self._database.transaction(self._read_shape)
+        if shape.in_use == "new" and self._record().new != self._source.fingerprints["new"]:
+            vector = shape.vector
+            raise CollectionMismatch(
+                f"the vectors in use of {self._source.collection} are of another migration, or the model has changed "
+                "since. Run the command of that migration with --step clean-up; if its model is not there any more: "
+                f"ALTER TABLE {self._table} DROP COLUMN {quoted(vector + BEFORE)}, DROP COLUMN {quoted(shape.marker)}"
+            )
         column = quoted(shape.vector)
         rows, dims = await self._database.transaction(
             lambda connection: connection.fetchrow(

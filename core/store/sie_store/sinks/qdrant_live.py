@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -108,7 +109,7 @@ class QdrantLive:
         aliases = await self._aliases()
         target = aliases.get(self._alias)
         if target is None:
-            if await self._server.send("GET", f"/collections/{self._alias}", missing=True) is None:
+            if await self._server.send("GET", _path(self._alias), missing=True) is None:
                 raise CollectionMissing(f"Qdrant has no alias {self._alias}")
             raise CollectionMismatch(
                 f"{self._alias} is a collection of Qdrant and not an alias, so searches cannot be switched. Create an "
@@ -124,13 +125,16 @@ class QdrantLive:
                 f"collection {aliases[self._before]}. Remove both, or run the command of that migration with "
                 "--step clean-up"
             )
-        info = await self._read("GET", f"/collections/{target}", _CollectionInfo)
+        info = await self._read("GET", _path(target), _CollectionInfo)
         vector, params, more_vectors = self._vectors(info)
         if info.config.params.get("sharding_method") == "custom":
             raise CollectionMismatch(f"the collection {target} has shards by key, which are not migrated")
-        is_begun = in_use == "new" or await self._server.send("GET", f"/collections/{new}", missing=True) is not None
+        if in_use == "new":
+            is_begun = bool(old)  # otherwise it is cleaned up
+        else:
+            is_begun = await self._server.send("GET", _path(new), missing=True) is not None
         self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
-        counted = await self._read("POST", f"/collections/{target}/points/count", _PointCount, {"exact": True})
+        counted = await self._read("POST", _path(target, "/points/count"), _PointCount, {"exact": True})
         return LiveState(counted.count, int(params["size"]), in_use, is_begun)
 
     def _vectors(self, info: _CollectionInfo) -> tuple[str, dict[str, Any], tuple[str, ...]]:
@@ -163,11 +167,11 @@ class QdrantLive:
                 **{key: config.params[key] for key in ("sparse_vectors", *_PARAMS) if config.params.get(key)},
                 **{key: getattr(config, own) for own, key in _CONFIGS.items() if getattr(config, own)},
             }
-            await self._server.send("PUT", f"/collections/{name}", msgspec.json.encode(settings), exists=True)
+            await self._server.send("PUT", _path(name), msgspec.json.encode(settings), exists=True)
         for field, index in layout.info.payload_schema.items():
             body = {"field_name": field, "field_schema": index.params or index.data_type}
-            await self._server.send("PUT", f"/collections/{name}/index?wait=true", msgspec.json.encode(body))
-        created = await self._read("GET", f"/collections/{name}", _CollectionInfo)
+            await self._server.send("PUT", _path(name, "/index?wait=true"), msgspec.json.encode(body))
+        created = await self._read("GET", _path(name), _CollectionInfo)
         _, params, _ = self._vectors(created)
         if params["size"] != dims:
             raise CollectionMismatch(
@@ -211,7 +215,7 @@ class QdrantLive:
             if deleted := [point_id for point_id in ids if point_id not in present]:
                 await self._check_in_use()
                 body = msgspec.json.encode({"points": deleted})
-                await self._server.send("POST", f"/collections/{copies}/points/delete?wait=true", body)
+                await self._server.send("POST", _path(copies, "/points/delete?wait=true"), body)
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
         layout = self._opened()
@@ -227,7 +231,7 @@ class QdrantLive:
         bodies = point_bodies(points)
         # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
-            await self._server.send("PUT", f"/collections/{layout.names[side]}/points?wait=true", body, completed=True)
+            await self._server.send("PUT", self._points_path(side, "?wait=true"), body, completed=True)
 
     def _copy(self, point: _Point, side: Side, vector: NDArray[np.float32] | None) -> dict[str, Any]:
         """Return the copy of a point for a side, with its other vectors; without a vector it has no marker."""
@@ -255,20 +259,20 @@ class QdrantLive:
             ]
             try:
                 body = msgspec.json.encode({"operations": operations})
-                await self._server.send("POST", f"/collections/{name}/points/batch?wait=true", body)
+                await self._server.send("POST", _path(name, "/points/batch?wait=true"), body)
             except CollectionMissing:
                 # the point was deleted meanwhile, or the collection: then the scan refuses it
                 continue
 
     async def sample(self, count: int) -> Sequence[LiveRow]:
         body = {"query": {"sample": "random"}, "limit": count, "with_payload": True}
-        page = await self._read("POST", f"{self._path(self._opened().in_use)}/query", _PointPage, body)
+        page = await self._read("POST", self._points_path(self._opened().in_use, "/query"), _PointPage, body)
         return [LiveRow(str(point.id), _plain(point)) for point in page.points]
 
     async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
         name = self._opened().vector
         body = {"query": vector.tolist(), "limit": count, "with_payload": False, **({"using": name} if name else {})}
-        page = await self._read("POST", f"{self._path(side)}/query", _PointPage, body)
+        page = await self._read("POST", self._points_path(side, "/query"), _PointPage, body)
         return [str(point.id) for point in page.points]
 
     async def build_indexes(self) -> None:
@@ -294,9 +298,9 @@ class QdrantLive:
         if layout.in_use == "new" and layout.names["old"]:
             await self._change_aliases([{"delete_alias": {"alias_name": self._before}}])
         if layout.names[away]:
-            await self._server.send("DELETE", f"/collections/{layout.names[away]}")
+            await self._server.send("DELETE", _path(layout.names[away]))
         body = msgspec.json.encode({"keys": [MARKER], "filter": {}})
-        await self._server.send("POST", f"{self._path(layout.in_use)}/payload/delete?wait=true", body)
+        await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
 
     async def close(self) -> None:
         await self._server.close()
@@ -305,8 +309,8 @@ class QdrantLive:
         assert self._layout is not None, "open comes first"
         return self._layout
 
-    def _path(self, side: Side) -> str:
-        return f"/collections/{self._opened().names[side]}/points"
+    def _points_path(self, side: Side, suffix: str) -> str:
+        return _path(self._opened().names[side], f"/points{suffix}")
 
     def _marker(self, side: Side, point: _Point) -> str:
         """Return the digest of a point's text and of the model."""
@@ -342,7 +346,7 @@ class QdrantLive:
                 "with_payload": with_payload,
                 "with_vector": with_vector or False,
             }
-            page = await self._read("POST", f"/collections/{collection}/points/scroll", _PointPage, body)
+            page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
             if page.points:
                 yield page.points
             offset = page.next_page_offset
@@ -354,7 +358,7 @@ class QdrantLive:
     ) -> dict[int | str, _Point]:
         """Read points by id. Missing ones are left out."""
         body = {"ids": list(ids), "with_payload": with_payload, "with_vector": False}
-        points = await self._read("POST", f"/collections/{collection}/points", tuple[_Point, ...], body)
+        points = await self._read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
         return {point.id: point for point in points}
 
     async def _read(self, method: str, path: str, type: Any, body: Any = None) -> Any:
@@ -364,6 +368,10 @@ class QdrantLive:
             return msgspec.convert(result, type)
         except msgspec.ValidationError:
             raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+
+
+def _path(collection: str, suffix: str = "") -> str:
+    return f"/collections/{quote(collection, safe='')}{suffix}"
 
 
 def _plain(point: _Point) -> dict[str, Any]:
