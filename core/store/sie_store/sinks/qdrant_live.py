@@ -294,13 +294,11 @@ class QdrantLive:
 
     async def clean_up(self) -> None:
         layout = self._opened()
-        away = opposite(layout.in_use)
-        if layout.in_use == "new" and layout.names["old"]:
-            await self._change_aliases([{"delete_alias": {"alias_name": self._before}}])
-        if layout.names[away]:
-            await self._server.send("DELETE", _path(layout.names[away]))
         body = msgspec.json.encode({"keys": [MARKER], "filter": {}})
         await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
+        if layout.is_begun:
+            # last, because the alias of the old collection, which ends with it, says that there is something to remove
+            await self._server.send("DELETE", _path(layout.names[opposite(layout.in_use)]), missing=True)
 
     async def close(self) -> None:
         await self._server.close()
