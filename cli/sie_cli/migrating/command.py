@@ -74,7 +74,7 @@ _STOPPED = {
     default=SAMPLE,
     show_default=True,
     type=click.IntRange(0, MAX_TEXTS),
-    help="Texts of the corpus that both models encode. 0: do not compare.",
+    help="Texts by which the models are compared. 0: do not compare.",
 )
 @click.option(
     "--min-agreement",
@@ -143,8 +143,8 @@ def migrate(
     \b
     sie models alias search BAAI/bge-m3                               creates the alias, once
     export SIE_JOBS_SINKS=main=postgresql://user:password@host/database
-    sie migrate search my/model --sink main --collection docs --text "{title}\n{body}"
-    sie migrate search my/model --sink main --collection docs --text "{title}\n{body}" --step back
+    sie migrate search my/model --sink main --collection docs --text "{title}\\n{body}"
+    sie migrate search my/model --sink main --collection docs --text "{title}\\n{body}" --step back
     sie migrate search my/model --corpus docs.jsonl --text "{body}" --id id -o vectors --step shadow
     sie migrate search --step back                                    returns to the former model
 
