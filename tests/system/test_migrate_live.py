@@ -79,7 +79,18 @@ def application(request: pytest.FixtureRequest) -> Iterator[Application]:
     points.close()
 
 
+_encoded: dict[tuple[str, str], list[float]] = {}  # by model and text: encoding all of them again takes minutes
+
+
 def vectors(cluster: Cluster, model: str, texts: Sequence[str]) -> list[list[float]]:
+    """The vectors that a model makes of texts, each computed once."""
+    missing = [text for text in dict.fromkeys(texts) if (model, text) not in _encoded]
+    for text, vector in zip(missing, encode(cluster, model, missing), strict=True):
+        _encoded[model, text] = vector
+    return [_encoded[model, text] for text in texts]
+
+
+def encode(cluster: Cluster, model: str, texts: Sequence[str]) -> list[list[float]]:
     rows: list[list[float]] = []
     for start in range(0, len(texts), 1000):
         body = {"items": list(texts[start : start + 1000]), "params": {"priority": "bulk"}}
@@ -113,7 +124,7 @@ class Writer(threading.Thread):
                 self.writes += 1
                 (row_id,) = draw.choices([str(draw.randrange(self._rows // 2)), str(self._rows + self.writes)])
                 text = f"{text_of(self.writes)} written"
-                (vector,) = vectors(self._cluster, self._alias, [text])
+                (vector,) = encode(self._cluster, self._alias, [text])
                 asyncio.run(self._application.write({row_id: (text, vector)}))
                 if self.writes % 10 == 0:
                     row_id = str(self._rows // 2 + self.writes)
