@@ -26,7 +26,7 @@ from sie_store.sinks.pgvector import (
     MAX_DIMS,
     SCHEMA_OF_EXTENSION,
     PostgresDatabase,
-    binary_vectors,
+    binary,
     copy_rows,
     quoted,
 )
@@ -290,7 +290,7 @@ class PgvectorLive:
             if side != shape.in_use:
                 await self._database.transaction(functools.partial(self._cleared, shape=shape, side=side, rows=rows))
             return
-        encoded = await asyncio.to_thread(binary_vectors, vectors)
+        encoded = await asyncio.to_thread(lambda: [binary(vector) for vector in vectors])
         records = [(row.id, vector, row.version) for row, vector in zip(rows, encoded, strict=True)]
         size = sum(len(row_id) + len(vector) + len(version) for row_id, vector, version in records)
         await self._database.transaction(
