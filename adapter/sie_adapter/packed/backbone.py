@@ -336,8 +336,9 @@ class Backbone:
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the states of a text's first token do not depend on its last token, measured by a pass with
-        the text alone and one with a longer text; None if the two passes disagree.
+        """Return True if the states of a text's first token do not depend on its last token, else False. It is measured
+        by changing the last token, once for the text alone and once for the text packed with a longer one; None if the
+        two results differ.
         """
         if self._is_causal is not None:
             return self._is_causal

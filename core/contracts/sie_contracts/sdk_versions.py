@@ -1,5 +1,5 @@
-"""Dialects of the public SIE SDKs: what a version of the SDK expects of a server. The version is in the header
-`X-SIE-SDK-Version`.
+"""Dialects of the SDKs of the open-source SIE project, which also work with this server: what a version of the SDK
+expects. The version is in the header `X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the last row of DIALECTS whose version is not newer ──► Dialect
 

@@ -215,7 +215,7 @@ def _binary(vector: NDArray[np.float32]) -> bytes:
 
 
 def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Return rows as records for binary COPY. PostgreSQL cannot store NUL, so U+FFFD replaces it. Raises RowsRefused."""
+    """Return rows as records for binary COPY. PostgreSQL cannot store NUL: U+FFFD replaces it. Raises RowsRefused."""
     encoded_rows = []
     for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
         encoded(row_id, number)
