@@ -83,7 +83,7 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
 
 
 def dialect_of(version: str) -> Dialect:
-    """Return the dialect of a version of the public SDK; the newest dialect if the version cannot be parsed."""
+    """Return the dialect of a version of these SDKs; the newest dialect if the version cannot be parsed."""
     number = _parsed(version)
     if number is None:
         return DIALECTS[-1][1]
