@@ -44,8 +44,8 @@ from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# Number of additional short sequences for the comparison of the packed path with the stock path at load, for a model
-# that ranks or has int8 weights: its scores are also compared by rank, which needs many sequences.
+# Number of additional short sequences for the comparison of the packed path with the unchanged transformers model at
+# load, for a model that ranks or has int8 weights: its scores are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
