@@ -97,6 +97,7 @@ ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
     "airgap": "sie_cli.airgap:airgap",
     "backup": "sie_cli.recovery:backup",
+    "cache": "sie_cli.cache:cache",
     "dlq": "sie_cli.dlq:dlq",
     "doctor": "sie_cli.doctor:doctor",
     "eval": "sie_cli.evals:evals",
@@ -140,6 +141,7 @@ def main() -> None:
     sie mcp                    offer tools to agents, by the Model Context Protocol
     sie top                    show workers, models and queues, live
     sie dlq list               list work that was given up
+    sie cache status           show cached answers; `erase` removes them
     sie keys create NAME       create a token for a client; `list`, `revoke`
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there

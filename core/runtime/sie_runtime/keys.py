@@ -53,7 +53,9 @@ NO_LIMITS = KeyLimits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Record of a key, stored under `id`. Times are seconds since 1970; 0: never. `digest`: see `digest_of`."""
+    """Record of a key, stored under `id`. Times are seconds since 1970; 0: never. `digest`: see `digest_of`. `caches`:
+    answers to this key may be cached.
+    """
 
     id: str
     name: str
@@ -63,6 +65,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     expires_s: float = 0.0
     revoked_s: float = 0.0
     limits: KeyLimits = NO_LIMITS
+    caches: bool = True
 
     def ended(self, now_s: float) -> str:
         """Return why the key is not valid any more ("was revoked" or "has expired"); empty while it is valid."""
@@ -72,7 +75,13 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def create(
-    name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: KeyLimits = NO_LIMITS
+    name: str,
+    scopes: tuple[str, ...],
+    *,
+    now_s: float,
+    expires_s: float = 0.0,
+    limits: KeyLimits = NO_LIMITS,
+    caches: bool = True,
 ) -> tuple[Key, str]:
     """Return a new key and its token. The token is not stored anywhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
@@ -84,6 +93,7 @@ def create(
         created_s=now_s,
         expires_s=expires_s,
         limits=limits,
+        caches=caches,
     )
     return key, token
 

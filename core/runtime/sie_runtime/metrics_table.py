@@ -140,6 +140,17 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
+    # Cache of answers; all values are 0 at a gateway without SIE_CACHE_BYTES
+    Metric(
+        "sie_gateway_cache_inputs",
+        "counter",
+        "Inputs of requests that use the cache: hit, joined (an equal input was under way), miss",
+        ("result",),
+        3,
+    ),
+    Metric("sie_gateway_cache_answers", "gauge", "Answers in the cache of this gateway"),
+    Metric("sie_gateway_cache_bytes", "gauge", "Memory of these answers, at most SIE_CACHE_BYTES"),
+    Metric("sie_gateway_cache_evictions", "counter", "Answers removed from the cache for lack of room"),
     # Jobs; every gateway exports the same values
     Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
     Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),

@@ -39,7 +39,7 @@ from sie_contracts.errors import QueueFull
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.settings import Settings, default_worker_id
 from sie_contracts.wire import heartbeats, messages, topology
-from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, LaneTraffic, QueuedWork
+from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, Heartbeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.model_queue import LOOK_S, Entered, ModelQueue, WaitRefusal
@@ -134,6 +134,11 @@ class Peers:
 
     def pause_s(self) -> float:
         return BUSY_S if self._is_busy else EVERY_S
+
+    async def announce(self, erasure: AnswerErasure) -> None:
+        """Send the other gateways which cached answers to erase. Raises BrokerError."""
+        beat = msgspec.structs.replace(self.beat(), erasure=erasure)
+        await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
 
     async def _send(self, beat: GatewayBeat) -> None:
         try:

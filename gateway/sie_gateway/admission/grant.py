@@ -28,13 +28,14 @@ _MAX_IDLE = 4096
 @dataclass(frozen=True)
 class Grant:
     """Rights of a credential. `key` identifies it for its quota and in the queue; empty if no credential is required.
-    `name` identifies it in metrics. The token cannot be derived from either.
+    `name` identifies it in metrics. The token cannot be derived from either. `caches`: its answers may be cached.
     """
 
     key: str = ""
     scopes: frozenset[str] = frozenset()
     limits: KeyLimits = NO_LIMITS
     name: str = "anonymous"
+    caches: bool = True
 
     def owns(self, owner: str) -> bool:
         """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""

@@ -260,6 +260,13 @@ class Fleet:
         entry = self._lanes.get(lane)
         return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
 
+    def loaded(self, lane: Lane, residency: str) -> list[ModelStatus]:
+        """Return the reports of the healthy workers of a lane that have the model loaded."""
+        self._expire()
+        entry = self._lanes.get(lane)
+        statuses = self._statuses.get(residency, {})
+        return [] if entry is None else [statuses[name] for name in entry.loaded.get(residency, ())]
+
     def crossover_tokens(self, residency: str) -> int:
         """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model,
         from the workers' reports; 0 while no worker reports one.

@@ -193,7 +193,7 @@ class Gate:
 
 
 def _grant_of(key: Key) -> Grant:
-    return Grant(key.id, frozenset(key.scopes), key.limits, key.id)
+    return Grant(key.id, frozenset(key.scopes), key.limits, key.id, key.caches)
 
 
 def _static(token: Secret, scopes: frozenset[str], name: str) -> Grant:

@@ -51,6 +51,12 @@ HEADERS = (
         "A failed input fills its slot with the error, or fails the request. Public SDKs of SIE get fail by default.",
     ),
     Parameter("X-SIE-Remote", "header", Literal["forbid"], "This server answers by itself; another value is refused."),
+    Parameter(
+        "X-SIE-Cache",
+        "header",
+        Literal["no-store", "only"],
+        "no-store: answers are neither taken from the cache nor cached. only: 404 if an answer is not cached.",
+    ),
     Parameter("X-Request-ID", "header", _ShortText, "Returned with the reply."),
 )
 PLACEHOLDERS = {

@@ -37,7 +37,7 @@ from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, co
 from sie_gateway.inference.call import ErrorShape, family
 from sie_gateway.inference.handler import Handler, InferenceRoute
 from sie_gateway.jobs import file_routes, job_routes
-from sie_gateway.operations import configs, dead_letter_routes, handlers, overview, pools, whoami
+from sie_gateway.operations import cache_routes, configs, dead_letter_routes, handlers, overview, pools, whoami
 from sie_gateway.operations import configs as config_forward
 from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
@@ -451,6 +451,7 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *CATALOGUE,
     *config_forward.CONFIG_FORWARD,
     *overview.OVERVIEW,
+    *cache_routes.CACHE,
     *dead_letter_routes.DEAD_LETTERS,
     *file_routes.FILES,
     *job_routes.JOBS,

@@ -21,7 +21,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
-from sie_contracts.wire.messages import MENTION_BYTES, Mention, TextChunks, utf8_bytes
+from sie_contracts.wire.messages import MENTION_BYTES, Input, Mention, TextChunks, Vectors, utf8_bytes
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
@@ -87,6 +87,21 @@ class RequestItem:
         size += sum(MENTION_BYTES + len(mention.label.encode()) for mention in self.mentions)
         size += len(self.chunks.spans) if self.chunks else 0
         return size if self.vectors is None else size + self.vectors.nbytes
+
+
+def input_of(item: RequestItem) -> Input:
+    """Return the input of a queue message: the fields of an item that a worker needs."""
+    if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
+        return Input(item.text, mentions=item.mentions, chunks=item.chunks)
+    return Input(
+        item.text,
+        tokens=item.tokens,
+        pair=item.pair,
+        vectors=None if item.vectors is None else Vectors.from_array(item.vectors),
+        images=item.images,
+        audio=item.audio,
+        document=item.document,
+    )
 
 
 def count(body: bytes, *, msgpack: bool) -> int:

@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span
 
 ROUTE_KEY = "X-SIE-Route-Key"
+CACHE = "X-SIE-Cache"
 MAX_KEY_CHARS = 128
 _ROUTE_KEY_HEADER = ROUTE_KEY.lower()
+_CACHE_HEADER = CACHE.lower()
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
 """Function from an error, a request id and the failures of single inputs to the status and the JSON body that a client
 family reads.
@@ -155,6 +157,14 @@ def route_key(call: Call | None) -> str:
         )
         raise InvalidInput(message, reason="schema", param=ROUTE_KEY)
     return f"named {named}"
+
+
+def cache_mode(headers: Mapping[str, str]) -> str:
+    """Return the value of X-SIE-Cache; empty if the client has not sent it. Raises InvalidInput."""
+    mode = headers.get(_CACHE_HEADER, "")
+    if mode not in ("", "no-store", "only"):
+        raise InvalidInput(f"{CACHE}: expected no-store or only", reason="schema", param=CACHE)
+    return mode
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, route_key
+from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, cache_mode, route_key
 from sie_gateway.inference.image_urls import ImageUrls
 from sie_gateway.inference.reattach import Attachments, ClientGone
 from sie_gateway.inference.results import PlannedRequest, RequestResult
@@ -163,6 +163,7 @@ class Inference:
         """
         self._resolve(call, route)
         _check_remote(call.headers)
+        cache_mode(call.headers)  # a wrong value is refused before the body is read
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
         self._enter(1)
@@ -229,7 +230,7 @@ class Inference:
                 return await route.handler(self, call, raw)
             except EntryChanged as error:
                 left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
-                if call.attempt == MAX_ATTEMPTS or left_s <= 0:
+                if call.attempt >= MAX_ATTEMPTS or left_s <= 0:
                     message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
                     raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
             call.again()

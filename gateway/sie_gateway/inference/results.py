@@ -92,6 +92,9 @@ class RequestResult:
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
+        self.cache_status = ""  # hit, partial, miss or off; empty at a gateway without a cache
+        self.cached_items = 0  # inputs that this request did not compute
+        self.cached_tokens = 0  # tokens of these inputs
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # milliseconds from publishing a chunk to the arrival of its result, by chunk
         self._waits_ms: dict[int, float] = {}
@@ -101,15 +104,32 @@ class RequestResult:
     def add_results(
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Store the result of each chunk at the positions of its inputs. Raises InvalidOutcomeCount."""
+        """Store the result of each chunk at the positions of its inputs. Chunks of a further call get further numbers.
+        Raises InvalidOutcomeCount.
+        """
+        before = len(self._waits_ms)
+        if before:
+            results = [msgspec.structs.replace(result, chunk=before + result.chunk) for result in results]
         for piece, result in zip(chunks, results, strict=True):
             places = indices[piece.start : piece.stop]
             if len(places) != len(result.outcomes):
                 raise InvalidOutcomeCount(len(result.outcomes), len(places))
             self._results.append(result)
             self._positions.append(places)
-        self._waits_ms = dict(enumerate(waits_ms))
-        self.last = results[max(self._waits_ms, key=waits_ms.__getitem__)]
+        self._waits_ms.update(enumerate(waits_ms, before))
+        self.last = results[max(range(len(waits_ms)), key=waits_ms.__getitem__)]
+
+    def add_cached(self, index: int, result: WorkResult) -> None:
+        """Store the answer of one input that this request did not compute."""
+        self.cached_items += 1
+        self.cached_tokens += tokens_of(result)
+        self._results.append(result)
+        self._positions.append([index])
+
+    def add_failure(self, index: int, failure: Failed) -> None:
+        """Store the failure of one input that this request did not compute."""
+        self._results.append(WorkResult("", -1, "", (failure,)))
+        self._positions.append([index])
 
     @cached_property
     def outcomes(self) -> list[Placed]:
@@ -118,7 +138,7 @@ class RequestResult:
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
-        """Return the results of the request's chunks that came from workers, without failures found by the gateway."""
+        """Return the results of chunks that came from workers, without cached answers and failures of the gateway."""
         return [result for result in self._results if result.chunk >= 0]
 
     @cached_property
@@ -132,37 +152,33 @@ class RequestResult:
                     images += len(self.request.items[place].images)
                     if outcome.truncated:
                         truncated.append(place)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
-        return {**usage, "images": images} if images else usage
-
-    @property
-    def device_s(self) -> float:
-        """Return the seconds of device time that this request used: its share, by tokens, of each of its batches."""
-        found_ms = 0.0
-        for result in self.worker_results:
-            tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
-            if result.batch.tokens and tokens:
-                share = min(1.0, tokens / result.batch.tokens)
-                found_ms += share * (result.stages.inference_ms + result.stages.postprocess_ms)
-        return found_ms / 1000
+        usage: dict[str, Any] = {
+            "prompt_tokens": tokens,
+            "total_tokens": tokens,
+            "truncated_items": sorted(truncated),
+        }
+        if images:
+            usage["images"] = images
+        if self.cached_items:
+            usage |= {"cached_items": self.cached_items, "cached_tokens": self.cached_tokens}
+        return usage
 
     @property
     def fingerprint(self) -> str:
-        real = self.worker_results
-        return real[0].fingerprint if real else ""
+        return next((result.fingerprint for result in self._results if result.fingerprint), "")
 
     @property
     def values(self) -> int:
         """Return the approximate count of the numbers in the reply. The time to write the reply depends on it."""
         count = sum(
             len(listed)
-            for result in self.worker_results
+            for result in self._results
             for outcome in result.outcomes
             if isinstance(outcome, Ok) and outcome.data
             for listed in outcome.data.values()
             if isinstance(listed, list)
         )
-        return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * count
+        return sum(len(result.block) for result in self._results) // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "") -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
@@ -279,6 +295,7 @@ class RequestResult:
             **({"X-SIE-Units-Pairs": str(len(self.outcomes) - failed)} if self.request.operation == "score" else {}),
             **({"X-SIE-Units-Images": str(self.usage["images"])} if "images" in self.usage else {}),
             "X-SIE-Worker": ",".join(sorted({result.worker for result in self.worker_results})),
+            **({"X-SIE-Cache-Status": self.cache_status} if self.cache_status else {}),
             **timing_headers(timing),
             **({"X-Queue-Publish-Time": f"{self.publish_ms:.2f}"} if self.publish_ms else {}),
             **({"X-Payload-Fetch-Time": f"{fetch_ms:.2f}"} if fetch_ms else {}),
@@ -286,6 +303,22 @@ class RequestResult:
             **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
             **({"X-SIE-Truncated-Items": str(truncated)} if truncated else {}),
         }
+
+
+def tokens_of(result: WorkResult) -> int:
+    """Return the number of tokens that the model read for a chunk."""
+    return sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+
+
+def device_seconds(results: Sequence[WorkResult]) -> float:
+    """Return the seconds of device time of chunks: for each batch that a chunk ran in, its share by tokens."""
+    total_ms = 0.0
+    for result in results:
+        tokens = tokens_of(result)
+        if result.batch.tokens and tokens:
+            share = min(1.0, tokens / result.batch.tokens)
+            total_ms += share * (result.stages.inference_ms + result.stages.postprocess_ms)
+    return total_ms / 1000
 
 
 class InvalidOutcomeCount(Exception):

@@ -18,15 +18,23 @@ from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, Inte
 from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry, is_joinable
-from sie_contracts.wire.messages import Failed, Input, Operation, TextChunks, Vectors, WorkItem, WorkResult
+from sie_contracts.wire.messages import Failed, Operation, TextChunks, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
-from sie_gateway.inference.body import RequestItem, has_images
-from sie_gateway.inference.call import Call, EntryChanged
+from sie_gateway.inference.body import RequestItem, has_images, input_of
+from sie_gateway.inference.cached import CachedRuns, not_cached
+from sie_gateway.inference.call import Call, EntryChanged, cache_mode
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
-from sie_gateway.inference.results import OutcomeCollector, PlannedRequest, RequestResult, ResultInbox
+from sie_gateway.inference.results import (
+    OutcomeCollector,
+    PlannedRequest,
+    RequestResult,
+    ResultInbox,
+    device_seconds,
+    tokens_of,
+)
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
@@ -39,7 +47,9 @@ _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests through the queue. `load_hold_s`: longest wait of a request for a model that is not loaded."""
+    """Runs requests through the queue. `load_hold_s`: longest wait of a request for a model that is not loaded.
+    `cached`: the cache of answers; None if this gateway has none.
+    """
 
     def __init__(
         self,
@@ -50,6 +60,7 @@ class Runner:
         admission: Admission,
         cold: ColdStarts,
         load_hold_s: float,
+        cached: CachedRuns | None = None,
     ) -> None:
         self._feed = feed
         self._queue = queue
@@ -58,6 +69,7 @@ class Runner:
         self._admission = admission
         self._cold = cold
         self._load_hold_s = load_hold_s
+        self._cached = cached
 
     def refused(self, request: PlannedRequest, takers: _Takers | None = None) -> dict[int, Failed]:
         """Return the failures of the items that the model cannot run, so far as the gateway can check them."""
@@ -80,12 +92,26 @@ class Runner:
             raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
         refused = self.refused(request, takers)
         runnable = [index for index in range(len(request.items)) if index not in refused]
-        finished = RequestResult(request, refused)
         if not runnable:
-            return finished
+            return RequestResult(request, refused)
         items: Sequence[RequestItem] = [request.items[index] for index in runnable] if refused else request.items
         if _reads_mentions(request):
             items = [replace(item, mentions=mentions(item)) for item in items]
+        if self._cached is not None:
+            return await self._cached.run(call, request, refused, runnable, items, self._computed)
+        if cache_mode(call.headers) == "only":
+            raise not_cached(len(items))
+        finished = RequestResult(request, refused)
+        await self._computed(call, runnable, items, finished)
+        return finished
+
+    async def _computed(
+        self, call: Call, positions: list[int], items: Sequence[RequestItem], finished: RequestResult
+    ) -> list[WorkResult]:
+        """Publish items and add their results to `finished`. `positions` are those of the items in the request. Return
+        the results in the order of the items. Raises SIEError, EntryChanged.
+        """
+        request = finished.request
         lane, priority, resolved = request.lane, request.priority, request.resolved
         limits = chunk.ChunkLimits(
             self._admission.chunk_cost(lane, priority, resolved.residency),
@@ -136,14 +162,14 @@ class Runner:
         results = [result for result in collector.results if result is not None]
         self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
         waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
-        finished.add_results(runnable, chunks, results, waits_ms)
+        finished.add_results(positions, chunks, results, waits_ms)
         if call.span is not None:
             telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
-        tokens = finished.usage["total_tokens"]
+        tokens = sum(map(tokens_of, results))
         if call.charge is not None:
             call.charge.settle(tokens)
-        self._metrics.used(call.grant.name, tokens, finished.device_s)
-        return finished
+        self._metrics.used(call.grant.name, tokens, device_seconds(results))
+        return results
 
     def _revision(self, entry: ModelEntry) -> int:
         """Return the revision of an entry in the catalogue. Raises EntryChanged if the catalogue has another entry."""
@@ -254,7 +280,7 @@ def _builder(
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
-    query = None if request.query is None else _input(request.query)
+    query = None if request.query is None else input_of(request.query)
     # workers count this route separately from its operation
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
     asker = call.grant.name if has_images(items, request.query) else ""
@@ -267,7 +293,7 @@ def _builder(
             model=resolved.entry.id,
             revision=resolved.entry.revision,
             operation=request.operation,
-            inputs=tuple(map(_input, items[piece.start : piece.stop])),
+            inputs=tuple(map(input_of, items[piece.start : piece.stop])),
             options=request.options.run,
             reply=reply,
             budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
@@ -387,18 +413,3 @@ def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Taker
 
 def _reads_mentions(request: PlannedRequest) -> bool:
     return request.operation == "extract" and families.row(request.resolved.entry.family).reads_mentions
-
-
-def _input(item: RequestItem) -> Input:
-    """Return the input of a queue message: the fields of an item that a worker needs."""
-    if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
-        return Input(item.text, mentions=item.mentions, chunks=item.chunks)
-    return Input(
-        item.text,
-        tokens=item.tokens,
-        pair=item.pair,
-        vectors=None if item.vectors is None else Vectors.from_array(item.vectors),
-        images=item.images,
-        audio=item.audio,
-        document=item.document,
-    )

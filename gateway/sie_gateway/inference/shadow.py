@@ -173,7 +173,8 @@ class Shadows:
             self._opening.add(resolved.residency)
         # the client's headers without identity, budget and machine profile: only the pool and the error mode remain
         headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
-        own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
+        headers |= {"x-sie-priority": "bulk", "x-sie-cache": "no-store"}
+        own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY), budget_s=BUDGET_S)
         copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
         task = asyncio.get_running_loop().create_task(
             self._measured(own, copied, finished, alias, model), name="shadow"

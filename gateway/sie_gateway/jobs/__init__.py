@@ -18,6 +18,6 @@ engine.py, assembly.py       construction of one job; construction of a gateway'
 native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form
 envelope.py                  the lines of a batch: requests and replies
 values.py, client.py         each distinct input once, groups by length; requests that wait for capacity
-storage.py, cache.py         objects of one job; answers that later jobs use again
+storage.py                   objects of one job
 pace.py                      rate and forecast of a job; the times of day at which it may run
 """

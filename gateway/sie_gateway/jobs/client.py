@@ -181,7 +181,8 @@ class JobClient:
         self._throttle = Throttle(tokens_per_s, until_open=until_open)
         self._until_open = until_open
         self._identity = identity
-        self._headers = {"x-sie-priority": "bulk", **headers}
+        # answers of jobs are cached in the payload store; in the gateway's memory they would take the place of others
+        self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
 
     def call(self) -> Call:

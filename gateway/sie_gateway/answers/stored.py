@@ -1,7 +1,6 @@
-"""Cache of the answers of earlier jobs, in the payload store. A second run over a corpus computes only changed rows.
+"""Cached answers of earlier jobs, in the payload store. A second run over a corpus computes only changed rows.
 
     cache/{space}/{segment}    one object for each shard that computed answers
-    space: a digest of the owner, the model's fingerprint, the operation and the parameters
 
 A segment is written in one step, and never changed:
 
@@ -16,17 +15,16 @@ thread, because the event loop must renew the leases of jobs at the same time.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_gateway.jobs.values import pack, unpack
+from sie_gateway.answers.keys import DIGEST_BYTES
+from sie_gateway.answers.values import pack_row, unpack_row
 from sie_store.datasets.answers import RowAnswer
 from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, within
 
@@ -37,17 +35,9 @@ if TYPE_CHECKING:
 MAX_ITEMS = 4_000_000  # largest number of digests that a job keeps in memory, 24 bytes each
 SEGMENTS_KEPT = 4
 SHORT_S, LONG_S = 10.0, 120.0
-DIGEST_BYTES, COUNT_BYTES = 16, 8
+COUNT_BYTES = 8
 PREFIX = "cache/"
 _logger = logging.getLogger("sie.gateway.jobs")
-
-
-def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, Any]) -> str:
-    """Return the name of the space for jobs with these arguments; they use the same answers. `owner` is the API key of
-    the job, so that no key learns the inputs of another key; empty if all keys use one another's answers.
-    """
-    key = msgspec.json.encode([owner, fingerprint, operation, params], order="sorted")
-    return hashlib.sha256(key).hexdigest()[:32]
 
 
 class CacheSegment:
@@ -60,12 +50,12 @@ class CacheSegment:
     def value(self, row: int) -> RowAnswer:
         """Return value number `row` of the segment. Raises ValueError if it cannot be decoded."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
-        return unpack(bytes(self._data[start:end]))
+        return unpack_row(bytes(self._data[start:end]))
 
 
 def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
     digests = sorted(values)
-    packed = [pack(values[digest]) for digest in digests]
+    packed = [pack_row(values[digest]) for digest in digests]
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in packed])]).astype("<u8")
     return b"".join([len(digests).to_bytes(COUNT_BYTES, "little"), *digests, offsets.tobytes(), *packed])
 
@@ -123,7 +113,7 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
     return answers
 
 
-class AnswerCache:
+class StoredAnswers:
     """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of all segments."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
