@@ -80,7 +80,7 @@ def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Let each token attend to its whole sequence, as transformers does if its processor passes token types."""
+    """Let each token attend to its whole sequence. In transformers, token types from the processor have this effect."""
     language.config.is_causal = False
     for module in language.modules():
         if hasattr(module, "is_causal"):
