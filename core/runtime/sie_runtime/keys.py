@@ -53,7 +53,7 @@ NO_LIMITS = KeyLimits()
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Record of a key; its key in the bucket is `id`. Times are in seconds since 1970; 0 means never. `digest`: see
-    `digest_of`.
+    `digest_of`. `remote`: inputs of its requests may be sent to remote servers.
     """
 
     id: str
@@ -64,6 +64,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     expires_s: float = 0.0
     revoked_s: float = 0.0
     limits: KeyLimits = NO_LIMITS
+    remote: bool = False
 
     def ended(self, now_s: float) -> str:
         """Return why the key is not valid any more ("was revoked" or "has expired"); empty while it is valid."""
@@ -73,7 +74,13 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def create(
-    name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: KeyLimits = NO_LIMITS
+    name: str,
+    scopes: tuple[str, ...],
+    *,
+    now_s: float,
+    expires_s: float = 0.0,
+    limits: KeyLimits = NO_LIMITS,
+    remote: bool = False,
 ) -> tuple[Key, str]:
     """Return a new key and its token. The token is not stored anywhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
@@ -85,6 +92,7 @@ def create(
         created_s=now_s,
         expires_s=expires_s,
         limits=limits,
+        remote=remote,
     )
     return key, token
 

@@ -30,20 +30,22 @@ class Grant:
     """Rights of a credential. `key` identifies the credential for its quota, and for the order in which keys use the
     queue. It is empty if the installation requires no credential.
 
-    `name` identifies the credential in metrics. The token cannot be derived from it.
+    `name` identifies the credential in metrics. The token cannot be derived from it. `remote`: its inputs may be sent
+    to remote servers.
     """
 
     key: str = ""
     scopes: frozenset[str] = frozenset()
     limits: KeyLimits = NO_LIMITS
     name: str = "anonymous"
+    remote: bool = False
 
     def owns(self, owner: str) -> bool:
         """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""
         return owner == self.key or "admin" in self.scopes
 
 
-ANYBODY = Grant()
+ANYBODY = Grant(remote=True)
 
 
 @dataclass(slots=True)

@@ -197,8 +197,8 @@ class Gate:
 
 
 def _grant_of(key: Key) -> Grant:
-    return Grant(key.id, frozenset(key.scopes), key.limits, key.id)
+    return Grant(key.id, frozenset(key.scopes), key.limits, key.id, key.remote)
 
 
 def _static(token: Secret, scopes: frozenset[str], name: str) -> Grant:
-    return Grant(key_of(token.reveal()), scopes, name=name)
+    return Grant(key_of(token.reveal()), scopes, name=name, remote=True)
