@@ -125,6 +125,11 @@ async def loads(probe: ClusterProbe) -> CheckResult:
     return f"{counted(loaded, 'model')} loaded", _of_check("loads", views)
 
 
+async def remotes(probe: ClusterProbe) -> CheckResult:
+    """List the remote servers of SIE_REMOTES that get no requests, with the figure or the reason."""
+    return "none is refused", _of_check("remotes", await probe.views())
+
+
 async def refusals(probe: ClusterProbe) -> CheckResult:
     """List requests that gateways refused in the last minutes, because of too much work or a fault of the cluster."""
     views = await probe.views()

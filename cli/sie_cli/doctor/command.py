@@ -28,6 +28,7 @@ from sie_cli.doctor.checks import (
     models,
     queue,
     refusals,
+    remotes,
     streams,
     versions,
 )
@@ -117,6 +118,7 @@ CHECKS: dict[str, Check] = {
     "loads": loads,
     "refusals": refusals,
     "queue": queue,
+    "remotes": remotes,
     "sockets": sockets,
     "gpu": gpu,
     "disk": disk,
