@@ -133,7 +133,7 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
     """Run the sequences of the backbone's trial on the packed path, and compare each output of the model with that of
-    the stock path, which is padded and ran at load. Return the lowest cosine of each output.
+    the unchanged transformers model, which ran with padding at load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)

@@ -419,7 +419,7 @@ def _foreign(name: str, owner: str, loaded: list[str]) -> str:
 
 
 def _pool_name(value: str) -> str:
-    """Return the pool that a header names, by default the default pool. Raises InvalidInput (reason pool_name)."""
+    """Return the pool that a header names, by default the default pool. Raises InvalidInput (reason `pool_name`)."""
     try:
         return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:

@@ -126,7 +126,7 @@ class StreamSpec:
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
     `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker drops all messages
-    above a new, lower limit. So the limit is lowered only while no more messages than that are waiting.
+    above a new, lower limit. So the limit is lowered only while no model has more waiting messages than the new limit.
     """
 
     name: str
