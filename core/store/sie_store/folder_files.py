@@ -65,7 +65,7 @@ class Prompts(msgspec.Struct):
 
 
 class TokenizerConfig(msgspec.Struct):
-    """Fields of `tokenizer_config.json`. transformers writes 10^30 as `model_max_length` if the tokenizer has no limit."""
+    """Fields of `tokenizer_config.json`. transformers writes `model_max_length` 10^30 if a tokenizer has no limit."""
 
     model_max_length: Annotated[float, Meta(ge=1)] | None = None
 
