@@ -36,7 +36,7 @@ MARKDOWN = "\n".join(f"## Section {number}\n\nA line of the document." for numbe
 
 
 def served() -> list[Any]:
-    """The models of the gateway. Work of HELD is not answered."""
+    """The models of the gateway. Work of HELD is answered by the test alone."""
     return [
         toy_entry(DENSE),
         toy_entry(RANK, outputs={"score": 0}, family="cross-encoder"),
@@ -52,7 +52,7 @@ def answered(item: WorkItem) -> tuple[list[Ok], bytes]:
         vectors = [vector_of(ids_of(entry.text or "")) for entry in item.inputs]
         slices = [ArraySlice("<f4", (WIDTH,), 4 * WIDTH * number) for number in range(len(vectors))]
         return [Ok({"dense": entry}, 3) for entry in slices], np.concatenate(vectors).astype("<f4").tobytes()
-    if item.model == RANK:
+    if item.model in (RANK, HELD):
         return [Ok({}, 3, score=float(len(entry.text or ""))) for entry in item.inputs], b""
     if item.model == FIND:
         found = []
@@ -75,6 +75,11 @@ class Worker:
     cluster: InProcess
     items: list[WorkItem] = field(default_factory=list)
 
+    async def answer(self, item: WorkItem) -> None:
+        outcomes, block = answered(item)
+        result = WorkResult(item.request, item.chunk, "w0", tuple(outcomes), block, revision="local", fingerprint="f")
+        await self.cluster.send(item.reply, messages.encode(result))
+
     async def run(self) -> None:
         done: dict[str, int] = {}
         while True:
@@ -85,13 +90,8 @@ class Worker:
                     done[name] = sequence
                     item = messages.decode_work(stream.messages[sequence].data)
                     self.items.append(item)
-                    if item.model == HELD:
-                        continue
-                    outcomes, block = answered(item)
-                    result = WorkResult(
-                        item.request, item.chunk, "w0", tuple(outcomes), block, revision="local", fingerprint="f"
-                    )
-                    await self.cluster.send(item.reply, messages.encode(result))
+                    if item.model != HELD:
+                        await self.answer(item)
             await asyncio.sleep(0.005)
 
 
@@ -102,6 +102,7 @@ class Door:
     url: str
     gateway: GatewayProcess
     worker: Worker
+    stop: Stop
 
     @contextlib.asynccontextmanager
     async def client(self, key: str = "", mode: str = "auto") -> AsyncIterator[Client]:
@@ -127,16 +128,18 @@ async def door(
     stop, port, worker = Stop(), free_port(), Worker(cluster)
     secrets = {name: Secret(url) for name, url in (stores or {}).items()}
     tools = AgentTools(gateway.url, config or McpConfig(), secrets, ResultStore(), timeout_s=timeout_s)
+    keys = KeyNames(gateway.url)
     working = asyncio.create_task(worker.run())
     serving = asyncio.create_task(
         serve(
             AgentServer(tools, caller_of),
-            KeyNames(gateway.url),
+            keys,
             stop,
             host="127.0.0.1",
             port=port,
             allowed_hosts=None,
             lame_duck_s=0.0,
+            drain_s=timeout_s,
         )
     )
     url = f"http://127.0.0.1:{port}"
@@ -150,12 +153,13 @@ async def door(
 
     try:
         await until_told(is_ready, "sie mcp is ready")
-        yield Door(f"{url}/mcp", gateway, worker)
+        yield Door(f"{url}/mcp", gateway, worker, stop)
     finally:
         stop.request()
         assert await asyncio.wait_for(serving, 20) == 0
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
+        await keys.close()
         await tools.close()
 
 

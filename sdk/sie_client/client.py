@@ -331,9 +331,9 @@ class SIEClient:
         """Return the health of the cluster: its workers and models."""
         return self._driver.run(cluster.health(self._session))
 
-    def whoami(self) -> dict[str, Any]:
+    def whoami(self, **options: Unpack[CallOptions]) -> dict[str, Any]:
         """Return the name and the scopes of the client's API key."""
-        return self._driver.run(cluster.whoami(self._session))
+        return self._driver.run(cluster.whoami(options, self._session))
 
     def get_capacity(self, gpu: str | None = None) -> Capacity:
         """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""

@@ -65,8 +65,9 @@ def health(session: Session) -> Plan[dict[str, Any]]:
     return cast("dict[str, Any]", reply)
 
 
-def whoami(session: Session) -> Plan[dict[str, Any]]:
+def whoami(options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
     """Send `GET /v1/whoami`. Return the reply."""
+    session, _ = session.for_call(options)
     reply = yield from json_call("GET", "/v1/whoami", session)
     _field(reply, "name", str)
     return cast("dict[str, Any]", reply)

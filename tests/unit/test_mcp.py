@@ -21,7 +21,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_fixtures import DENSE, FIND, HELD, MARKDOWN, PARSE, RANK, Door, door, served, started
 
 from sie_broker import Write
-from sie_cli.mcp import config, http, results, schemas, server, tools
+from sie_cli.mcp import clients, config, http, results, schemas, server, tools
 from sie_cli.mcp.callers import AWAY_S, CHECK_EVERY_S, AgentCaller, KeyNames
 from sie_cli.mcp.config import DefaultModels, McpConfig, SearchCollection
 from sie_cli.mcp.results import PagedText, PagedVectors, ResultMissing, ResultStore, ResultTooLarge
@@ -231,7 +231,8 @@ async def test_without_a_valid_key_no_request_passes(running: Door, keys: dict[s
     ping = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
     accept = {"accept": "application/json, text/event-stream"}
     async with httpx2.AsyncClient(trust_env=False) as client:
-        for headers in ({}, {"authorization": "Bearer sie_wrong"}, {"authorization": f"Basic {keys['both']}"}):
+        wrong = (b"Bearer sie_wrong", f"Basic {keys['both']}".encode(), b"Bearer \xff", b"Bearer")
+        for headers in ({}, *({"authorization": value} for value in wrong)):
             for method in ("POST", "GET", "DELETE"):
                 answer = await client.request(method, running.url, json=ping, headers={**accept, **headers})
                 assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
@@ -299,10 +300,42 @@ async def test_a_cancelled_call_is_cancelled_at_the_gateway(running: Door, keys:
     assert await running.gateway.metric("sie_gateway_abandoned_total") == 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_call_in_progress_is_answered_before_the_server_ends(
+    running: Door, keys: dict[str, str], mode: str
+) -> None:
+    async with running.client(keys["both"], mode) as client:
+        await client.list_tools()  # by whose schemas the client checks answers
+        call = asyncio.create_task(client.call_tool("rerank", {"query": "q", "documents": ["d"], "model": HELD}))
+        await started(running.worker, HELD)
+        running.stop.request()
+        async with httpx2.AsyncClient(trust_env=False) as prober:
+
+            async def is_leaving() -> bool:
+                try:
+                    return (await prober.get(running.url.replace("/mcp", "/readyz"))).status_code == 503
+                except httpx2.TransportError:
+                    return True
+
+            await until_told(is_leaving, "the server says that it ends")
+        (item,) = (item for item in running.worker.items if item.model == HELD)
+        await running.worker.answer(item)
+        assert structured(await call)["results"] == [{"index": 0, "score": 1.0}]
+
+
+async def test_documents_wait_for_their_turn_and_not_for_ever(
+    cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "DOCUMENTS_AT_ONCE", 0)
+    async with door(cluster, gateway, CONFIG, timeout_s=0.1) as running, running.client(keys["both"]) as client:
+        answer = await client.call_tool("parse_document", CALLS["parse_document"])
+    assert "Other documents are being read" in sentence(answer)
+
+
 async def test_a_gateway_that_is_down_is_one_sentence(
     cluster: InProcess, gateway: GatewayProcess, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "CONNECTION_S", 0.1)
+    monkeypatch.setattr(clients, "CONNECTION_S", 0.1)
     async with door(cluster, gateway, CONFIG) as running, running.client(keys["both"]) as client:
         stored = structured(await client.call_tool("encode", CALLS["encode"]))["vectors"]["reference"]
         await gateway.end()
@@ -460,6 +493,21 @@ async def test_arguments_that_do_not_fit_name_the_field(running: Door, keys: dic
             assert secret not in text
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_unexpected_failure_shows_nothing_of_itself(
+    running: Door, keys: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_info: Any) -> Any:
+        raise RuntimeError("s3cr3t")
+
+    monkeypatch.setattr(tools, "limits_of", broken)
+    async with running.client(keys["both"], mode) as client:
+        assert sentence(await client.call_tool("list_models", {})) == server.FAILED
+        with pytest.raises(MCPError, match="its log has the details"):
+            await client.read_resource(server.MODELS)
+        assert structured(await client.call_tool("encode", CALLS["encode"]))
+
+
 async def test_no_argument_and_no_key_is_logged(
     running: Door, keys: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -553,6 +601,27 @@ async def test_a_key_is_checked_again_after_a_while(monkeypatch: pytest.MonkeyPa
         await names.name_of("k")
     with pytest.raises(SIEConnectionError):
         await names.name_of("k")
+
+
+async def test_clients_of_keys_are_reused_and_the_oldest_unused_ones_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "MAX_CLIENTS", 2)
+    pool = clients.GatewayClients("http://127.0.0.1:1", 1.0)
+    async with pool.of_key("a") as first, pool.of_key("a") as same, pool.of_key("b") as other:
+        assert first is same is not other
+        assert [each._session.api_key for each in (first, other)] == ["a", "b"]
+        for key in ("c", "d", None):
+            async with pool.of_key(key) as client:
+                assert client._session.api_key == key
+        assert list(pool._clients) == ["a", "b"]
+        assert not first._driver._http.is_closed
+    async with pool.of_key("e"):
+        pass
+    assert list(pool._clients) == ["b", "e"]
+    assert first._driver._http.is_closed
+    await pool.close()
+    assert other._driver._http.is_closed
 
 
 def test_every_error_of_the_client_is_a_sentence() -> None:

@@ -5,6 +5,7 @@ agent ──stdio | HTTP──► server ──► tools ──► SIEAsyncClien
 
 config      file with default models and the collections that agents may search
 callers     API keys of callers, as the gateway knows them
+clients     clients of the gateway, one for each API key
 schemas     arguments and answers of the tools, with their bounds
 results     results that are too long for an answer
 tools       the tools

@@ -33,7 +33,10 @@ class KeyNames:
     """Names of API keys, as `GET /v1/whoami` of the gateway returns them. A name is asked again after CHECK_EVERY_S."""
 
     def __init__(self, gateway_url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._gateway_url = gateway_url
+        # without a key: each check sends the key that it checks
+        self._client = SIEAsyncClient(
+            gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
+        )
         self._clock = clock
         self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # name and time of its check, by digest
 
@@ -58,8 +61,9 @@ class KeyNames:
             self._names.popitem(last=False)
         return name
 
+    async def close(self) -> None:
+        await self._client.close()
+
     async def _checked(self, api_key: str) -> str:
-        async with SIEAsyncClient(
-            self._gateway_url, api_key=api_key or None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S
-        ) as client:
-            return str((await client.whoami())["name"])
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        return str((await self._client.whoami(headers=headers))["name"])

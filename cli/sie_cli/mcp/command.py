@@ -98,21 +98,24 @@ def mcp(
             documents=folder,
             timeout_s=timeout_s,
         )
+        keys = KeyNames(url)
         try:
             if is_http:
                 return await serve(
                     AgentServer(tools, caller_of),
-                    KeyNames(url),
+                    keys,
                     stop,
                     host=host,
                     port=port,
                     allowed_hosts=settings.allowed_hosts,
                     lame_duck_s=lame_duck_s,
+                    drain_s=timeout_s,
                 )
             secret = cluster.gateway_token
             user = AgentCaller(secret.reveal() if secret else None, STDIO_OWNER, "", None)
             return await _serve_stdio(AgentServer(tools, lambda _context: user), stop)
         finally:
+            await keys.close()
             await tools.close()
 
     try:

@@ -5,6 +5,8 @@ request ──► Host and Origin ──► key known to the gateway? ──► 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from sie_cli.mcp.callers import AgentCaller, KeyNames
 from sie_cli.mcp.sentences import GATEWAY_AWAY, sentence_of
 from sie_cli.mcp.server import AgentServer
-from sie_client import AuthenticationError
+from sie_client import AuthenticationError, InvalidInputError
 from sie_client import SIEError as ClientError
 from sie_contracts.errors import NotReady, PermissionDenied, SIEError, Unauthenticated
 from sie_runtime.http.asgi import REQUEST_ID, Receive, Scope, Send, headers_of, refusal, reply
@@ -99,7 +101,7 @@ class HttpTransport:
         api_key = _bearer(headers.get("authorization", ""))
         try:
             name = await self._keys.name_of(api_key)
-        except AuthenticationError as error:
+        except (AuthenticationError, InvalidInputError) as error:
             raise Unauthenticated(sentence_of(error)) from error
         except ClientError as error:
             raise NotReady(GATEWAY_AWAY) from error
@@ -120,8 +122,11 @@ async def serve(
     port: int,
     allowed_hosts: Sequence[str] | None,
     lame_duck_s: float,
+    drain_s: float,
 ) -> int:
-    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Raises SettingError."""
+    """Serve the protocol over HTTP until `stop` is requested, and return the exit status. Calls in progress may take
+    `drain_s` longer. Raises SettingError.
+    """
     is_leaving = False
     names = HostNames(host, allowed_hosts)
     transport = HttpTransport(server, keys, names, lambda: "it is ending" if is_leaving else None)
@@ -136,6 +141,12 @@ async def serve(
             if lame_duck_s:
                 await stop.lame_duck(lame_duck_s)
             await listener.hang_up()
-    finally:
-        await listener.stop(STOP_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    await server.idle.wait()
+            # with the sessions, whose end cancels what is left
+            await listener.stop(STOP_S)
+    except BaseException:
+        await listener.stop()
+        raise
     return 0
