@@ -17,8 +17,10 @@ from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import GatewayBeat
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Quotas
+from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.collector import Live
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lag import Lag
@@ -32,6 +34,7 @@ from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
 from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import inference_route
+from sie_gateway.inference.cached import CachedRuns, CachePolicy
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inference.results import ResultInbox
@@ -60,7 +63,7 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-_LATE_S = 1.0  # seconds for sending the last answers, added to the longest budget of a request in a drain
+_LATE_S = 1.0  # seconds for sending the last answers, added to the longest time limit of a request in a drain
 _SETTINGS = {  # field of a stream -> setting that the error names if an existing stream has another value in this field
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
@@ -85,12 +88,10 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds. Then finish the accepted requests for at
-    most `drain_s` seconds, by default as long as any request may take.
+    """Serve until `stop`, then accept requests for `lame_duck_s` more seconds, then finish them for at most `drain_s`
+    seconds, by default as long as any request may take. Return the exit status. Raises SettingError.
 
     Images at URLs are fetched over `network`. If a `sie serve` runs this gateway, `data_dir` is its data folder.
-
-    Return the exit status. Raises SettingError.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -152,9 +153,17 @@ async def serve(
             part.drop_pool(name)
 
     keeper = PoolReconciler(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
-    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
+    memory = AnswerMemory(settings.cache_bytes, settings.cache_ttl_s)
+    cached = CachedRuns(memory, CachePolicy.from_settings(settings), fleet, metrics) if settings.cache_bytes else None
+    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
     urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
+
+    def on_gateway(beat: GatewayBeat) -> None:
+        if beat.erasure is not None:
+            tasks.start(memory.erase(beat.erasure), "erasure of cached answers")
+
+    admission.peers.listeners.append(on_gateway)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = ClusterStatus(
@@ -169,8 +178,8 @@ async def serve(
     scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
     services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
     readiness = GatewayReadiness(broker, feed, keys)
-    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
-    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
+    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling, memory)
+    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission, memory))
     metrics.registry.register(JobFigures(jobs.jobs.ledger))
     names = settings.allowed_hosts
     main = HttpServer(
@@ -262,7 +271,7 @@ async def serve(
         if lame_duck_s and readiness.started:
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
-            # not earlier: requests could still arrive on these connections during the lame-duck time
+            # connections are closed only now, because requests may arrive on them during the lame-duck time
             await main.hang_up()
         readiness.draining = True
         inference.away.close()
@@ -301,11 +310,8 @@ def longest_drain_s(settings: Settings) -> float:
 async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
-    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools, for
-    which workers wait.
-
-    An existing stream with other settings is refused, never changed. Raises SettingError for such a stream, BrokerError
-    for other failures.
+    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools. A
+    stream with other settings is refused with SettingError, never changed. Raises BrokerError for other failures.
     """
     try:
         await placer.start()

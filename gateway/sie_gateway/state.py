@@ -8,6 +8,7 @@ from sie_broker import Connection
 from sie_contracts.settings import Settings
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Quotas
+from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
@@ -23,9 +24,7 @@ from sie_runtime.keys import Keys
 
 
 class GatewayReadiness:
-    """Readiness of this gateway for requests, and the stage of its shutdown. `keys`: the API keys, which must be read
-    before it is ready; None unless the auth mode is token.
-    """
+    """Readiness of this gateway, and the stage of its shutdown. `keys` is None unless the auth mode is token."""
 
     def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
         self._broker = broker
@@ -36,9 +35,7 @@ class GatewayReadiness:
         self.draining = False  # true after the start of the shutdown: new work is refused
 
     def not_ready(self) -> str | None:
-        """Return why this gateway is not ready for requests, or None if it is. It can be ready without workers, as they
-        may be scaled to zero.
-        """
+        """Return why this gateway is not ready, or None. It is ready without workers: they may be scaled to zero."""
         if self.leaving:
             return "draining"
         if not self._feed.first.is_set():
@@ -73,6 +70,7 @@ class Gateway:
         inference: Inference,
         status: ClusterStatus,
         scaling: Scaling,
+        memory: AnswerMemory,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -84,3 +82,4 @@ class Gateway:
         self.inference = inference
         self.status = status
         self.scaling = scaling
+        self.memory = memory

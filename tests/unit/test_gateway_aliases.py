@@ -468,7 +468,7 @@ async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCapt
     harness = Harness()
     harness.lane = None  # type: ignore[method-assign,assignment]
     assert await harness.after() == {}
-    assert "a request of search could not be copied" in caplog.text
+    assert "a request of alias search could not be copied" in caplog.text
 
 
 def test_only_vectors_of_one_width_in_floats_are_compared() -> None:

@@ -1,7 +1,7 @@
-"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The entities are those of an extract of
-the same model. `redaction/` has the patterns, the rule for overlaps and the replacements.
+"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The entities are those that an extract
+request to the model returns. `redaction/` has the patterns, the rule for overlaps and the replacements.
 
-A text that cannot be read to its end is refused: a part that no model has seen would pass unredacted.
+A text that the model cannot read to its end is refused: the part that it did not read would pass unredacted.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from sie_gateway.redaction.spans import SensitiveSpan, disjoint, utf16_offsets, 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-MAX_TEXT = 1 << 18  # largest number of code points of a text: the slowest pattern takes 4 s for it
-MAX_KIND = 1000  # largest number of characters of the name of a kind
-KEY_CHARACTERS = (16, 1024)  # a shorter key could be guessed, and with it the values
-_ASIDE = 1 << 13  # code points of a request from which its texts are redacted in a thread
-_CODE_POINTS_PER_VALUE = 20  # code points that take as long to write as a number
+MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
+MAX_KIND = 1000  # largest number of characters in the name of a kind of personal data
+KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be guessed, and with it the values
+_ASIDE = 1 << 13  # number of code points: if the texts of a request have more, they are redacted in a thread
+_CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write in a reply as one number
 _OWN = ("kinds", "style", "key", "region", "offsets", "restorable")
-_SHARED = ("id", "metadata", "error", "usage")  # members of the slots of an extract and of a redaction
+_SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
 
 
 @dataclass(frozen=True)
 class RedactionRules:
-    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: the region
-    whose national phone numbers count. `restorable`: the answer has a map.
+    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: the region of
+    national phone numbers. `restorable`: the reply has a map of the replaced values.
     """
 
     kinds: tuple[str, ...]
@@ -59,7 +59,7 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Patterns to look for, each with the name of its kind in the answer: the first that names it."""
+        """Return the kind that the reply shows, by the pattern to look for: the client's first kind for it."""
         if not self.kinds:
             return {name: name for name in KINDS}
         return {name: kind for kind in reversed(self.kinds) if (name := pattern_of(kind))}
@@ -121,7 +121,7 @@ def _rules(body: Mapping[str, Any], entry: ModelEntry) -> tuple[RedactionRules, 
 
 
 def _without_own(level: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a level of parameters, and the options in it, without the fields of this route."""
+    """Return `level` (a map of parameters), and the options in it, without the fields of this route."""
     rest = {name: value for name, value in level.items() if name not in _OWN}
     if isinstance(options := rest.get("options"), dict):
         rest["options"] = _without_own(options)
@@ -155,7 +155,7 @@ def _kinds(value: Any) -> tuple[str, ...]:
 
 
 def _key(own: Mapping[str, Any], style: RedactionStyle) -> bytes:
-    """Return the key of the style `hash`: that of the client, or else one that exists for this request only."""
+    """Return the key of the style `hash`: the client's key, or a key that exists for this request only."""
     if "key" not in own:
         return secrets.token_bytes(32) if style == "hash" else b""
     low, high = KEY_CHARACTERS
@@ -190,7 +190,7 @@ async def _slots(
         if "error" not in slot:
             assert item.text is not None, "checked before the run"
             if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
-                raise InferenceFailed("the model gave no entities, not even an empty list of them")
+                raise InferenceFailed("the model returned no list of entities")
             if extracted["usage"]["truncated"]:
                 message = f"items[{index}]: longer than the model reads, so it cannot be redacted"
                 raise InvalidInput(message, reason="input_too_long", param=f"items[{index}]")
@@ -205,7 +205,7 @@ async def _slots(
 
 
 async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -> dict[str, Any]:
-    """Do the work in a thread. The lock is held until the thread has ended, also if nobody waits for it any more."""
+    """Run `work` in a thread. The lock is held until the thread has ended, even if the caller is cancelled."""
     await one_thread.acquire()
     thread = asyncio.get_running_loop().run_in_executor(None, work)
     thread.add_done_callback(lambda _: one_thread.release())
@@ -213,7 +213,6 @@ async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -
 
 
 def _redacted(text: str, entities: Sequence[Mapping[str, Any]], rules: RedactionRules) -> dict[str, Any]:
-    """Return the fields of a slot for a text with these entities."""
     spans = disjoint(with_marks(text, span) for span in _spans(text, entities, rules))
     new_text, parts = redacted(text, spans, Replacer(rules.style, rules.key))
     places = [place for span in spans for place in (span.start, span.end)]
@@ -239,13 +238,15 @@ def _redacted(text: str, entities: Sequence[Mapping[str, Any]], rules: Redaction
 
 
 def _spans(text: str, entities: Sequence[Mapping[str, Any]], rules: RedactionRules) -> Iterator[SensitiveSpan]:
-    """Yield the spans of the model and of the patterns. Raises InferenceFailed for an entity without a place in the
-    text: it cannot be replaced.
+    """Yield the spans (ranges of the text to replace) of the model and of the patterns. Raises InferenceFailed for an
+    entity without a place in the text: it cannot be replaced.
     """
     for entity in entities:
         start, end = entity["start"], entity["end"]
         if type(start) is not int or type(end) is not int or not 0 <= start <= end <= len(text):
-            raise InferenceFailed("the model gave an entity without a place in the text, so it cannot be redacted")
+            raise InferenceFailed(
+                "the model returned an entity without valid positions, so the text cannot be redacted"
+            )
         if start < end:
             yield SensitiveSpan(start, end, entity["label"], entity["score"], "model")
     for name, kind in rules.patterns.items():

@@ -19,10 +19,12 @@ from sie_contracts.api import jobs as api
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, RowSpan, ShardRecord, Unread
 from sie_contracts.wire.messages import TextChunks
+from sie_gateway.answers import stored
+from sie_gateway.answers.keys import space_of
+from sie_gateway.answers.stored import StoredAnswers
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.jobs import cache as caches
-from sie_gateway.jobs.cache import AnswerCache
+from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.documents import DocumentTexts
 from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
@@ -44,16 +46,14 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
-SPAN_TOKENS = 16  # expected tokens of a chunk that a row of the input names itself
+SPAN_TOKENS = 16  # assumed tokens of a chunk whose start and end a row of the input gives
 UNTRIMMED = 0.1  # share of the cache's size limit that a job may store before it removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """A shard (rows that are answered and written together) that is answered, but not written yet. `data`: its part of
-    the output. `unsent`: rows that are not in the database yet.
-    """
+    """Shard (rows written together) that is answered, but not written. `unsent`: rows not in the database yet."""
 
     data: bytes
     unsent: SinkRows | None
@@ -78,9 +78,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """The work of one job. `cache_bytes`: limit of the cache in bytes, over all jobs. `shares_cache`: jobs of all keys
-    share their cached answers.
-    """
+    """Work of one job. `cache_bytes`: limit of the cache for all jobs. `policy`: whose cached answers the job uses."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class NativeJob:
         places: JobPlaces,
         *,
         cache_bytes: int,
-        shares_cache: bool,
+        policy: CachePolicy,
     ) -> None:
         assert job.request is not None
         self._workplace = workplace
@@ -101,8 +99,8 @@ class NativeJob:
         self._progress = progress
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
-        self._cache_owner = "" if shares_cache else job.owner
-        self._cache: AnswerCache | None = None
+        self._cache_policy = policy
+        self._cache: StoredAnswers | None = None
         self._kept_bytes = 0  # bytes written to the cache since the last trim
         self._opening = asyncio.Lock()
         self._count = 0  # number of parts that the complete output has
@@ -119,8 +117,6 @@ class NativeJob:
         self._documents = (
             DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser) if job.parser else None
         )
-
-    # ---- the plan of a job
 
     async def plan(self) -> Plan:
         """Return the plan of the input, which is stored at the first call (see `run.JobWork`)."""
@@ -178,9 +174,7 @@ class NativeJob:
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
 
     async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """Read those rows of a shard that this job answers: a retry answers only the rows that failed before. Raises
-        InvalidInput, StoreError.
-        """
+        """Read the rows of a shard; for a retry, only the rows that failed before. Raises InvalidInput, StoreError."""
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
             if part:
@@ -190,8 +184,6 @@ class NativeJob:
                 outcomes = await asyncio.to_thread(parts.outcomes, data, before.job.request.output.format)
                 rows = [row for row, outcome in zip(rows, outcomes, strict=True) if outcome.error is not None]
         return rows
-
-    # ---- the answers of a shard
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """Answer the rows of one shard, write its part of the output, and return the record of the shard."""
@@ -238,9 +230,7 @@ class NativeJob:
         )
 
     async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
-        """Return the answer to each row, and the number of rows whose answer was copied from an equal row or from the
-        cache.
-        """
+        """Return the answer to each row, and how many answers were copied from an equal row or from the cache."""
         answers, inputs = await asyncio.to_thread(self._inputs, rows)
         places = list(inputs)
         once = await asyncio.to_thread(unique, list(inputs.values()))
@@ -252,9 +242,7 @@ class NativeJob:
         return answers, self._reused(number, once)
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return an answer for each row, which is the fault of the row if it has one, and the inputs of all rows
-        without a fault, by the place of the row.
-        """
+        """Return answers, so far only with the errors of faulty rows, and the inputs of the other rows by position."""
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
         for place, row in enumerate(rows):
@@ -297,10 +285,8 @@ class NativeJob:
         every = {**cached, **computed}
         return [every[place] for place in range(len(once.inputs))]
 
-    async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. If the store fails, this job continues, and a later job computes
-        the answers again.
-        """
+    async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
+        """Write answers to the cache for later jobs. A failure of the store is only logged: later jobs compute them."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
@@ -308,10 +294,8 @@ class NativeJob:
         if self._kept_bytes > self._cache_bytes * UNTRIMMED:
             await self._trim()
 
-    async def _opened(self, once: Unique) -> AnswerCache | None:
-        """Return the cache with the answers of other jobs; None if this job has no cache. The cache depends on the
-        current fingerprint of the model. If the fingerprint is not known yet, the first input is answered to learn it.
-        """
+    async def _opened(self, once: Unique) -> StoredAnswers | None:
+        """Return the cache; None if the job has none. Answer the first input if the model's fingerprint is unknown."""
         if not self._cache_bytes or not once.inputs:
             return None
         async with self._opening:
@@ -321,16 +305,20 @@ class NativeJob:
                 if not self._values.fingerprint:  # the first input failed, so the fingerprint is still unknown
                     return None
                 request = self._request
-                space = (self._cache_owner, self._values.fingerprint, request.operation, request.params)
-                cache = AnswerCache(self._workplace.store, caches.space_of(*space))
+                call, understood = self._client.understood(
+                    self._job.model, request.operation, request.params, [once.inputs[0].item]
+                )
+                owner = self._cache_policy.owner(call.grant, understood.resolved.entry.id)
+                if owner is None:
+                    return None
+                space = space_of(owner, self._values.fingerprint, request.operation, understood.options.run)
+                cache = StoredAnswers(self._workplace.store, space)
                 await cache.open()
                 self._cache = cache
         return self._cache
 
     async def _sent(self, rows: SinkRows) -> None:
-        """Write the vectors into the database. If the collection is missing, it is created again, once. Raises Halted
-        if the database refuses the rows, StoreError.
-        """
+        """Write the vectors into the database; create a missing collection again, once. Raises Halted, StoreError."""
         try:
             try:
                 await self._upserted(rows)
@@ -358,8 +346,6 @@ class NativeJob:
         if self._places.sink is not None:
             await self._places.sink.close()
 
-    # ---- the end of a job
-
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Write the manifest of the shards that exist (see `run.JobWork`)."""
         fields = dict[str, Any]()
@@ -376,22 +362,18 @@ class NativeJob:
         """Remove old segments of the cache. If the store fails, a later trim removes them."""
         self._kept_bytes = 0
         try:
-            await caches.trim(self._workplace.store, self._cache_bytes)
+            await stored.trim(self._workplace.store, self._cache_bytes)
         except StoreError as error:
             _logger.warning("job %s: old cached answers could not be removed: %s", self._job.id, error)
 
 
 def _owner(job: JobRecord) -> str:
-    """Return the name that identifies a job in the folder of its output. The id alone is not unique. An id is derived
-    from the Idempotency-Key, so it is used again if a client sends the key again after the job was deleted.
-    """
+    """Return a unique name of the job for its output folder: an id repeats if its Idempotency-Key is used again."""
     return f"{job.id} {job.created_s!r}"
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
-    """Describe the output of a job from the records of its shards, with the parts of the input that could not be
-    read.
-    """
+    """Describe the output of a job: its parts, and the parts of the input that could not be read."""
     assert job.request is not None
     good = [shards[number] for number in sorted(shards) if shards[number].error is None]
     return api.JobManifest(
@@ -419,7 +401,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the lines that have a vector; None if no line has one."""
+    """Return the rows for the database, those with a vector; None if there are none."""
     lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
     if not lines:
         return None
@@ -435,9 +417,7 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the columns that searches may use as filters: all values of the column have the same type, which is text,
-    bool, int or float. `unfiltered`: columns that searches do not use.
-    """
+    """Return the type of each column whose values have one type: text, bool, int or float. Omit `unfiltered` ones."""
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]
     column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in names}
@@ -462,9 +442,7 @@ def _input(row: InputRow, request: api.JobRequest) -> ModelInput:
 
 
 def chunks_of(source: api.JobInput, text: str | None, value: Any) -> TextChunks | None:
-    """Return the chunks of a text by the rule of the job, or by the value of the row; None if the job has no chunks.
-    Raises InvalidInput.
-    """
+    """Return the chunks of a text, by the job's rule or the row's value; None without chunks. Raises InvalidInput."""
     if source.chunks is None:
         return None
     chunks = value if isinstance(source.chunks, str) else msgspec.structs.asdict(source.chunks)

@@ -17,8 +17,8 @@ QDRANT_PORT = 6333
 
 
 def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
-    """Return the sink for the database at `url`; no connection is made yet. Raises SettingError, which names `setting`,
-    and never `url`, because it may contain a password.
+    """Return the sink for the database at `url`, not connected yet. Raises SettingError, which names `setting` but not
+    `url`, because the URL may contain a password.
     """
     try:
         pieces = urlsplit(url)
@@ -45,5 +45,5 @@ def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
 
 
 def reserved(url: str) -> frozenset[str]:
-    """Return the payload fields that SIE itself uses in the database at `url`, so that rows must not have them."""
+    """Return the payload fields that SIE itself uses in the database at `url`; rows must not have them."""
     return frozenset({ROW_ID} if url.partition("://")[0] in ("qdrant", "qdrants") else ())

@@ -3,8 +3,8 @@ payload jsonb)`.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table has no distance function: each query and each index names one (`<=>` is the cosine distance). The sink creates
-no index, because it is much faster to build an index after a job than to update it for each row; the operator does it.
+The table has no distance function: queries and indexes name it (`<=>` is the cosine distance). The operator creates an
+index after a job: this is much faster than an update of the index for each row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import contextlib
 import functools
 import re
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import asyncpg
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
     Kind,
+    NearRow,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
@@ -54,7 +57,7 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 
 
 class PgvectorSink:
-    """Sink for PostgreSQL with pgvector. Each call opens its own connection, so that a broken one is never used again.
+    """Sink for PostgreSQL with pgvector. Each call opens a new connection, so that a broken one is never used again.
     This is cheap, because a call writes thousands of rows.
     """
 
@@ -63,12 +66,10 @@ class PgvectorSink:
         self._patience = patience
         self._dims = 0
         self._table = ""  # quoted name of the table, with its schema
-        self._extension = ""  # schema in which the type `vector` is
+        self._extension = ""  # schema of the type `vector`
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the table, or check the existing one. `kinds` is not used: jsonb stores the type of each value, and
-        the operator creates indexes.
-        """
+        """Create or check the table. `kinds` is unused: jsonb stores types, and the operator creates indexes."""
         checked_name(collection)
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
@@ -86,6 +87,11 @@ class PgvectorSink:
             bound_s = self._patience.stall_s + size / BYTES_PER_S
             await self._done(functools.partial(self._written, records=records), bound_s)
 
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)
+        rows = await self._done(search, self._patience.stall_s)
+        return [NearRow(row["id"], row["score"], msgspec.json.decode(row["payload"], type=dict)) for row in rows]
+
     async def close(self) -> None:
         """Do nothing: the sink has no open connection between calls."""
 
@@ -99,7 +105,7 @@ class PgvectorSink:
             await connection.copy_records_to_table(
                 "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
             )
-        # ordered by id, so that two writers of the same rows lock them in the same order and cannot deadlock
+        # in the order of ids, so that two writers of the same rows lock them in the same order and cannot deadlock
         await connection.execute(
             f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
             "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
@@ -107,16 +113,14 @@ class PgvectorSink:
         )
 
     async def _done(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
-        """Run `work` in one transaction and return its result. The transaction is repeated if another attempt may
-        help.
-        """
+        """Return the result of `work` in one transaction, which is repeated if another attempt may help."""
         return await self._patience.repeated(functools.partial(self._once, work, bound_s))
 
     async def _once(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 await connection.execute("BEGIN")
-                # also limits the time at the server, which would continue a statement after its client has disconnected
+                # limits the time at the server too, which would continue a statement after its client has disconnected
                 await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
                 await connection.execute("COMMIT")
@@ -132,7 +136,7 @@ class PgvectorSink:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        # no cached prepared statements, because a connection pooler may drop them after each transaction
+        # cached prepared statements would fail if a connection pooler drops them after a transaction
         connection = await asyncpg.connect(self._url, timeout=CONNECT_S, statement_cache_size=0)
         try:
             yield connection
@@ -166,7 +170,7 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
             f"(id text PRIMARY KEY, embedding {_quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
         )
         columns = await connection.fetch(_COLUMNS, _quoted(collection))
-    types = {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+    types = _types(columns)
     actual = types.get("embedding", "no column embedding")
     if actual != kind:
         raise CollectionMismatch(f"the table {collection} has {actual}, where {kind} is written")
@@ -177,28 +181,52 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
     return extension, columns[0]["nspname"]
 
 
-def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Return rows as records for binary COPY. A vector is encoded as its number of dimensions, two zero bytes, and its
-    float32 numbers, all big-endian. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store it. Raises
-    RowsRefused.
+async def _searched(connection: Any, collection: str, vector: NDArray[np.float32], limit: int) -> list[Any]:
+    """Return id, score and payload of the nearest rows, in a transaction that cannot write."""
+    await connection.execute("SET TRANSACTION READ ONLY")
+    columns = await connection.fetch(_COLUMNS, _quoted(collection))
+    if not columns:
+        raise CollectionMissing("PostgreSQL has no such table")
+    extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+    kind = f"vector({len(vector)})"
+    if _types(columns).get("embedding") != kind or extension is None:
+        raise CollectionMismatch(f"the table {collection} has no column embedding of the type {kind}")
+    await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
+    distance = f"embedding OPERATOR({_quoted(extension)}.<=>) $1::{_quoted(extension)}.vector"
+    rows: list[Any] = await connection.fetch(
+        f"SELECT id, 1 - ({distance}) AS score, payload::text FROM {_quoted(columns[0]['nspname'])}."  # noqa: S608  quoted
+        f"{_quoted(collection)} ORDER BY {distance} LIMIT $2",
+        _binary(vector),
+        limit,
+    )
+    return rows
+
+
+def _types(columns: Sequence[Any]) -> dict[str, str]:
+    """Return the types of columns by name, without their schemas."""
+    return {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+
+
+def _binary(vector: NDArray[np.float32]) -> bytes:
+    """Return a vector in pgvector's binary form: its number of dimensions, two zero bytes, and its float32 numbers, all
+    big-endian.
     """
-    head = struct.pack(">HH", rows.vectors.shape[1], 0)
+    return struct.pack(">HH", len(vector), 0) + vector.astype(np.dtype(">f4")).tobytes()
+
+
+def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
+    """Return rows as records for binary COPY. PostgreSQL cannot store NUL: U+FFFD replaces it. Raises RowsRefused."""
     encoded_rows = []
-    for number, (row_id, vector, payload) in enumerate(
-        zip(rows.ids, rows.vectors.astype(np.dtype(">f4")), rows.payloads, strict=True)
-    ):
+    for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
         encoded(row_id, number)
         if "\0" in row_id:
             raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
-        encoded_rows.append(
-            (row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text)
-        )
+        encoded_rows.append((row_id, _binary(vector), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text))
     return encoded_rows
 
 
 def _quoted(name: str) -> str:
-    """Return a name as a quoted SQL identifier."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -213,7 +241,9 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state in RACES:
         return StoreError(f"another writer has created the same table at the same time ({error_name})")
     if state in ("42P01", "3F000"):
-        return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
+        return CollectionMissing(
+            f"the table does not exist in PostgreSQL any more ({error_name}): the next start creates it again"
+        )
     if state[:2] == "42":
         return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):

@@ -4,6 +4,7 @@
     GET /collections/{name}                    dimensions and distance
     PUT /collections/{name}/index?wait=true    index a field of payloads
     PUT /collections/{name}/points?wait=true   replace points
+    POST /collections/{name}/points/query      search
 
 Qdrant accepts only UUIDs and integers as ids of points. So the id of a point is a UUID that is computed from the row's
 id, and the row's id is in the payload.
@@ -20,6 +21,8 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
@@ -28,6 +31,7 @@ from sie_store.sinks.sink import (
     CollectionMissing,
     CollectionRefused,
     Kind,
+    NearRow,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
@@ -38,7 +42,7 @@ from sie_store.sinks.sink import (
 DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
-# largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
+# largest number of bytes of a reply; the largest one describes a collection and the fields of its payloads
 ANSWER_BYTES = 4 << 20
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body; Qdrant's default limit is 32 MiB
 
@@ -50,6 +54,12 @@ def point_id(row_id: str) -> str:
 
 class _QdrantReply(msgspec.Struct):
     result: Any = None
+
+
+class _QdrantPoint(msgspec.Struct):
+    id: str | int
+    score: float
+    payload: dict[str, Any] = {}
 
 
 class QdrantSink:
@@ -71,7 +81,7 @@ class QdrantSink:
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
         if any('"' in field for field in kinds):
-            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name")
+            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name: rename the column")
         collection_info = await self._send("GET", path, missing=True)
         if collection_info is None:
             settings = {"vectors": {"size": dims, "distance": DISTANCE}}
@@ -87,9 +97,20 @@ class QdrantSink:
         assert self._collection, "prepare comes first"
         bodies = self._bodies(rows.latest(self._dims))
         path = f"/collections/{self._collection}/points?wait=true"
-        # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
+        # encoded in a thread, because this takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
             await self._send("PUT", path, body, completed=True)
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        path = f"/collections/{checked_name(collection)}"
+        _check(await self._send("GET", path), collection, len(vector))
+        query = {"query": vector.tolist(), "limit": limit, "with_payload": True, "with_vector": False}
+        result = await self._send("POST", f"{path}/points/query", msgspec.json.encode(query))
+        try:
+            points = msgspec.convert(result["points"], list[_QdrantPoint])
+        except (TypeError, KeyError, msgspec.ValidationError):
+            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+        return [NearRow(str(point.payload.pop(ROW_ID, point.id)), point.score, point.payload) for point in points]
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -121,8 +142,8 @@ class QdrantSink:
         completed: bool = False,
     ) -> Any:
         """Send a request and return its result. It is repeated if another attempt may help. `missing`: return None if
-        the collection does not exist. `exists`: return None if the collection already exists. `completed`: raise
-        StoreError if Qdrant does not confirm that the rows are applied.
+        the collection does not exist. `exists`: return None if it already exists. `completed`: raise StoreError if
+        Qdrant does not confirm that the rows are applied.
         """
         ask = functools.partial(self._once, method, path, content, completed)
         try:
@@ -154,8 +175,8 @@ class QdrantSink:
 
 
 async def _body(response: httpx.Response) -> bytes:
-    """Return the body of a response without decompressing it. The request did not allow compression; a compressed body
-    is not JSON and is refused later. Raises SinkUnsuitable for a body of more than ANSWER_BYTES.
+    """Return the body of a response, not decompressed: the request did not allow compression. Raises SinkUnsuitable for
+    a body of more than ANSWER_BYTES.
     """
     data = bytearray()
     async for piece in response.aiter_raw():
