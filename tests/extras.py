@@ -67,18 +67,18 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
-    # with the extra jobs: a corpus in Parquet, the columns of an upload
-    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets"),
-    "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets"),
+    # with the extra jobs: a corpus in Parquet, the columns of an upload; with pgvector: an index in PostgreSQL
+    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets", "sie_store.sinks.pgvector"),
+    "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", "sie_store.sinks.pgvector"),
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_cli.mcp", "sie_store.datasets"),
     "mteb": (*_HUB, *_COMPONENTS, "sie_cli.mcp", "sie_store.datasets"),
-    "serve": ("sie_cli.evals", "sie_cli.mcp"),
+    "serve": ("sie_cli.evals", "sie_cli.mcp", "sie_store.sinks.pgvector"),
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
     "starlette": "fastapi",  # which hands out its classes
     "docling": "docling-slim",  # whose package it is
-    "docling_core": "docling-slim",  # which brings it
+    "docling-core": "docling-slim",  # which brings it
 }
 # parts of others that need what their distribution does not bring
 NEEDS = {"uvicorn.protocols.websockets": "websockets"}

@@ -134,7 +134,7 @@ SIZE = len(VALUE) + ENTRY_BYTES
 
 
 def memory_of(answers: int, ttl_s: float = 60.0, clock: Any = lambda: 0.0) -> AnswerMemory:
-    return AnswerMemory(answers * SIZE, ttl_s, clock)
+    return AnswerMemory(answers * SIZE + memories.SPACE_BYTES, ttl_s, clock)
 
 
 def key(number: int) -> bytes:
@@ -185,7 +185,7 @@ def test_an_answer_ends_after_its_time() -> None:
 def test_an_answer_that_would_take_much_of_the_memory_is_not_cached() -> None:
     memory = memory_of(8)
     memory.keep(SPACE, key(1), VALUE)
-    memory.keep(SPACE, key(2), VALUE + b"1")
+    memory.keep(SPACE, key(2), VALUE + bytes(100))
     assert (memory.find(key(1)), memory.find(key(2))) == (VALUE, None)
 
 
@@ -193,7 +193,7 @@ def test_an_answer_that_is_computed_again_replaces_the_first() -> None:
     memory = memory_of(10)
     memory.keep(SPACE, key(1), VALUE)
     memory.keep(SPACE, key(1), b"new")
-    assert (memory.find(key(1)), len(memory), memory.held_bytes) == (b"new", 1, 3 + ENTRY_BYTES)
+    assert (memory.find(key(1)), len(memory), memory.held_bytes) == (b"new", 1, 3 + ENTRY_BYTES + memories.SPACE_BYTES)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -210,7 +210,8 @@ def test_the_bound_holds_and_the_bytes_are_those_of_the_answers(seed: int) -> No
         assert memory.held_bytes <= memory.max_bytes
         assert memory._protected_bytes <= memories.PROTECTED_SHARE * memory.max_bytes
     held = [sum(answer.size for answer in part.values()) for part in (memory._first, memory._protected)]
-    assert (sum(held), held[1]) == (memory.held_bytes, memory._protected_bytes)
+    assert sum(held) + memories.SPACE_BYTES * len(memory._spaces) == memory.held_bytes
+    assert held[1] == memory._protected_bytes
     assert sum(count for _, count in memory._spaces.values()) == len(memory)
 
 
@@ -229,6 +230,21 @@ def test_the_bytes_of_an_entry_are_counted_as_what_python_takes() -> None:
     tracemalloc.stop()
     measured = (after - before) / count - 64
     assert 0.5 * memories.ENTRY_BYTES < measured <= memories.ENTRY_BYTES
+
+
+def test_the_bytes_of_a_space_are_counted_as_what_python_takes() -> None:
+    """A client that changes its options with each input makes a space for each answer."""
+    import tracemalloc
+
+    memory, count = AnswerMemory(1 << 30, 60.0), 20_000
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(count):
+        space = AnswerSpace(f"{number:032x}", "m", "k")
+        memory.keep(space, space.key(bytes(16)), number.to_bytes(64, "big"))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before <= memory.held_bytes
 
 
 async def test_answers_are_erased_by_model_key_and_digest() -> None:

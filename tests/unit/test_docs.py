@@ -46,11 +46,11 @@ BLOCKS = {
     "image-search.md": {"": 4},
     "sounds.md": {"": 3},
     "files.md": {"": 1},
-    "jobs.md": {"": 5},
+    "jobs.md": {"": 5, "machine": 1},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
     "mcp.md": {"machine": 2},
-    "migration.md": {"server": 1, "": 4},
+    "migration.md": {"server": 1, "": 4, "machine": 3},
     "models.md": {"server": 1, "": 3},
     "objects.md": {"": 1},
     "parsing.md": {"vision": 1, "install": 1},
@@ -152,7 +152,7 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
     # of the distribution, the broker's buckets, packages and recorded names
     others = re.compile(
         r"sie_(cli|client|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config|config_service)(?![a-z_])"
-        r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|shards)(_copy)?(?![a-z_])"
+        r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|remotes|shards)(_copy)?(?![a-z_])"
     )
     wrong = [
         (page.name, name)

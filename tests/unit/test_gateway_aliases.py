@@ -342,7 +342,7 @@ async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     texts = tuple(np.ones(8, "<f4") for _ in range(shadow.MAX_ITEMS + 3))
     assert await harness.after(finished(values=texts)) == {"done": 1}
     ((call, asked),) = harness.ran
-    assert call.headers == {"x-sie-pool": "p", "x-sie-priority": "bulk"}
+    assert call.headers == {"x-sie-pool": "p", "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
     assert call.key == shadow.KEY
     assert (asked.priority, asked.resolved.canonical, len(asked.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 

@@ -93,7 +93,8 @@ class Sie:
         if self.scores_pairs and "score" not in self.info["tasks"]:
             names = ", ".join(self.info["outputs"])
             raise CommandRefused(f"{model} has {names}: expected a model with vectors, or one that scores")
-        # the fingerprint is read from an answer: a gateway that has just started may not know that of the workers yet
+        # the model's fingerprint is read from an answer to a request, since a gateway that has just started may not
+        # know it yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")

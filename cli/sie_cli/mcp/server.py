@@ -57,7 +57,7 @@ INSTRUCTIONS = (
 )
 FAILED = "The server of the tools failed, and its log has the details. If it fails again, tell the operator."
 _logger = logging.getLogger("sie.mcp")
-_JSON = "application/json"
+_JSON, _LINES, _TEXT = "application/json", "application/jsonl", "text/plain"
 
 
 class AgentServer:
@@ -164,7 +164,7 @@ class AgentServer:
                 name="models",
                 title="Models and their limits",
                 description="Each line is a model: its tasks, inputs, outputs, most tokens and dimensions.",
-                mime_type=_JSON,
+                mime_type=_LINES,
             )
         ]
         if "search" in self._by_name:
@@ -194,7 +194,7 @@ class AgentServer:
                     uri_template=RESULT_URI,
                     name="result",
                     description="A page of a result that was too long for its answer.",
-                    mime_type="text/plain",
+                    mime_type=_TEXT,
                 ),
             ]
         )
@@ -209,7 +209,7 @@ class AgentServer:
                 text = await self._content(caller, uri)
         except ToolRefused as refused:
             raise MCPError(INVALID_PARAMS, str(refused)) from refused
-        mime_type = "text/plain" if uri.startswith(RESULTS) else _JSON
+        mime_type = _TEXT if uri.startswith(RESULTS) else _LINES if uri == MODELS else _JSON
         return ReadResourceResult(contents=[TextResourceContents(uri=uri, mime_type=mime_type, text=text)])
 
     async def _content(self, caller: AgentCaller, uri: str) -> str:

@@ -20,6 +20,7 @@ from sie_contracts.wire.heartbeats import AnswerErasure
 from sie_gateway.answers.keys import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
+SPACE_BYTES = 400  # bytes of memory that a space takes
 STEP = 10_000  # answers after which the event loop may run other tasks
 PROTECTED_SHARE = 0.8
 LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
@@ -52,8 +53,8 @@ class _CachedAnswer:
 
 
 class AnswerMemory:
-    """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each of them. An answer is removed
-    `ttl_s` seconds after it was computed.
+    """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each answer and SPACE_BYTES for each
+    space. An answer is removed `ttl_s` seconds after it was computed.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,6 +104,8 @@ class AnswerMemory:
             self._remove(key)
         # all answers of a space refer to the same object
         answer.space, count = self._spaces.get(space.name, (space, 0))
+        if not count:
+            self.held_bytes += SPACE_BYTES
         self._spaces[space.name] = answer.space, count + 1
         self._first[key] = answer
         self.held_bytes += answer.size
@@ -142,6 +145,7 @@ class AnswerMemory:
         space, count = self._spaces[name]
         if count == 1:
             del self._spaces[name]
+            self.held_bytes -= SPACE_BYTES
         else:
             self._spaces[name] = space, count - 1
 

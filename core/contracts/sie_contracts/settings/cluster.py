@@ -17,6 +17,7 @@ from sie_contracts.settings.values import (
     PASSWORD,
     PAYLOAD_STORE,
     PORT,
+    REMOTES,
     SECRET,
     SECRETS,
     SINKS,
@@ -233,6 +234,13 @@ class ClusterSettings:
         HOSTS,
         "Hosts from which the gateway fetches images whose URLs a request names. A name without a port allows the ports 80 and 443. `*` allows any name. Addresses that are not public are never fetched from. Unset: nothing is fetched.",
     )
+    remotes: str | None = row(
+        None,
+        "SIE_REMOTES",
+        "gateway",
+        REMOTES,
+        "Remote servers that may answer for a model when this cluster has no room (docs/remote.md): a YAML file, or its content as JSON. Read at the start. Unset: nothing is ever sent to another server.",
+    )
     root_path: str | None = row(
         None,
         "SIE_ROOT_PATH",
@@ -287,7 +295,7 @@ class ClusterSettings:
         "SIE_JOBS_SINKS",
         "gateway",
         SINKS,
-        "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME. A comma in a password is written as %2C. Unset: none.",
+        "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME, and so does `sie migrate`, which reads this setting itself. A comma in a password is written as %2C. Unset: none.",
     )
     jobs_at_once: int = row(
         4,
