@@ -18,7 +18,6 @@ class FakeParser:
 
     def parse(self, job: ParseJob) -> Parsed:
         said = job.document.data.decode()
-        starts: tuple[tuple[int, int], ...] = ((0, 1),)
         match said.split():
             case ["signal", number]:
                 os.kill(os.getpid(), int(number))
@@ -40,9 +39,6 @@ class FakeParser:
                 self.kept = b"x" * int(size)
             case ["answer", number]:
                 job = ParseJob(int(number), job.document)
-            case ["pages", *words]:
-                said = "\n\n".join(words)
-                starts = tuple((said.index(word), number) for number, word in enumerate(words, 1))
             case ["long", size]:
                 said = "x" * int(size)
             case ["environment"]:
@@ -50,7 +46,7 @@ class FakeParser:
             case ["exit"]:
                 os._exit(3)
         tree = b'{"name": "fake"}' if job.has_tree else b""
-        return Parsed(job.number, job.document.format or "md", said, said, tree, len(starts), True, starts)
+        return Parsed(job.number, job.document.format or "md", said, said, tree, 1, True, ((0, 1),))
 
 
 if __name__ == "__main__":

@@ -111,6 +111,20 @@ async def test_parsed_has_so_many_requests_at_once(monkeypatch: pytest.MonkeyPat
     assert (client.peak_running, len(client.sent) > 4) == (2, True)
 
 
+async def test_the_requests_of_a_sibling_lack_one_header_and_share_the_rate() -> None:
+    async def open_now() -> None:
+        """There is no window."""
+
+    headers = {"x-sie-pool": "p", "x-sie-machine-profile": "l4"}
+    parts: Any = SimpleNamespace()
+    client = JobClient(parts, parts, headers, lambda error: None, open_now, 5.0)
+    sibling = client.sibling(without="x-sie-machine-profile")
+    assert client._headers.items() - sibling._headers.items() == {("x-sie-machine-profile", "l4")}
+    assert sibling._headers.items() < client._headers.items()
+    assert sibling._throttle is client._throttle
+    assert sibling.room is not client.room
+
+
 def test_digest_differs_between_formats_of_a_document() -> None:
     inputs = [ModelInput(RequestItem(None, document=DocumentFile(b"a", name))) for name in ("", "csv")]
     assert inputs[0].digest != inputs[1].digest
