@@ -313,6 +313,14 @@ async def test_options_and_prompts_that_were_not_compared_stay_here(start: Start
     assert len(fallback.relay.requests) == sent
 
 
+async def test_a_request_with_more_text_than_one_event_loop_should_write_stays_here(start: Start) -> None:
+    fallback = await proven(start)
+    sent = len(fallback.relay.requests)
+    texts = ["x" * 100_000] * (module.MAX_BYTES // 100_000 + 1)
+    assert (await fallback.gateway.encode(*texts)).status_code == 503
+    assert len(fallback.relay.requests) == sent
+
+
 async def usage(fallback: Fallback) -> RemoteUsage:
     bucket = await fallback.here.server.connect("reader").key_value(topology.REMOTES_BUCKET)
     entry = await bucket.get("budget.spare")
@@ -493,7 +501,14 @@ def test_a_proof_covers_its_entry_its_options_and_its_prompts_alone() -> None:
     proof = proofs.prove(ENTRY, run, reference(), reference().vectors)
     assert proof.covers(ENTRY, run, ["a"])
     assert not proof.covers(toy_entry("toy/golden"), run, ["a"])
-    for change in ({"prefix": "query: "}, {"is_query": True}, {"normalize": False}, {"variant": "x"}, {"lora": "x"}):
+    for change in (
+        {"prefix": "query: "},
+        {"is_query": True},
+        {"normalize": False},
+        {"variant": "x"},
+        {"lora": "x"},
+        {"instruction": "x"},
+    ):
         assert not proof.covers(ENTRY, msgspec.structs.replace(run, **change), ["a"]), change
     assert not proof.accepts(np.ones((1, 8), np.float32))
 

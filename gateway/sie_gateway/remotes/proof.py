@@ -136,14 +136,16 @@ class Proof:
 
 def without_prompt(run: RunOptions) -> RunOptions:
     """Return the options without those of the prompt, which differ between requests with equal vectors for a text."""
-    return msgspec.structs.replace(run, prefix="", suffix="", is_query=False, instruction="")
+    return msgspec.structs.replace(run, prefix="", suffix="", is_query=False)
 
 
 def fits(text: str, max_tokens: int) -> bool:
     """Return whether a text surely has at most `max_tokens` tokens: a token has at least one byte of the normalised
     text.
     """
-    return len(unicodedata.normalize("NFKD", text).encode()) <= max_tokens - SPECIAL_TOKENS
+    most = max_tokens - SPECIAL_TOKENS
+    # the normal form never has fewer characters, and a long text takes long to normalise
+    return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
 
 
 def source_of(entry: ModelEntry) -> str:
@@ -237,8 +239,3 @@ def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vect
 
 def _within(measured: Measured, bound: ParityBound) -> bool:
     return measured.cosine >= bound.cosine and measured.difference <= bound.difference
-
-
-def joined(vectors: Vectors, long: Vectors) -> Vectors:
-    """Return the vectors of the short texts and that of the long text, which is the last one of a reference."""
-    return np.concatenate([vectors, long])

@@ -17,6 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from sie_broker import BrokerError, Entry, Store, Write
 from sie_broker.record import Record, RecordBucket
 from sie_contracts.api.views import ClusterFinding
@@ -58,6 +60,8 @@ GOLDEN_S = 3600.0  # seconds until a proof by golden vectors is repeated: they p
 BUDGET_S = 30.0  # longest time for reference vectors of a worker
 BROKER_S = 2.0
 MIN_LEFT_S = 0.05
+# largest number of bytes of the texts of a request: they are written as JSON in the event loop
+MAX_BYTES = 4 << 20
 KEY = "_remote"  # key of the requests for reference vectors
 UNTESTED = "it has not been probed yet"
 _PINNED = ("x-sie-remote", "x-sie-pool", "x-sie-machine-profile")
@@ -133,6 +137,8 @@ class Remotes:
             )
             for server in servers
         ]
+        for server in servers:
+            metrics.remote_ready.labels(server.name).set(0)
 
     # ---- answers
 
@@ -143,24 +149,23 @@ class Remotes:
         if error.code not in REFUSALS or not _may_leave(call, request):
             return None
         entry, run = request.resolved.entry, request.options.run
-        texts = [Prompt.from_options(run).around(item.text or "") for item in request.items]
+        texts: list[str] = []
         for remote in self._remotes:
             if remote.server.model != entry.id:
                 continue
+            texts = texts or [Prompt.from_options(run).around(item.text or "") for item in request.items]
             proof = remote.proof
             if proof is None or not proof.covers(entry, run, texts):
                 self._count(remote, "unproven")
-                continue
-            answer = await self._answer(remote, proof, call, request, texts)
-            # the entry may have changed meanwhile; then the vectors are those of the entry before
-            if answer is not None and self._feed.catalogue.entries.get(entry.id) == entry:
+            elif (answer := await self._answer(remote, proof, call, request, texts)) is not None:
                 return answer
         return None
 
     async def _answer(
         self, remote: Remote, proof: Proof, call: Call, request: PlannedRequest, texts: Sequence[str]
     ) -> RequestResult | None:
-        costs = [estimated_tokens(len(text.encode()), request.resolved.entry.max_tokens) for text in texts]
+        entry, sizes = request.resolved.entry, [utf8_bytes(text) for text in texts]
+        costs = [estimated_tokens(size, entry.max_tokens) for size in sizes]
         began_s = time.perf_counter()
         left_s = call.received_s + call.budget_s - began_s
         if left_s < MIN_LEFT_S:
@@ -191,8 +196,13 @@ class Remotes:
             self._failed(remote, failure)
             return None
         remote.answered(failed=False)
+        if (
+            self._feed.catalogue.entries.get(entry.id) != entry
+        ):  # changed meanwhile: these are vectors of the one before
+            return None
         # at most one token of each byte: a server cannot make a key pay for more
-        tokens = sum(costs) if used_tokens is None else min(used_tokens, sum(len(text.encode()) + 8 for text in texts))
+        most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
+        tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
         await self._correct(remote, tokens - sum(costs))
         self._count(remote, "served")
         self._metrics.remote_tokens.labels(remote.server.name).inc(tokens)
@@ -305,7 +315,7 @@ class Remotes:
                 "name golden vectors in its entry"
             )
         max_tokens = resolved.entry.max_tokens
-        cost = sum(estimated_tokens(len(text.encode()), max_tokens) for text in reference.texts)
+        cost = sum(estimated_tokens(utf8_bytes(text), max_tokens) for text in reference.texts)
         await remote.budget.spend(cost)
         actual = await self._vectors(remote, reference, normalize=run.normalize)
         return proofs.prove(resolved.entry, run, reference, actual)
@@ -327,7 +337,7 @@ class Remotes:
             if error.is_fault:
                 raise
             long = 0 * vectors[:1]
-        return proofs.joined(vectors, long)
+        return np.concatenate([vectors, long])  # the long text is the last one
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
@@ -373,7 +383,13 @@ class Remotes:
         requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
         for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
             # bulk requests are never sent to a remote server
-            call = Call(uuid7(), time.perf_counter(), {"x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
+            call = Call(
+                uuid7(),
+                time.perf_counter(),
+                {"x-sie-priority": "bulk", "x-sie-cache": "no-store"},
+                grant=Grant(KEY),
+                budget_s=BUDGET_S,
+            )
             items = tuple(map(RequestItem, texts))
             request = InferRequest("encode", resolved, items, {"output_types": ["dense"], **parameters})
             finished = await self._run(call, request)
@@ -427,6 +443,8 @@ def _may_leave(call: Call, request: PlannedRequest) -> bool:
     interactive, and its inputs are texts alone.
     """
     if not call.grant.remote or any(name in call.headers for name in _PINNED):
+        return False
+    if sum(item.size for item in request.items) > MAX_BYTES:
         return False
     if request.operation != "encode" or request.priority != "interactive" or request.resolved.profile != "default":
         return False
