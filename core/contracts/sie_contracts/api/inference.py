@@ -146,6 +146,7 @@ class ExtractParams(_Params, kw_only=True):
         Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")
     ] = UNSET
     ocr: Annotated[Flag, Meta(description="Docling: only false, since it reads the text that a file has.")] = UNSET
+    tree: Annotated[Flag, Meta(description="Docling: false leaves `document` out of `data`.")] = UNSET
     output_schema: Annotated[
         Map, Meta(description="JSON Schema of the values to answer in `data`: docs/schemas.md has what it may hold.")
     ] = UNSET
