@@ -118,7 +118,7 @@ def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp
         tasks.find(str(tmp_path))
     with pytest.raises(
         CommandRefused,
-        match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, mteb/NAME, texts/FILE, or a folder",
+        match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, redaction, ",
     ):
         tasks.find("sts")
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "\xff"}')
@@ -150,7 +150,7 @@ def test_scipy_docs_has_a_long_document_for_each_summary_that_names_one() -> Non
 def test_all_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packages.check("stsb", ["sie", "st"])
     monkeypatch.setattr(packages, "_MODULES", ("scipy", "no_such_module"))
-    monkeypatch.setattr(packages, "STSB_PACKAGE", "no-such-package-of-anybody")
+    monkeypatch.setattr(packages, "_TEXTS", {"stsb-retrieval": "no-such-package-of-anybody==1.0.3"})
     with pytest.raises(CommandRefused) as caught:
         packages.check("stsb-retrieval", ["sie"])
     assert caught.value.message.startswith("packages are missing: no_such_module, no-such-package-of-anybody (")
@@ -439,7 +439,7 @@ def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ("foo", "there is no source foo: expected some of sie, st, targets"),
+        ("foo", "there is no source foo: expected some of sie, st, patterns, targets"),
         ("tei:localhost", "there is no source tei:localhost"),
         ("st:http://x", "there is no source"),
         ("sie,sie", "a source is named twice"),

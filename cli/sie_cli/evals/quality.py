@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_cli.evals import mteb_tasks
+from sie_cli.evals import labelled, mteb_tasks
+from sie_cli.evals.labelled import FactTask, Ratios
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import VectorOutput
-from sie_cli.evals.sources import EvalSource
+from sie_cli.evals.sources import EvalSource, FactSource
 from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
@@ -38,14 +39,17 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 @dataclass(frozen=True)
 class Measurement:
     """Result of one source. `values`: for each metric, its values of the queries. For a task with pairs, `values` has
-    the similarities of the pairs, and the metric is their rank correlation with `gold`. `bytes_per_item`: bytes of a
-    document in an index; None for a reranker.
+    the similarities of the pairs, and the metric is their rank correlation with `gold`. With `weights` a metric is the
+    sum of its values divided by the sum of its weights. `bytes_per_item`: bytes of a document in an index; None for a
+    reranker. `kinds`: results of the facts of each kind.
     """
 
     source: str
     values: Mapping[str, Sequence[float]]
     gold: Sequence[float] = ()
     bytes_per_item: float | None = None
+    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    kinds: Sequence[Measurement] = ()
 
     @property
     def scores(self) -> dict[str, float]:
@@ -53,10 +57,13 @@ class Measurement:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries or pairs at the positions `chosen`. NaN if all these pairs have the same
-        value, because then no correlation is defined.
+        """Return a metric over the queries or pairs at the positions `chosen`. NaN if it is not defined: all these
+        pairs have the same value, or the weights are zero.
         """
         own = np.asarray(self.values[metric])[chosen]
+        if self.weights:
+            weight = float(np.asarray(self.weights[metric])[chosen].sum())
+            return float(own.sum()) / weight if weight else math.nan
         return _spearman(own, np.asarray(self.gold)[chosen]) if self.gold else float(own.mean())
 
 
@@ -76,6 +83,8 @@ def count(task: Judged, step: EvalStep) -> int | None:
     if isinstance(task, Similarity):
         sides = 1 if step.output.queries == step.output.documents else 2
         return len(task.gold) if step.source.scores_pairs else sides * len({*task.left, *task.right})
+    if isinstance(task, FactTask):
+        return len(task.texts)
     scored = sum(max(FIRST_STAGE, len(own)) for own in task.qrels.values())
     if step.source.scores_pairs:
         return scored
@@ -87,6 +96,8 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
     if isinstance(task, Mteb):
         scores = mteb_tasks.measure(task, step, work)
         return Measurement(step.name, {name: [value] for name, value in scores.items()})
+    if isinstance(task, FactTask):
+        return _labelled(task, step, work)
     if isinstance(task, Similarity):
         return _similarity(task, step, work)
     return _retrieval(task, step, work)
@@ -113,6 +124,18 @@ def difference(score: Measurement, reference: Measurement, metric: str) -> Diffe
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.nanpercentile(spread, (tail, 100 - tail)).tolist()
     return Difference(score.score(metric, every) - reference.score(metric, every), low, high)
+
+
+def _labelled(task: FactTask, step: EvalStep, work: EvalWork) -> Measurement:
+    assert isinstance(step.source, FactSource), "checked before the measurement"
+    every, by_kind = labelled.ratios(task, work.facts(step.source, task))
+    kinds = [_of_ratios(f"{step.name}, {kind}", ratios) for kind, ratios in by_kind.items()]
+    return replace(_of_ratios(step.name, every), kinds=kinds)
+
+
+def _of_ratios(name: str, ratios: Ratios) -> Measurement:
+    values = {metric: numerators for metric, (numerators, _) in ratios.items()}
+    return Measurement(name, values, weights={metric: denominators for metric, (_, denominators) in ratios.items()})
 
 
 def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement:

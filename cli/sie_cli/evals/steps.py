@@ -15,17 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
+from sie_cli.evals.labelled import Fact, FactTask
 from sie_cli.evals.outputs import DENSE, VectorOutput
-from sie_cli.evals.sources import EvalSource, key
+from sie_cli.evals.sources import EvalSource, FactSource, key
 from sie_cli.refusal import CommandRefused
 from sie_contracts import arrays
 
 KEEP_S = 7 * 86_400
+T = TypeVar("T")
 
 
 class ResultCache:
@@ -41,8 +43,8 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Return one answer for each text: an array, a number, or a map of arrays. The answers are read from the cache,
-        or computed and cached. Raises CommandRefused, and the errors of `compute`.
+        """Return one answer for each text: an array, a number, a list, or a map of arrays. The answers are read from
+        the cache, or computed and cached. Raises CommandRefused, and the errors of `compute`.
 
         `identity`: all data that the answers depend on, other than the texts. An empty `identity` means that this data
         is unknown; then nothing is cached.
@@ -131,6 +133,17 @@ class EvalWork:
             self._advance(len(part))
         return rows
 
+    def facts(self, source: FactSource, task: FactTask) -> list[Sequence[Fact]]:
+        """Return the facts that the source finds in each text of the task."""
+        rows: list[Sequence[Fact]] = []
+        for part in batched(task.texts, PART):
+            identity = [*source.identity, task.kind, *task.labels] if source.identity else []
+            contents = [repr((text.text, text.mentions)) for text in part]
+            answers = self._cache.part(identity, contents, functools.partial(source.facts, task, part))
+            rows += [[tuple(fact) for fact in facts] for facts in answers]
+            self._advance(len(part))
+        return rows
+
     def scores(self, source: EvalSource, query: str, documents: Sequence[str]) -> Sequence[float]:
         identity = [*source.identity, "score", key(query)] if source.identity else []
         values = self._cache.part(identity, [key(text) for text in documents], lambda: source.scores(query, documents))
@@ -138,5 +151,5 @@ class EvalWork:
         return values
 
 
-def batched(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+def batched(texts: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (texts[start : start + size] for start in range(0, len(texts), size))
