@@ -75,9 +75,7 @@ class Installer:
             self._install_torch(f"torch {version}+cpu of {CPU_INDEX}", named, CPU_INDEX)
 
     def _install_torch(self, title: str, named: str, index: str = "") -> None:
-        """Install one build of torch without its dependencies. The next step installs these, with the versions in
-        constraints.txt.
-        """
+        """Install one build of torch without dependencies, which the next step installs with constraints.txt."""
         source = ["--index-url", index, "--retries", "2", "--timeout", "30"] if index else []
         try:
             self.run(title, "--no-deps", *source, named)
@@ -114,7 +112,6 @@ class Installer:
             raise StepFailed(f"{reasons[-1] if reasons else f'pip ended with {status}'}; the log is {self._log}")
 
     def _tail(self) -> str:
-        """Return the output of the last step."""
         return self._log.read_text("utf-8", "replace").rpartition("\n== ")[2]
 
 

@@ -112,9 +112,7 @@ def modules(folder: str) -> Sequence[Module]:
 
 
 def names_that_are_gone(module: Module) -> Iterator[str]:
-    """Yield the files (`name.py`) and exceptions (`Raises Name`) that docstrings of the module mention, but that do not
-    exist.
-    """
+    """Yield files (`name.py`) and exceptions (`Raises Name`) in the module's docstrings that do not exist."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -153,9 +151,7 @@ def _exceptions() -> set[str]:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Return for each module the modules of its package that it imports. If it imports a package, only the package's
-    __init__ file counts.
-    """
+    """Return by module the modules of its package that it imports. Of a package, only the __init__ file counts."""
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
     for module in found:
@@ -171,9 +167,7 @@ def imports(found: Sequence[Module]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the circles of imports. When a circle is found, one of its imports is removed from the graph, and the
-    search goes on.
-    """
+    """Return the circles of imports. One import of each found circle is removed, and the search goes on."""
     graph = {name: set(used) for name, used in graph.items()}
     found = []
     while True:
@@ -235,9 +229,7 @@ def is_command(node: ast.AST) -> bool:
 
 
 def vague_docstrings(module: Module) -> Iterator[str]:
-    """Yield docstrings that begin vaguely or contain a phrase that is hard to understand. Help texts are not
-    checked.
-    """
+    """Yield docstrings that begin vaguely or contain a phrase that is hard to understand, except help texts."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not is_command(
             node
@@ -253,9 +245,7 @@ def files_by_folder() -> Counter[str]:
 
 
 def assigned(module: Module) -> Iterator[str]:
-    """Yield assignments to attributes of other objects: `a.b = ...`, where `a` is neither self nor created in the
-    function.
-    """
+    """Yield assignments `a.b = ...` to attributes of objects that are neither self nor created in the function."""
     for function in ast.walk(module.tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue

@@ -37,9 +37,7 @@ class ReleaseError(Exception):
 
 
 def run(*command: str | Path, **environ: str) -> str:
-    """Run a command and return its standard output. Its standard error goes to the terminal. Raises ReleaseError if it
-    fails.
-    """
+    """Run a command and return its standard output; errors go to the terminal. Raises ReleaseError if it fails."""
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ReleaseError(f"{' '.join(map(str, command))} ended with status {done.returncode}\n{done.stdout}")
@@ -47,9 +45,7 @@ def run(*command: str | Path, **environ: str) -> str:
 
 
 def checked_version(*, dirty: bool) -> str:
-    """Return the version of this checkout. Raises ReleaseError if a file has another version, or if there are
-    uncommitted changes and not `dirty`.
-    """
+    """Return the version. Raises ReleaseError if a file has another one, or for uncommitted changes unless `dirty`."""
     found = version.current()
     if wrong := [f"{place} has {other}" for place, other in version.found() if other != found]:
         raise ReleaseError(f"the version is {found}, but {', '.join(wrong)}: run python tools/version.py {found}")
@@ -60,9 +56,7 @@ def checked_version(*, dirty: bool) -> str:
 
 
 def distributions(out: Path) -> None:
-    """Build the source archive, and from it the wheel, which proves that the archive has all files. Also build the
-    wheel of the alias package.
-    """
+    """Build the source archive, from it the wheel (which proves that it is complete), and the alias package's wheel."""
     at = run("git", "log", "-1", "--format=%ct").strip()
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     run(*build, ROOT, SOURCE_DATE_EPOCH=at)
@@ -79,9 +73,7 @@ def bill(out: Path, of: str) -> None:
 
 
 def images(out: Path, of: str) -> list[str]:
-    """Build the images by `make image-NAME` if Docker, Podman or Buildah is installed. Return the images that were not
-    built, with the reason.
-    """
+    """Build the images by `make image-NAME` if a builder is installed. Return those not built, with the reason."""
     cuda = "image adapter-cuda: `make image-adapter-cuda` builds it, from NVIDIA's image with its compiler"
     if not os.environ.get("BUILDER") and not any(map(shutil.which, BUILDERS)):
         return [f"images {', '.join(IMAGES)}: none of {', '.join(BUILDERS)} is installed", cuda]

@@ -69,16 +69,14 @@ TRACER = """
     begin()
     os.register_at_fork(after_in_child=begin)
 """
-START_S = 150.0  # seconds for the start; while functions are recorded, imports take several times longer
+START_S = 150.0  # time limit in seconds for the start of SIE: recording functions makes imports several times slower
 ROLES = ("gateway", "sidecar", "adapter")
 # pairs: file, relative to the root of the repository, and qualified name of a function in it
 Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Let a process begin or end its recording (`word`: begin or end). Return the functions that it recorded; an empty
-    list if the process has ended.
-    """
+    """Let a process begin or end its recording (`word`). Return the recorded functions; none if it has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))

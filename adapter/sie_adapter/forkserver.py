@@ -1,13 +1,13 @@
-"""Parent process of the adapters. It has done the imports, and forks a process that serves for each device. If such a
-child dies, a new one starts within milliseconds, and the other children continue.
+"""Parent process of the adapters. It has done the imports, and forks a process that serves for each device. A new child
+replaces a dead one within milliseconds, while the others continue.
 
     imports ──► fork ──► a child serves ──► it dies ──► fork again
                                 └──► all drained, or one refuses its settings ──► the parent ends with their status
 
-The kernel shares the pages of the imported modules between the processes, so the parent needs little memory and, while
-no child dies, no processor time. A fork copies only one thread, so the parent has no second thread. The parent also
-makes no CUDA call, since a child could not use a CUDA context of its parent. Only Linux is supported: the module needs
-PR_SET_PDEATHSIG, and Apple's frameworks do not survive a fork.
+The processes share the memory pages of the imported modules, so the parent needs little memory, and no processor time
+while no child dies. A fork copies only one thread, so the parent has no second thread, and it makes no CUDA call, since
+a child could not use its CUDA context. Only Linux is supported: the module needs PR_SET_PDEATHSIG, and Apple's
+frameworks do not survive a fork.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
-STEADY_S = 5.0  # a child that lived longer than this number of seconds is forked again without a pause
+STEADY_S = 5.0  # seconds of life after which a dead child is forked again without a pause
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
@@ -37,8 +37,8 @@ _NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"
 
 
 class ForkResult(NamedTuple):
-    """Result of `keep_serving`. In a child, `number` is the number of the device that it must serve. In the parent,
-    `number` is None, and `status` is its exit status.
+    """Result of `keep_serving`. `number`: in a child, the number of the device that it must serve; in the parent, None.
+    `status`: the exit status of the parent.
     """
 
     number: int | None
@@ -46,16 +46,16 @@ class ForkResult(NamedTuple):
 
 
 def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: None) -> ForkResult:
-    """Fork `count` child processes that serve, and fork each of them again whenever it dies. In a child, return at
-    once: the caller then serves. In the parent, return after all children have ended: each has drained its batches, or
-    one refused its settings, or a signal ended them. The ForkResult says which process this is.
+    """Fork `count` child processes that serve, and fork each again whenever it dies. In a child, return at once: the
+    caller then serves. In the parent, return after all children have ended: each has drained its batches, or one
+    refused its settings, or a signal ended them.
 
     If this process cannot fork, it is the only child itself. `died` is called with the number of a dead child before a
     new one is forked.
 
-    Call this while the process has only one thread, with SIGNALS blocked; the signals are blocked in the children too.
+    Call this while the process has only one thread, with SIGNALS blocked; they are blocked in the children too.
     """
-    # if a parent process told this one to ignore SIGCHLD, it could not wait for its children
+    # SIGCHLD may be ignored, inherited from a parent process, so this process could not wait for its children
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent, children = os.getpid(), _Children(count, died)
     while children.are_left:
@@ -86,11 +86,9 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
 
 
 class _Children:
-    """State of the children: which run, and which must be forked."""
-
     def __init__(self, count: int, died: Callable[[int], None]) -> None:
         self._died = died
-        # number of a child that does not run -> time on the monotonic clock at which it must be forked, seconds
+        # number of a child that must be forked -> time of the fork on the monotonic clock, seconds
         self._due_s = dict.fromkeys(range(count), 0.0)
         self._pauses_s = dict.fromkeys(range(count), 0.0)
         # process id -> number of the child, and its start on the monotonic clock, seconds
@@ -103,7 +101,6 @@ class _Children:
         return bool(self._running or self._due_s)
 
     def next_due(self) -> int | None:
-        """Return the number of a child that must be forked now; None if none must."""
         now_s = time.monotonic()
         return next((number for number, due_s in self._due_s.items() if due_s <= now_s), None)
 
@@ -112,18 +109,14 @@ class _Children:
         return max(0.0, min(self._due_s.values()) - time.monotonic()) if self._due_s else None
 
     def started(self, number: int, pid: int) -> None:
-        """Record that a child was forked. Failpoints (crashes that tests request) apply only to the first fork of each
-        child.
-        """
+        """Record the fork of a child. Failpoints (crashes for tests) apply only to the first fork of each child."""
         del self._due_s[number]
         self._running[pid] = number, time.monotonic()
         if not self._due_s:
             failpoints.arm("")
 
     def not_forked(self, number: int) -> None:
-        """Try the fork again later if other children run. If no child runs, end: several devices need a process
-        each.
-        """
+        """Try the fork again later if other children run. If none runs, end: several devices need a process each."""
         if self._running:
             self._due_s[number] = time.monotonic() + LONGEST_PAUSE_S
             return
@@ -131,9 +124,7 @@ class _Children:
         self.end(_NO_FORK)
 
     def end(self, status: int) -> None:
-        """Fork no more children, and send SIGTERM to the children that run. `status`: the exit status of this process
-        if the children end without an error.
-        """
+        """Fork no more children; send SIGTERM to all. `status`: the parent's exit status if they end without error."""
         self._is_ending, self.status = True, status
         self._due_s.clear()
         for pid in self._running:
@@ -171,7 +162,7 @@ class _Children:
 
 
 def _fork() -> int | None:
-    """Call os.fork and return its result. If a fork is impossible or not safe, log the reason and return None."""
+    """Call os.fork and return its result, or None, with a log line, if a fork is impossible or not safe."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -187,10 +178,10 @@ def _fork() -> int | None:
 
 
 def _is_alone() -> bool:
-    """Return whether this process has only one thread, so that a fork is safe."""
     if len(os.listdir(_TASKS)) > 1:
         # The import of numpy starts threads of OpenBLAS, which would make a fork unsafe. OpenBLAS ends them before any
-        # fork and starts them again at the next matrix product, so a fork of a process that exits at once ends them.
+        # fork and starts them at the next matrix product, so they are gone after the fork of a process that exits at
+        # once.
         end_of = os.fork()
         if end_of == 0:
             os._exit(0)

@@ -2,10 +2,8 @@
 
     bundle ──► imports ──► bind the socket ──► fork (`forkserver`) ──► serve ──► drain ──► exit
 
-A worker with several devices has one process and one socket for each device. These processes are children of this
-process.
-
-The import of this module is cheap: torch and the model code are imported inside `run`.
+A worker with several devices has one child process and one socket for each. The import of this module is cheap: torch
+and the model code are imported inside `run`.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ _logger = logging.getLogger("sie.adapter")
 
 DRAIN_S = 10.0
 _BACKLOG = 128
-# byte that is written to the wake socket for a drain. A signal writes its number, and no handled signal has the number
-# of this byte.
+# byte that is written to the wake socket for a drain. A signal writes its number, and no handled signal has this
+# number.
 _DRAIN = b"D"
 
 
@@ -49,7 +47,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
     `spare`: serve in a child process, which is replaced at once when it dies (Linux). The call then returns in both
     processes. Several devices are always served by child processes. Running batches may take DRAIN_S to finish; waiting
-    batches are refused. Raises SettingError if the device or a dependency of the bundle is absent.
+    ones are refused. Raises SettingError if the device or a dependency of the bundle is absent.
     """
     dependencies.check(settings)
     if warning := examined(allowed(settings)):
@@ -63,7 +61,7 @@ def run(settings: Settings, *, spare: bool = False) -> int:
         if _is_served(path := Path(adapter.ipc_socket_path)):
             _logger.error("another adapter serves on %s", path)
             return 1
-    # remove the sockets of an adapter with more devices that was killed
+    # remove the sockets of a killed adapter that had more devices
     for number in range(len(adapters), MAX_DEVICES):
         # a socket that stays does no harm: no process connects to it, and `sie doctor` reports it
         with contextlib.suppress(OSError):
@@ -82,15 +80,13 @@ def run(settings: Settings, *, spare: bool = False) -> int:
 
 
 def allowed(settings: Settings) -> Allowed:
-    """Return the limits on entries that arrive over the broker: whether their code may run, and which paths they may
-    name.
-    """
+    """Return the limits on entries from the broker: whether their code may run, and which paths they may name."""
     return Allowed(settings.allow_remote_code, settings.model_paths, settings.models_dir)
 
 
 def _import() -> None:
     """Import all modules that a load of a text encoder needs. Start no thread and make no CUDA call, not even a query
-    for devices: after one, a forked process could not use CUDA.
+    for devices: a forked process could then not use CUDA.
     """
     _name_temporary_folder()
     import transformers
@@ -104,15 +100,15 @@ def _import() -> None:
     # the handler of the root logger writes these lines too, so they would appear twice
     logging.getLogger("huggingface_hub").handlers.clear()
     engine.prepare_process()
-    # Imported objects are never freed. If the garbage collector skips these objects, it pauses the device threads for a
-    # shorter time, and child processes still share the pages.
+    # Imported objects are never freed. If the garbage collector skips them, it pauses the device threads for a shorter
+    # time, and child processes still share the pages.
     gc.collect()
     gc.freeze()
 
 
 def _name_temporary_folder() -> None:
-    """Set a temporary folder, because torch reads its path during the import although it writes no file there. If every
-    temporary folder is full, Python finds none, and the import would raise.
+    """Set a temporary folder, because torch reads its path during the import. If every temporary folder is full, Python
+    finds none, and the import would raise, although torch writes no file there.
     """
     try:
         tempfile.gettempdir()
@@ -125,7 +121,7 @@ def _name_temporary_folder() -> None:
 
 def _learning(settings: Settings) -> Callable[[], None]:
     """Lower the limits of passes that the previous process did not survive. Return a function that does the same after
-    each later death of a child.
+    a later death of a child.
     """
     from sie_adapter.memory.batch_limits import CrashRecord, DeviceLimits, PassRecords
 
@@ -188,8 +184,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _woken_by_signals() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or when a byte is written to
-    the second. No signal is blocked inside the context.
+    """Yield a pair of sockets. The first becomes readable when a signal to end arrives, or a byte is written to the
+    second. No signal is blocked inside the context.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
@@ -217,9 +213,7 @@ def _wake(waker: socket.socket, reason: bytes) -> None:
 
 
 def _is_served(path: Path) -> bool:
-    """Return whether a process listens on the socket at `path`. A killed process leaves a socket file on which no
-    process listens.
-    """
+    """Return whether a process listens at `path`. A killed process leaves a socket file on which none listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -233,8 +227,8 @@ def _is_served(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _listener(path: Path) -> Iterator[socket.socket]:
-    """Yield a listening socket at `path`, mode 0600. Only the process that created it removes it. A file that exists
-    already belongs to a dead process and is replaced.
+    """Yield a listening socket at `path`, mode 0600, which only this process removes. An existing file belongs to a
+    dead process and is replaced.
     """
     owner = os.getpid()
     path.unlink(missing_ok=True)

@@ -39,13 +39,11 @@ _CREDENTIALS = struct.Struct("3i")  # process id, user id and group id of the pr
 
 
 class AdapterServer:
-    """Server that answers requests to `engine` on the socket `listener`. It closes the connections, but not the
-    listener.
-    """
+    """Server that answers requests to `engine` on the socket `listener`. It does not close the listener."""
 
     def __init__(self, listener: socket.socket, engine: AdapterEngine, drain: Callable[[], None], trust: Trust) -> None:
-        """Create the server. `drain` is called when a sidecar requests the end of the process. `trust` limits the code
-        that an entry may cause this process to run, and the files that it may cause it to read.
+        """`drain` is called when a sidecar requests the end of the process. `trust` limits the code that an entry may
+        cause this process to run, and the files that it may cause it to read.
         """
         self._trust = trust
         self._listener = listener
@@ -217,8 +215,8 @@ class AdapterServer:
         return ipc.Done()
 
     def _entry(self, raw: dict[str, Any]) -> ModelEntry:
-        """Return the catalogue entry of a request, if this adapter's own settings allow it to run the code, and to read
-        the paths, that the entry names. Raises ModelLoadFailed.
+        """Return the catalogue entry of a request. Raises ModelLoadFailed if this adapter's settings forbid the code or
+        the paths that the entry names.
         """
         entry = parse_entry(raw)
         refused = self._trust.refused(entry, is_here=True)
@@ -245,9 +243,7 @@ def _is_gone(connection: socket.socket) -> bool:
 
 
 def _is_trusted(connection: socket.socket) -> bool:
-    """Return whether the peer is this user or root. On systems without SO_PEERCRED the mode of the socket file protects
-    it.
-    """
+    """Return whether the peer is this user or root. Systems without SO_PEERCRED rely on the mode of the socket file."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -3,8 +3,7 @@
     python catalog/golden/make_dense.py FOLDER OUT.json
 
 Vectors are normalised and rounded to nine digits, more than float32 has. The texts have no prompt, because no case has
-`is_query`. They are short and long, empty, longer than the limit of the model, with a line break, and with
-characters beyond ASCII.
+`is_query`. Some are empty, longer than the limit of the model, have a line break, or characters beyond ASCII.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def main(folder: str, out: str) -> None:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(folder, device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32})
-    # texts are encoded one by one, so that no text is padded
+    # one by one, so that no text is padded
     vectors = [model.encode([text], normalize_embeddings=True, show_progress_bar=False)[0] for text in TEXTS]
     cases = [
         {"text": text, "vector": [float(f"{value:.9g}") for value in vector]}

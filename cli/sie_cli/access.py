@@ -1,8 +1,7 @@
-"""File with the addresses and passwords of a `sie serve`, for the commands of its user.
+"""File with the addresses and passwords of a `sie serve`, for the commands of its user. It exists while `sie serve`
+runs.
 
     sie serve ──► DATA_DIR/access.json (mode 0600) ──► Cluster of `sie keys`, `sie dlq`, `sie models`, ...
-
-The file is written at each start and removed at the end.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    # name of a stream whose files the broker has been reading for a long time; empty if there is none
+    # name of a stream whose files the broker has been reading for a long time, else empty
     unread_stream: str = ""
 
     def __repr__(self) -> str:
@@ -45,10 +44,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read. The file is replaced atomically: no reader sees a part of it, and no
-    link is followed.
-    """
-    # mkstemp creates the file with mode 0600
+    """Write a file that only its owner may read, atomically: no reader sees a part of it, and no link is followed."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -61,13 +57,11 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def publish(data_dir: Path, access: Access) -> None:
-    """Write the access file of this start of `sie serve`."""
     write_private(data_dir / FILE, msgspec.json.format(msgspec.json.encode(access)))
 
 
 @contextlib.contextmanager
 def published(data_dir: Path, access: Access) -> Iterator[None]:
-    """Keep the access file of this start of `sie serve` while the context is open."""
     publish(data_dir, access)
     try:
         yield
@@ -77,8 +71,8 @@ def published(data_dir: Path, access: Access) -> Iterator[None]:
 
 
 def read(data_dir: Path) -> Access | None:
-    """Read the file that the `sie serve` of this data directory wrote. Return None if no `sie serve` runs: after a `sie
-    serve` was killed, its file still exists, but its lock is free. Raises SettingError for a file that cannot be used.
+    """Read the access file of this data directory; None if no `sie serve` runs. The file of a killed `sie serve` still
+    exists, but its lock is free. Raises SettingError for a file that cannot be used.
     """
     path = data_dir / FILE
     try:
@@ -94,9 +88,7 @@ def read(data_dir: Path) -> Access | None:
 
 
 def _is_unlocked(lock: Path) -> bool:
-    """Return whether the lock file exists and no process has locked it. A lock file that this user may not read counts
-    as locked.
-    """
+    """Return whether the lock file exists and no process has locked it. An unreadable lock file counts as locked."""
     try:
         with open(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -106,5 +98,4 @@ def _is_unlocked(lock: Path) -> bool:
 
 
 def as_operator(broker_url: str) -> str:
-    """Return the broker's address with the user name and password for operator commands."""
     return broker_url.replace("://", f"://{OPERATOR}@", 1)

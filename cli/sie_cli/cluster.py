@@ -1,9 +1,9 @@
-"""Cluster of a command: the addresses of its parts, the credentials for them, and the advice if no part runs.
+"""Cluster of a command: the addresses of its processes, the credentials for them, and the advice if none runs.
 
     --url ► --data-dir ► environment ► the `sie serve` of this user ──► Cluster ──► broker, gateway, config service
 
-The first of these sources with an address is used. Credentials belong to an address: the credentials of a `sie serve`
-are sent only to its own addresses.
+The first of these sources with an address is used. Credentials belong to an address: those of a `sie serve` are sent
+only to its own addresses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 CONNECT_S = 5.0  # seconds after which an attempt to connect to the broker fails
 FIRST_S = 5.0  # seconds for which a command tries to connect to a gateway
-# name of the source of an address or credential that a `sie serve` wrote to its data directory
+# source of an address or credential that a `sie serve` wrote to its data directory
 SOURCE = "data directory"
 GATEWAY = client_environment.LOOPBACK  # address of the gateway if none is known
 BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", "SIE_GATEWAY_URL"
@@ -61,7 +61,7 @@ _PARTS: Mapping[str, _ClusterPart] = {
 class Cluster:
     """Addresses of a cluster's processes, and the credentials for them. `settings`: addresses and credentials.
     `sources`: where each setting comes from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the
-    user named the directory.
+    user named it.
     """
 
     settings: Settings
@@ -73,11 +73,9 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings and of the `sie serve` with the data directory `named`. Without `named`,
-        and with `looks_around`, the default data directory is used.
-
-        Raises SettingError if the file of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with
-        `named`.
+        """Return the cluster of these settings and of the `sie serve` with the data directory `named`; without `named`,
+        and with `looks_around`, the default one. Raises SettingError if the file of a `sie serve` cannot be read, or if
+        `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -105,8 +103,8 @@ class Cluster:
         local_names = {
             name for name in chosen if public_url(configured[name] or "").rstrip("/") in local[name].split(",")
         }
-        # if an address that the user named is not one of this `sie serve`, the user means another cluster, so no
-        # address of this `sie serve` is used
+        # the user named an address that is not one of this `sie serve`, so another cluster is meant, and no address of
+        # this `sie serve` is used
         is_ours = self.is_named or chosen == local_names
         changes: dict[str, Any] = {}
         for name, part in _PARTS.items():
@@ -128,46 +126,41 @@ class Cluster:
 
     @property
     def serve(self) -> str:
-        """Return the command line that starts a `sie serve` with this data directory."""
         return f"sie serve{self.data_dir_option}"
 
     @property
     def data_dir_option(self) -> str:
-        """Return ` --data-dir FOLDER` for a command line; empty for the default directory."""
+        """` --data-dir FOLDER` for a command line; empty for the default directory."""
         is_default = self.data_dir == default_data_dir().absolute()
         return "" if is_default else f" --data-dir {shlex.quote(str(self.data_dir))}"
 
-    # ---- gateway
-
     @property
     def gateway_urls(self) -> list[str]:
-        """Return the addresses of the gateways without a final slash; the default address if no address is set."""
+        """Addresses of the gateways without a final slash, by default that of this machine's gateway."""
         return [url.strip().rstrip("/") for url in (self.settings.gateway_url or GATEWAY).split(",")]
 
     @property
     def gateway_token(self) -> Secret | None:
-        """Return the token for the gateways. An address of the command line gets no administrator's token."""
+        """Token for the gateways. An address from the command line gets no administrator's token."""
         settings = self.settings
         own = settings.auth_token or (settings.auth_tokens or (None,))[0]
         return own or (settings.admin_token if self.sources.get(GATEWAY_URL) == "environment" else None)
 
     @property
     def gateway_admin_token(self) -> Secret | None:
-        """Return the token for actions of administrators: SIE_ADMIN_TOKEN. For the gateway of a `sie serve` it is the
-        token that this `sie serve` wrote.
-        """
+        """Token for actions of administrators: SIE_ADMIN_TOKEN, or that which the gateway's `sie serve` wrote."""
         own = None if self.sources.get(GATEWAY_URL) == SOURCE else self.settings.admin_token
         return own or self.gateway_token
 
     @property
     def first_patience_s(self) -> float:
-        """Return the seconds for which a command waits for its first connection to the gateway. It does not wait for a
-        server of this machine if no `sie serve` is known, because then no process will start the server.
+        """Seconds for which a command waits for its first connection to the gateway: 0 if the address is on this
+        machine and no `sie serve` runs, because no process will start a server there.
         """
         return 0.0 if self.local() is None and is_local(self.gateway_urls[0]) else FIRST_S
 
     def without_gateway(self, url: str, error: BaseException) -> str:
-        """Return the error to show if the gateway at `url` did not answer, but the connection failed with `error`."""
+        """Return the error to show if no gateway answered at `url`, and the connection failed with `error`."""
         cause = "" if is_refused(error) else f" ({cause_of(error)})"
         advice = (
             f"start one with `{self.serve}`, or name another address with --url"
@@ -176,20 +169,14 @@ class Cluster:
         )
         return f"no gateway answers at {public_url(url)}{cause}: {advice}"
 
-    # ---- config service
-
     def config_token(self, *, writes: bool) -> Secret | None:
-        """Return the token for the config service: of the sufficient tokens, the one with the fewest rights; None if
-        there is none.
-        """
+        """Return the token with the fewest rights that suffices for the config service; None if there is none."""
         read_token = None if writes else self.settings.config_read_token
         return read_token or self.settings.admin_token
 
-    # ---- broker
-
     async def open_broker(self, name: str, url: str = "") -> NatsBroker:
-        """Connect to the broker, at `url` if it is not None. The caller closes the connection. Raises SettingError if
-        no address is known, BrokerUnavailable.
+        """Connect to the broker, at `url` unless it is empty. The caller closes the connection. Raises SettingError
+        without an address, BrokerUnavailable.
         """
         from sie_broker.nats import NatsBroker
 
@@ -201,9 +188,7 @@ class Cluster:
         return broker
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
-        """Connect to the broker, call `work` with the connection, and return its result. Exit with status 2 if no
-        broker answers.
-        """
+        """Call `work` with a connection to the broker; return its result. Exit with status 2 if no broker answers."""
         from sie_broker import BrokerError
 
         async def run() -> T:
@@ -219,11 +204,9 @@ class Cluster:
         except (SettingError, BrokerError) as error:
             refuse(error)
 
-    # ---- advice if no process runs
-
     def missing(self, name: str) -> str:
-        """Explain why the address of a part of the cluster (gateway, config service or broker) is unknown, and how to
-        set it. `name`: the setting of this address.
+        """Explain why the address in the setting `name` (gateway, config service, broker) is unknown, and how to set
+        it.
         """
         part = _PARTS[name].name
         running = self.local()
@@ -239,8 +222,8 @@ class Cluster:
 
 
 def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
-    """Return settings and sources with the variables that all clients read. SIE_API_KEY also sets SIE_AUTH_TOKEN.
-    SIE_BASE_URL is used if no other setting has the address of the gateway.
+    """Return settings and sources with the variables that all clients read: SIE_API_KEY also sets SIE_AUTH_TOKEN, and
+    SIE_BASE_URL the gateway's address, unless another setting has it.
     """
     changes: dict[str, Any] = {}
     sources = dict(loaded_settings.sources)
@@ -252,7 +235,6 @@ def _as_client(loaded_settings: Loaded) -> tuple[Settings, dict[str, str]]:
 
 
 def _credentials(name: str, written: Access) -> dict[str, object]:
-    """Return the settings with the credentials for an address."""
     if name == BROKER_URL:
         return {"nats_url": as_operator(written.broker_url), "nats_password": Secret(written.operator_password)}
     token = Secret(written.admin_token)
@@ -282,7 +264,6 @@ def cluster_options(address: str, *settings: str, looks_around: bool = True, req
 
 
 def data_dir_option(command: F) -> F:
-    """Add the option --data-dir, which selects a `sie serve` of this machine."""
     return click.option("--data-dir", type=click.Path(path_type=Path), metavar="FOLDER", default=None, help=DATA_DIR)(
         command
     )

@@ -27,8 +27,8 @@ def default_data_dir() -> Path:
 
 
 def sockets_folder(data_dir: Path) -> Path:
-    """Return the folder `run` in the data directory. If its path is too long for a socket, return a folder for it in
-    the directory for temporary files.
+    """Return the folder `run` in the data directory, or one in the directory for temporary files if its path is too
+    long for a socket.
     """
     own = data_dir / "run"
     if len(os.fsencode(own / _LONGEST)) <= MAX_SOCKET_BYTES:
@@ -41,7 +41,7 @@ def socket_path(data_dir: Path, worker: int) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user may use, or accept an existing folder. Raises SettingError if it belongs to
+    """Create a folder that only this user may use, or accept an existing one. Raises SettingError for a folder of
     another user, OSError.
     """
     path.mkdir(mode=0o700, exist_ok=True)
@@ -57,7 +57,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class InUse(SettingError):
-    """Error for a data directory that another `sie serve` uses; `url` is the address of its gateway."""
+    """Raised if another `sie serve` uses the data directory; `url` is the address of its gateway."""
 
     def __init__(self, data_dir: Path, url: str = "") -> None:
         at = f" at {url}" if url else ""

@@ -33,14 +33,11 @@ def rounded_size(count: int) -> str:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Format a count with its noun: `1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Replace each control character of the terminal, because the text is untrusted. The length does not change.
-    `lines`: keep line breaks.
-    """
+    """Replace each control character in an untrusted text by one character. `lines`: keep line breaks."""
     return "".join(
         letter if letter.isprintable() or (lines and letter == "\n") else " " if letter.isspace() else "?"
         for letter in text
@@ -68,18 +65,14 @@ def table(rows: Sequence[Sequence[str]], *, err: bool = False) -> None:
 
 
 def transfers() -> Progress:
-    """Return progress bars that count bytes, as a context manager. They are shown on standard error if it is a
-    terminal, else nowhere.
-    """
+    """Return progress bars that count bytes, as a context manager, shown only if standard error is a terminal."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     return _bars(DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def items() -> Progress:
-    """Return progress bars that count items, as a context manager. They are shown on standard error if it is a
-    terminal, else nowhere.
-    """
+    """Return progress bars that count items, as a context manager, shown only if standard error is a terminal."""
     from rich.progress import MofNCompleteColumn
 
     return _bars(MofNCompleteColumn())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-NOTE_S = 5.0  # seconds between two lines that say that the replay still waits
+NOTE_S = 5.0  # seconds between two lines about a replay that still waits
 
 
 def _letters(broker: Broker, pool: str) -> Letters:
@@ -170,7 +170,7 @@ async def replayed(broker: Broker, settings: Settings, name: str, timeout_s: flo
 
 
 async def _waiting(answer: Awaitable[T], timeout_s: float) -> T:
-    """Wait for the answer and print a line every NOTE_S seconds. Raises CommandRefused if `timeout_s` ends first."""
+    """Wait for the answer; print a line every NOTE_S seconds. Raises CommandRefused if `timeout_s` ends first."""
     task = asyncio.ensure_future(answer)
     passed_s = 0.0
     while not (await asyncio.wait({task}, timeout=NOTE_S))[0]:
@@ -210,9 +210,7 @@ def purge(cluster: Cluster, name: str | None, yes: bool) -> None:
 
 
 def _on(cluster: Cluster, body: Callable[[Broker], Awaitable[T]]) -> T:
-    """Run the command with a connection to the broker. Raises CommandRefused if the broker has no dead letters of the
-    pool.
-    """
+    """Run the command with a connection to the broker. Raises CommandRefused for a broker without this pool."""
 
     pool = cluster.settings.pool
 

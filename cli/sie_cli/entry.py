@@ -1,4 +1,4 @@
-"""Entry point of the command `sie`. It has the steps that must run before the imports, which take seconds.
+"""Entry point of the command `sie`, with the steps that must run before the imports, which take seconds.
 
 The kernel drops each signal that process 1 has no handler for. A signal during the imports would be lost, and a pod
 that is deleted or restarted during its start would need its whole grace period to end.
@@ -14,7 +14,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Run `sie` with the arguments of this process, and end the process."""
     interrupt = _end_on_signals()
     from sie_contracts.loopback import bypass_proxies
 
@@ -35,10 +34,8 @@ def main() -> None:
 
 
 def _end_on_signals() -> Any:
-    """End at once on Ctrl-C, without the traceback of an import. Return the handler to restore for the command; None if
-    SIGINT is ignored.
-
-    In process 1, end on SIGTERM and SIGHUP as other processes do, until the process sets its handlers.
+    """End at once on Ctrl-C, without the traceback of an import; in process 1, also on SIGTERM and SIGHUP, until the
+    process sets its handlers. Return the handler of SIGINT to restore for the command; None if SIGINT is ignored.
     """
     if os.getpid() == 1:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -> Iterator[SIEClient]:
     """Open a client for a command that needs a token with these scopes; errors are handled as in `gateway_errors`. A
-    patient client waits while the gateway restarts. Otherwise it waits only as long as a `sie serve` may be starting.
+    patient client waits while the gateway restarts, any other only as long as a `sie serve` may be starting.
     """
     from sie_client import SIEClient
 
@@ -37,8 +37,8 @@ def gateway_client(cluster: Cluster, scopes: str, *, is_patient: bool = False) -
 
 @contextlib.contextmanager
 def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
-    """End the command with status 2 if no gateway answers or if it refuses the token. Other errors of the client become
-    CommandRefused.
+    """End the command with status 2 if no gateway answers or if it refuses the token. Convert other errors of the
+    client to CommandRefused.
     """
     from sie_client.errors import AuthenticationError, ModelNotFoundError, SIEConnectionError, SIEError
 
@@ -56,9 +56,7 @@ def gateway_errors(cluster: Cluster, scopes: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_client() -> Iterator[None]:
-    """Hide the client's warnings about repeated attempts: they would disturb the display, and the last error has the
-    reason.
-    """
+    """Hide the client's warnings about retries: they would disturb the display, and the last error has the reason."""
     logger = logging.getLogger("sie_client")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,5 @@
-"""Home folder for a user who has none. A container often runs under a user id that has neither a name nor a folder.
-
-Libraries need both: torch the name, Hugging Face the folder. So both are set in the environment, which child processes
+"""Home folder for a user who has none: a container often runs under a user id that has neither a name nor a folder.
+Libraries need both (torch the name, Hugging Face the folder), so both are set in the environment, which child processes
 inherit.
 """
 
@@ -19,10 +18,9 @@ from sie_contracts.settings import SettingError
 
 
 def settle(environ: MutableMapping[str, str]) -> None:
-    """Set HOME if it is unset or can never be written, and USER if the user has no name.
-
-    HOME becomes the folder in the user database, else `sie-UID` in the directory for temporary files, private to this
-    user. Raises SettingError if this folder belongs to another user.
+    """Set HOME if it is unset or can never be written, and USER if the user has no name. HOME becomes the folder in the
+    user database, else `sie-UID` in the directory for temporary files, private to this user. Raises SettingError if
+    this folder belongs to another user.
     """
     user: pwd.struct_passwd | None = None
     with contextlib.suppress(KeyError):
@@ -49,10 +47,8 @@ def settle(environ: MutableMapping[str, str]) -> None:
 
 
 def _is_usable(home: str) -> bool:
-    """Return whether this is a folder that the user may enter, or a folder that can be created.
-
-    Parts of a read-only folder may be writable volumes. The root, which containers use as home of unknown users, is not
-    usable.
+    """Return whether the user may enter this folder, or it can be created. Parts of a read-only folder may be writable
+    volumes. The root, which containers use as home of unknown users, is not usable.
     """
     if not os.path.isabs(home):
         return False

@@ -25,7 +25,7 @@ from sie_runtime.keys import Key, KeyBuckets, KeyLimits
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCOPES = "infer,read,pools"
-MAX_KEYS = 10_000  # limit of the number of keys, because every gateway has all keys in memory
+MAX_KEYS = 10_000  # largest number of keys, because every gateway has all keys in memory
 _SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}")
 
@@ -230,16 +230,12 @@ def _prompted_token() -> str:
 
 
 async def _opened(broker: Broker, cluster: Cluster) -> tuple[KeyBuckets, float]:
-    """Open the buckets of the keys. Return them and the broker's time, which decides when keys expire. Raises
-    BrokerError.
-    """
+    """Open the buckets of the keys. Return them, and the broker's time, by which keys expire. Raises BrokerError."""
     buckets = await KeyBuckets.open(broker, cluster.settings.stream_replicas)
     return buckets, await broker.server_time(f"KV_{topology.KEYS_BUCKET}")
 
 
 def _all(cluster: Cluster) -> tuple[list[Key], float]:
-    """Return all keys, and the broker's time."""
-
     async def body(broker: Broker) -> tuple[list[Key], float]:
         buckets, now_s = await _opened(broker, cluster)
         return [key for key, _ in await buckets.read()], now_s

@@ -36,14 +36,10 @@ from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """Group of all commands. A call of it ends the process at once; its method `main`, which tests call, raises
-    SystemExit.
-    """
+    """Group of all commands. A call ends the process at once; `main`, which tests call, raises SystemExit."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return the command. Raises UsageError; if another group has a command of this name, the message names that
-        group.
-        """
+        """Return the command. Raises UsageError, which suggests a group that has a command of this name."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
@@ -57,9 +53,7 @@ class _Program(AnyPosition):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Ctrl-C, also while the command is imported, ends the process with the status that shells
-        use.
-        """
+        """Run the command. Ctrl-C, also during its import, ends the process with the status that shells use."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -76,8 +70,8 @@ class _Program(AnyPosition):
             extra = next((EXTRAS[word] for word in sys.argv[1:] if word in EXTRAS), "serve")
             refuse(f"the package {package} is not installed: pip install 'sie-cluster[{extra}]'")
         except SystemExit as ended:
-            # os._exit, because the interpreter's own end takes a second with torch imported.
-            # It may also abort, because threads of the object store's runtime outlive the interpreter and call into it.
+            # os._exit, because the interpreter's own end takes a second with torch imported, and may abort: threads of
+            # the object store's runtime outlive the interpreter and call into it.
             if not isinstance(ended.code, int | None):
                 raise
             threading._shutdown()  # type: ignore[attr-defined]

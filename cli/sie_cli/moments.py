@@ -14,13 +14,15 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 def future(text: str) -> float:
     """Return a future time in seconds since 1970. `text`: a date or time (UTC if it has no zone), or a duration from
-    now. Raises BadParameter.
+    now.
+
+    Raises BadParameter.
     """
     return Deadline.parse(text).after(time.time())
 
 
 class Deadline(NamedTuple):
-    """Point in time, in seconds since 1970, or with `is_span` a duration in seconds. `text`: what the user typed."""
+    """Time in seconds since 1970, or, if `is_span`, a duration in seconds. `text`: the user's text, for errors."""
 
     text: str
     seconds: float
@@ -61,8 +63,8 @@ def local(at_s: float, now_s: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a duration in the largest unit (days, h, min) of which it has at least two; a shorter one in the
-    smallest.
+    """Format a duration in days, h or min: the largest unit of which it has at least two. Shorter ones are in
+    seconds.
     """
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:

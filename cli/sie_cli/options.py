@@ -18,7 +18,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
     "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
 )
-# help texts that several commands share
 DRAIN = "Longest wait for requests in progress at the end, seconds."
 LAME_DUCK = (
     "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "
@@ -34,9 +33,7 @@ ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
     """Add an option for every setting that one of the components reads. Secrets have no option, because process lists
-    would show them.
-
-    `url`: the setting that --url also sets.
+    would show them. `url`: the setting that --url also sets.
     """
 
     def decorate(function: F) -> F:
@@ -50,8 +47,6 @@ def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
 
 
 def named_options(*names: str) -> Callable[[F], F]:
-    """Add an option for each of these settings."""
-
     def decorate(function: F) -> F:
         for name in reversed(names):
             function = _option(BY_NAME[name])(function)
@@ -65,7 +60,7 @@ _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--
 
 
 def url_option(name: str, subject: str) -> Callable[[F], F]:
-    """Add --url, the address of the server that a command calls, with the flag of its setting as another name."""
+    """Add --url, the address of the server that a command calls. The flag of its setting is a synonym."""
     row = BY_NAME[name]
     return click.option(
         "--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=subject, name=name)
@@ -73,8 +68,6 @@ def url_option(name: str, subject: str) -> Callable[[F], F]:
 
 
 class SettingOption(click.Option):
-    """Command-line option for a setting. --help shows it under the heading of its group."""
-
     def __init__(self, *args: Any, heading: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.heading = heading
@@ -92,10 +85,10 @@ def _help_all(context: click.Context, parameter: click.Parameter, value: bool) -
 
 
 class ManyOptions(click.Command):
-    """Command with the options of many settings. --help sorts them alphabetically in groups.
+    """Command with an option for each of many settings. --help sorts them alphabetically in groups.
 
-    The settings in `first` are shown before the groups, in their order, under the heading FIRST, and then the command's
-    own options. If `first` is not empty, --help ends there, and --help-all shows all groups.
+    Before the groups, it shows the settings in `first` under the heading FIRST, and then the command's own options. If
+    `first` is not empty, --help ends there, and --help-all shows all groups.
     """
 
     FIRST, OWN, ALL = "Most used options", "Options", "--help-all"
@@ -130,8 +123,8 @@ class ManyOptions(click.Command):
 
 
 class Commands(MutableMapping[str, click.Command]):
-    """Commands of a group by name. A command `module:attribute` is imported on first use, so that processes of the
-    cluster do not import modules of operators' commands.
+    """Commands of a group, by name. A command `module:attribute` is imported on first use: processes of the cluster
+    must not import the modules of operators' commands.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -166,7 +159,7 @@ class AnyPosition(click.Group):
 
 
 def behind(args: list[str]) -> list[str]:
-    """Move the options in _ANYWHERE that stand before the name of the command to the end of the arguments."""
+    """Move options in _ANYWHERE from before the name of the command to the end of the arguments."""
     lines: list[str] = []
     moved: list[str] = []
     rest = list(args)
@@ -214,9 +207,7 @@ def flags_of(values: dict[str, Any]) -> dict[str, str]:
 
 
 def loaded(values: dict[str, Any], mode: Mode = "queue") -> Loaded:
-    """Return all settings. An invalid setting ends the process with status 2. Warnings are printed to standard
-    error.
-    """
+    """Return all settings. An invalid one ends the process with status 2. Warnings are printed to standard error."""
     try:
         loaded_settings = load(flags=flags_of(values), mode=mode)
     except SettingError as error:

@@ -1,4 +1,4 @@
-"""`sie backup`, `sie restore`, `sie repair`: the control plane in one file, and streams whose files are damaged.
+"""`sie backup` and `sie restore` for the control plane (one file), and `sie repair` for streams with damaged files.
 
 sie backup FILE ◄── keys, changes of the catalogue over the API, jobs, shards, files ── buckets of the broker
 sie restore FILE ──► missing entries are written; existing entries stay, and a revocation is never undone
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from sie_broker.nats.api import StreamInfo
 
 FORMAT = b"sie backup 1 "
-BATCH = 200  # entries that are written in one batch; the broker accepts at most 1,000
+BATCH = 200  # number of entries per batch of writes; the broker accepts at most 1,000
 BATCH_BYTES = 4 << 20
 KEYS = (f"KV_{topology.KEYS_BUCKET}", f"KV_{topology.KEYS_COPY_BUCKET}")
-# buckets that a restore fills, in order: a job's shards come first, because its leader reads them as soon as it starts
+# buckets that a restore fills, in this order: shards come before their jobs, because the leader of a job reads its
+# shards as soon as the job exists
 LASTING = (topology.SHARDS_BUCKET, topology.JOBS_BUCKET, topology.POOLS_BUCKET)
-DAMAGED = "damaged"  # folder in the data directory to which files of unreadable streams are moved
+DAMAGED = "damaged"  # folder in the data directory for the files of unreadable streams
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """Content of a backup. `entries`: keys and stored values by the name of their bucket, for the buckets of jobs."""
+    """Content of a backup. `entries`: bucket name -> keys and stored values, for the buckets of jobs."""
 
     version: str
     made_s: float
@@ -76,7 +77,7 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
         replicas = cluster.settings.stream_replicas
         buckets = await KeyBuckets.open(broker, replicas)
         entries = {}
-        # shards are read before their jobs, because a shard whose job is missing would never be removed
+        # read shards before their jobs: a restored shard without its job would never be removed
         for name in (topology.SHARDS_BUCKET, topology.JOBS_BUCKET):
             stored = await (await broker.key_value(name, replicas=replicas)).entries()
             entries[name] = [(entry.key, entry.value) for entry in stored if entry.value is not None]
@@ -92,7 +93,6 @@ def backup(cluster: Cluster, file: Path, force: bool) -> None:
 
 
 def read_backup(file: Path) -> Backup:
-    """Read a backup. Raises CommandRefused if the file is no backup or is damaged."""
     with refusing():
         head, _, content = file.read_bytes().partition(b"\n")
     if not head.startswith(FORMAT):
@@ -149,9 +149,7 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write the keys to both buckets. If a bucket already has a key, the stricter record is kept. Returns the number of
-    keys that were written to the main bucket.
-    """
+    """Write keys to both buckets; of two records, the stricter wins. Return the number written to the main bucket."""
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
         present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}
@@ -166,7 +164,6 @@ async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
 
 
 async def _write_missing(bucket: KeyValue, entries: list[tuple[str, bytes]]) -> int:
-    """Write the entries whose keys the bucket lacks. Returns the number of these entries."""
     present = {entry.key for entry in await bucket.entries()}
     missing = [Write(key, value, 0) for key, value in entries if key not in present]
     batch: list[Write] = []
@@ -211,7 +208,7 @@ def repair(cluster: Cluster, stream: str) -> None:
 
 
 def _set_aside(cluster: Cluster, stream: str) -> str:
-    """Move the files of a stream to the folder `damaged`, while the broker does not run."""
+    """Move the files of a stream to the folder `damaged`. The broker must not be running."""
     folders = [path for path in (cluster.data_dir / "nats" / "jetstream").glob("*/streams/*") if path.name == stream]
     if not folders:
         raise CommandRefused(f"there are no files of a stream {stream} in {cluster.data_dir / 'nats'}")

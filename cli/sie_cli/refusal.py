@@ -10,23 +10,19 @@ import click
 from sie_cli.display import printable
 from sie_contracts.errors import SIEError
 
-MAX_CHARS = 20_000  # limit of the characters of an error message
-INTERRUPTED = 130  # exit status of a shell command after Ctrl-C
+MAX_CHARS = 20_000  # maximum length of an error message, in characters
+INTERRUPTED = 130  # exit status of a command that Ctrl-C ended (128 + SIGINT)
 
 
 class CommandRefused(click.ClickException):
-    """Error that ends a command with status 1. Its message names the next step."""
-
     def format_message(self) -> str:
-        """Format a message for a terminal. Control characters are replaced, because servers and files supply parts of
-        it.
-        """
+        """Format the message. Control characters are replaced: servers and files supply parts of it."""
         return printable(self.message[:MAX_CHARS], lines=True)
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Raise CommandRefused for an error of a model (SIEError) or of a file (OSError) in the context."""
+    """Convert errors of a model (SIEError) and of a file (OSError) to CommandRefused."""
     try:
         yield
     except SIEError as error:

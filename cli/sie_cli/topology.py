@@ -1,6 +1,4 @@
-"""`sie topology`: show streams and consumers at the broker, compare them with those of this version, and migrate
-them.
-"""
+"""`sie topology`: show the broker's streams and consumers, compare them with this version's, and migrate them."""
 
 from __future__ import annotations
 
@@ -124,8 +122,8 @@ def migrate(cluster: Cluster, as_json: bool, yes: bool) -> None:
 
 
 async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
-    """Return the steps to the topology of this version, for all work and dead-letter streams of the broker and for the
-    streams that the settings require. Raises BrokerError.
+    """Return the steps to this version's topology, for all streams of work and dead letters at the broker, and for
+    those that the settings require. Raises BrokerError.
     """
     from sie_broker.nats.operator import plan, read_facts, streams
     from sie_gateway.streams.publish import work_spec
@@ -134,7 +132,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
     for pool in sorted({name.removeprefix(_WORK) for name in present if name.startswith(_WORK)} | own):
-        # pool of a reservation: it has no stream of its own for dead letters
+        # the pool of a reservation has no stream of its own for dead letters
         reserved = pool not in own and f"DEAD_{pool}" not in present
         facts = await read_facts(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))
@@ -148,7 +146,6 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
 
 
 async def _apply(broker: NatsBroker, settings: Settings, steps: list[Step]) -> list[Step]:
-    """Run the steps that are not refused. Returns the steps that still remain."""
     from sie_broker.nats.operator import apply
 
     for step in steps:

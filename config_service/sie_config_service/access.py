@@ -1,8 +1,7 @@
-"""Access control of the config service: the scopes in `routes.ROUTES`, two tokens, and with SIE_AUTH_MODE=token the
-keys of clients.
+"""Access control of the config service, by the scopes in `routes.ROUTES`.
 
-SIE_ADMIN_TOKEN permits all calls, SIE_CONFIG_READ_TOKEN permits reads, and a key permits the calls of its scopes. No
-route is open without a token. A token that is not configured permits no call.
+SIE_ADMIN_TOKEN permits all calls, SIE_CONFIG_READ_TOKEN permits reads, and with SIE_AUTH_MODE=token a client's key
+permits the calls of its scopes. No route is open without a token. A token that is not configured permits no call.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class ConfigGate:
         self._keys = keys
 
     def check(self, method: str, match: Match[Any], authorization: str) -> str:
-        """Check whether a request may use its route. Returns the name of the caller, as the history of a model shows
-        it.
+        """Check whether a request may use its route. Return the caller's name, which a model's history shows.
 
         Raises Unauthenticated, PermissionDenied, and NotReady while the keys have not been read. Only a caller with
         read access gets NotFound for an unknown path, and HTTPException 405 with `Allow` for a wrong method.
@@ -68,7 +66,7 @@ class ConfigGate:
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
         """Return the key with this token; None for an unknown token. Raises PermissionDenied for a key without the
-        scope, Unauthenticated for a key that has ended, NotReady while the keys have not been read.
+        scope, Unauthenticated for an ended key, NotReady while the keys have not been read.
         """
         if not self._by_key or not token or is_known:
             return None

@@ -1,11 +1,11 @@
-"""Guard of aliases and models: no write may break an alias that is valid now.
+"""Guard of aliases and models: no write may make a valid alias invalid.
 
     a write of an alias ──► its targets exist and are compatible ──► stored together with its row of the index
     a write of a model  ──► does the index name it? ──► would those aliases stay valid? ──► else 409, unless forced
 
-The index is one key of the bucket. For each alias, it has a row with the alias's targets. A write of an alias, a write
-of a model that an alias names, and a removal of a model all write the index by compare-and-set in the same batch. So
-two replicas cannot write an alias of a model that is being removed, or remove a model that a new alias names.
+The index is one key of the bucket, with the targets of each alias. Every write of an alias, every write of a model that
+an alias names, and every removal of a model also writes the index by compare-and-set in the same batch. So two replicas
+cannot at the same time add an alias of a model and remove this model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sie_config_service.mirror import CatalogueSnapshot, HeldModel
 
 INDEX_KEY = "aliases"
-# code of the warning that vectors indexed before do not fit the alias's new target
+# code of the warning that vectors of the old target do not fit the alias's new target
 VECTORS_CHANGED = "alias_vectors_changed"
 ALIAS_BROKEN = "alias_broken"  # code of the warning that a forced write made an alias invalid
 _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
@@ -35,9 +35,7 @@ _index = msgspec.json.Decoder(dict[str, tuple[str, ...]])
 
 @dataclass(frozen=True)
 class AliasIndex:
-    """Index of aliases. `models`: targets of each alias. `sequence`: the bucket's revision of the index, for
-    compare-and-set.
-    """
+    """Index of aliases. `models`: alias -> targets. `sequence`: revision of the index's key, for compare-and-set."""
 
     models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sequence: int = 0
@@ -63,8 +61,8 @@ class AliasIndex:
 
 @dataclass(frozen=True)
 class GuardedWrite:
-    """Additions to a write that `guard` permits. `index`: a write of the index in the same batch, if the decision
-    depends on the index. `reply_fields`: additional fields for the reply.
+    """Additions to a write that `guard` permits. `index`: write of the index in the same batch; None if the decision
+    did not depend on the index. `reply_fields`: additional fields of the reply.
     """
 
     index: Write | None = None
@@ -82,11 +80,11 @@ async def guard(
     force: bool,
 ) -> GuardedWrite:
     """Check a write of a model or alias before it is stored. `entry`: the new document, or None for a removal. `held`:
-    the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: reads and parses the
-    whole catalogue, which only an error text needs.
+    the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: returns the whole
+    parsed catalogue, which only error texts need.
 
-    With `force`, a model may be written or removed even if that makes an alias invalid. Raises ValidationFailed for an
-    invalid alias, and ContentConflict, which names the aliases that need the model.
+    With `force`, the write of a model may make an alias invalid. Raises ValidationFailed for an invalid alias, and
+    ContentConflict, which names the aliases that need the model.
     """
     was_alias, after = is_alias(held.entry), None if entry is None else parse_document(entry)
     if held.entry is not None and after is not None and was_alias is not isinstance(after, Alias):
@@ -99,7 +97,7 @@ async def guard(
         try:
             check(after, concerned)
         except ValidationFailed:
-            # check again with the whole catalogue, so that the error can suggest similar names
+            # check again with the whole catalogue: the error can then suggest similar names
             check(after, await catalogue())
             raise
         changed = was_alias and (not isinstance(before, Alias) or changes_vectors(before, after, concerned))
@@ -135,9 +133,7 @@ async def guard(
 
 
 def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
-    """Return a catalogue of only the models with these names; case, revision and profile of a name are ignored. This
-    avoids parsing all of maybe ten thousand documents.
-    """
+    """Return a catalogue of only these models, by name without revision and profile: to parse all would be slow."""
     models = {model_of(name) for name in names}
     entries = {name: _entry_of(stored.entry) for name, stored in read.live.items() if name.casefold() in models}
     return Catalogue.from_documents(
@@ -146,9 +142,7 @@ def _those(read: CatalogueSnapshot, names: Iterable[str]) -> Catalogue:
 
 
 def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
-    """Parse a stored document. Return None if there is none, or if it is invalid, since an older schema may have
-    permitted it; a later write replaces such a document.
-    """
+    """Parse a stored document; None if it is invalid, which an older schema may have permitted."""
     try:
         return None if entry is None else parse_document(entry)
     except ValidationFailed:
@@ -156,9 +150,7 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """Return the aliases in `named` that are valid now and would be invalid if the model became `after`, each with the
-    reason.
-    """
+    """Return, by alias, why those in `named` that are valid now would be invalid with the model `after`."""
     changed = present.with_model(model, after, 0, "")
     problems = {}
     for name in named:
@@ -170,9 +162,7 @@ def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry 
 
 
 def broken_by(read: CatalogueSnapshot, index: AliasIndex, models: Iterable[str]) -> dict[str, str]:
-    """Return the invalid aliases whose id is one of these models, or that have one of them as a target, each with the
-    reason.
-    """
+    """Return the reasons, by alias, for invalid aliases whose own name or target is one of these models."""
     folded = {model.casefold() for model in models}
     named = sorted(
         alias
@@ -193,7 +183,7 @@ def _fault(alias: Alias, catalogue: Catalogue) -> str | None:
 
 
 def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
-    """Check all aliases in the folders. Raises ValidationFailed, which names the alias and the fault."""
+    """Check the aliases in the folders. Raises ValidationFailed, which names the alias and the fault."""
     catalogue = Catalogue.from_documents(documents, {}, {}, "")
     for name, alias in sorted(catalogue.aliases.items()):
         if (why := _fault(alias, catalogue)) is not None:
@@ -201,7 +191,7 @@ def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
 
 
 def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | None]:
-    """Return the alias in each document of a batch. The value is None for a model and for a removed document."""
+    """Return the aliases among these documents, by name. The value is None for a model and for a removed document."""
     aliases: dict[str, Alias | None] = {}
     for name, entry in models.items():
         document = parse_document(entry) if entry is not None and is_alias(entry) else None
@@ -210,9 +200,7 @@ def index_of(models: Mapping[str, dict[str, Any] | None]) -> dict[str, Alias | N
 
 
 def index_in(read: CatalogueSnapshot, index: AliasIndex) -> dict[str, tuple[str, ...]]:
-    """Build the rows of the index from all aliases of the catalogue. If a stored alias is invalid, its row in `index`
-    is kept.
-    """
+    """Return the targets of all aliases, for the index. For an invalid alias, keep the targets in `index`."""
     targets: dict[str, tuple[str, ...]] = {}
     for name, stored in read.live.items():
         if is_alias(stored.entry):

@@ -1,7 +1,4 @@
-"""HTTP application of the config service: every request passes access control, and then the handler of its route.
-
-request ──► ConfigGate ──► handler of its route ──► reply
-"""
+"""HTTP application of the config service: every request passes access control, then the handler of its route."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probe
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 
-# sources of the scripts and styles that FastAPI's page /docs loads
+# origins of the scripts and styles that FastAPI's page /docs loads
 PAGE_FILES = "https://cdn.jsdelivr.net https://fastapi.tiangolo.com"
-CLIENT_GONE = 499  # status, only in metrics, of a request whose client disconnected; gateways use the same number
+CLIENT_GONE = 499  # status, in metrics only, of a request whose client disconnected; gateways use the same number
 _POLLED = ("epoch", "export")  # endpoints without traces, because every gateway and worker polls them
 _logger = logging.getLogger("sie.config")
 
@@ -64,7 +61,7 @@ def create_app(service: ConfigService) -> App:
         received_s = time.perf_counter()
         request_id = scope[REQUEST_ID]
         headers = headers_of(scope)
-        status, code = 0, b""  # 0: no reply was sent yet
+        status, code = 0, b""  # status 0: no reply was sent yet
         tracer = None if endpoint in _POLLED else service.tracer
         _, span = begin_request(tracer, headers, scope["method"], request_id, received_s)
         if span is not None:
@@ -98,7 +95,7 @@ def create_app(service: ConfigService) -> App:
             if not status:
                 await _answer_to(error, request_id)(scope, receive, tagged)
         finally:
-            # no status means that the end of this process cancelled the request
+            # no status: the request was cancelled, because this process ends
             status = status or InternalFailure.status
             service.metrics.answered(endpoint, scope["method"], status, time.perf_counter() - received_s)
             if span is not None:
@@ -112,9 +109,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _answer_to(error: Exception, request_id: str) -> Response:
-    """Return the reply to an exception. Any exception except an SIEError is a fault of this service: it is logged with
-    its traceback, and the reply has the code INTERNAL_ERROR.
-    """
+    """Return the reply to an exception. Any other than SIEError is logged and answered with INTERNAL_ERROR."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})

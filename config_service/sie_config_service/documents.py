@@ -1,8 +1,7 @@
-"""Parser for model configurations in YAML or JSON. It also checks them against the schema of the workers, merges and
-compares them.
+"""Parser for model configurations in YAML or JSON. It also validates, merges and compares them.
 
-    bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
-                                      └ ValidationFailed: the field, what is wrong with it, and for YAML the line
+bytes ──read──► ParsedDocument ──checked──► ModelEntry, Alias or BundleEntry
+                                  └ ValidationFailed: the field, what is wrong with it, and for YAML the line
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from sie_contracts.models.entries import ModelEntry, parse_document
 
 T = TypeVar("T")
 MAX_DEPTH = 64
-# limit of the YAML parser's events; parsing so many takes a third of a second. JSON, which is faster, has no such limit
+# maximum number of YAML parser events, which take a third of a second to parse; JSON is faster and has no such limit
 MAX_EVENTS = 50_000
 MAX_DIFFERENCES = 100
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # use the C loader if it is installed: it is ten times as fast
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader, which is ten times as fast, if it is installed
 _GOT = re.compile(r", got (a string|a whole number|a number)$")
-MAX_SHOWN = 60  # characters of an invalid value that an error text shows
-_ANY_KEY = "[...]"  # msgspec writes this in the path of a fault where a map's key should be
+MAX_SHOWN = 60  # maximum number of characters of an invalid value in an error text
+_ANY_KEY = "[...]"  # placeholder for a map's key in msgspec's path of a fault
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,14 @@ class ParsedDocument:
     node: yaml.Node | None = None
 
     def line(self, loc: str) -> int | None:
-        """Return the line of a field, counted from 1. For a missing field, return the line of the nearest parent in the
-        document. Return None if no lines are known.
-        """
+        """Return the line of a field, counted from 1; for a missing field, that of its nearest parent; None in JSON."""
         return None if self.node is None else _line(self.node, loc.removeprefix("$"))
 
 
 def read(body: bytes, content_type: str) -> ParsedDocument:
     """Decode JSON if `content_type` is JSON, else YAML. Raises ValidationFailed.
 
-    A YAML document with a repeated key or with a YAML alias is refused: a few lines with aliases can become gigabytes.
+    A YAML document with a repeated key or a YAML alias is refused: a few lines with aliases can expand to gigabytes.
     """
     if content_type.partition(";")[0].strip().lower().endswith("json"):
         try:
@@ -78,9 +75,7 @@ def read(body: bytes, content_type: str) -> ParsedDocument:
 
 
 def _check_events(body: bytes) -> None:
-    """Refuse a YAML document that is nested too deeply or has too many values. This is checked before a tree is built,
-    since building it uses C recursion without a limit. Raises ValidationFailed.
-    """
+    """Refuse YAML with too many levels or values. Building its tree afterwards is a C recursion without a limit."""
     depth = 0
     for number, event in enumerate(yaml.parse(body, _LOADER)):
         if number > MAX_EVENTS:
@@ -128,8 +123,8 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """Parse and return the entry `raw`. `raw` is the value of `document`, a part of it, or the result of merging it
-    into a stored entry. The line of a fault is looked up in `document`. Raises ValidationFailed.
+    """Parse and return the entry `raw`, which is the value of `document`, a part of it, or the result of merging it
+    into a stored entry. `document` has the lines for error texts. Raises ValidationFailed.
     """
     entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
@@ -141,7 +136,7 @@ def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
 
 
 def checked_bundle(document: ParsedDocument) -> BundleEntry:
-    """Parse and return the bundle in a document. Raises ValidationFailed."""
+    """Parse the bundle in a document. Raises ValidationFailed."""
     return _parsed(document.value, document, parse_bundle, BundleEntry)
 
 
@@ -155,9 +150,7 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the text or number at a path, in the form of an ending for the error text `message`. Return an empty text
-    if the error is not about a wrong type.
-    """
+    """Return the value at a path as the end of the error text `message`; empty unless the type is wrong."""
     if not _GOT.search(message):
         return ""
     while path:
@@ -171,14 +164,14 @@ def _value_at(value: Any, path: str, message: str) -> str:
         value, path = value[step[0]], step[1]
     if isinstance(value, str):
         return f": {value[:MAX_SHOWN]!r}"
-    # a longer integer may have too many digits for Python's conversion to text
+    # an integer of more than 64 bits is not shown: it may have too many digits for Python's conversion to text
     is_short = isinstance(value, float) or (type(value) is int and abs(value) < 1 << 63)
     return f": {value!r}" if is_short else ""
 
 
 def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
-    """Replace each `[...]` in the path of a fault by the map key that has the fault. To find this key, parse the
-    document with only one key in the map.
+    """Replace each `[...]` in the path of a fault by the faulty map key, which is found by parsing one key at a
+    time.
     """
     loc = message
     while _ANY_KEY in loc:
@@ -196,7 +189,6 @@ def _narrowed(raw: Any, message: str, parse: Callable[[Any], object]) -> str:
 
 
 def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield, for each key of the map at `path`, the key and a copy of `value` in which the map has only this key."""
     if not isinstance(value, dict):
         return
     if not path:
@@ -209,9 +201,7 @@ def _with_one_key(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _steps(keys: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the keys with which `path` can begin, each with the rest of the path. A key may contain dots, so several
-    keys may fit; the longest is yielded first.
-    """
+    """Yield each key with which `path` can begin, longest first, and the path after it. Keys may contain dots."""
     for key in sorted((key for key in keys if isinstance(key, str)), key=len, reverse=True):
         rest = path.removeprefix(f".{key}")
         if rest != path and rest[:1] in ("", ".", "["):
@@ -235,9 +225,7 @@ def _line(node: yaml.Node, path: str) -> int:
 
 
 def merged(target: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7396): null removes a key, a map is merged into the old map, and any other value
-    replaces the old value.
-    """
+    """Apply a JSON merge patch (RFC 7396): null removes a key, maps are merged, other values replace the old ones."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -250,8 +238,8 @@ def merged(target: Any, patch: Any) -> Any:
 
 
 def difference(before: Any, after: Any) -> list[dict[str, Any]]:
-    """Return the fields that differ, at most MAX_DIFFERENCES. Each has `path`, `before` and `after`. If one document
-    lacks the field, `before` or `after` is left out.
+    """Return the fields that differ, at most MAX_DIFFERENCES, as maps of `path`, `before` and `after`. `before` or
+    `after` is absent if that document lacks the field.
     """
     changes: list[dict[str, Any]] = []
     for change in _differences(before, after, "$"):

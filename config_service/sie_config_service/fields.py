@@ -1,4 +1,4 @@
-"""Error texts that explain how to correct a field: permitted values and similar names, from the type of the document.
+"""Error texts that say how to correct a field: permitted values and similar names, taken from the document's type.
 
 type of a document, path of a field ──► the type of the field ──► "expected one of …", "did you mean …"
 """
@@ -37,8 +37,8 @@ def described(kind: type, loc: str, message: str) -> tuple[str, str]:
 
 
 def _instead(kind: type, name: str, names: list[str]) -> str:
-    """Return a suggestion for an unknown field: a similar name in `names`, the path of a similar field elsewhere in the
-    document, or all `names`.
+    """Suggest a field in place of an unknown one: a similar one in `names` or elsewhere in the document, or all
+    `names`.
     """
     if like := difflib.get_close_matches(name, names, 1, 0.6):
         return f"did you mean `{like[0]}`?"
@@ -72,7 +72,6 @@ def _walk(node: inspect.Type, path: str, depth: int) -> Iterator[str]:
 
 
 def _parts(node: Any) -> tuple[Any, ...]:
-    """Return the member types of a union, or the type itself if it is no union; nothing for None."""
     return node.types if isinstance(node, inspect.UnionType) else () if node is None else (node,)
 
 
@@ -81,9 +80,7 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """Return the type of the field at a path; None if there is none. A map key may contain dots, so each possible end
-    of the key is tried.
-    """
+    """Return the type of the field at a path, or None. Each dot may end a map key, because keys may contain dots."""
     if not path:
         current: inspect.Type | None = node
         return current

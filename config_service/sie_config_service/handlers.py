@@ -1,4 +1,4 @@
-"""Handlers for the routes of the catalogue: reads and writes. Only this service accepts writes.
+"""Handlers of the catalogue's routes: reads and writes. Only this service accepts writes.
 
 request ──► body, at most 1 MiB ──► ParsedDocument ──► CatalogueWriter ──► reply with the new revision as ETag
 """
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 1 << 20
 BODY_S = 30.0
 MAX_KEY_CHARS = 255
-
-
-# reads
 
 
 async def models(service: ConfigService, _request: Request) -> Response:
@@ -138,9 +135,6 @@ async def export(service: ConfigService, _request: Request) -> Response:
     return Response(await service.require().exported(), media_type=configs.JSON)
 
 
-# writes
-
-
 async def create(service: ConfigService, request: Request) -> Response:
     """Add a model, or add profiles to an existing model."""
     parameters, body = await _read(request)
@@ -190,7 +184,6 @@ async def _write(
     profiles: Collection[str] | None = None,
     warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Run one write, and return its reply."""
     dry_run, force = _flags(request, "dry_run", "force")
     answered = await service.require_writer().write(
         WriteRequest(
@@ -213,12 +206,11 @@ async def _write(
 
 async def _read(request: Request) -> tuple[ParsedDocument, bytes]:
     body = await _body(request)
-    # in a thread, because parsing a large YAML document would block the event loop
+    # in a thread: parsing a large YAML document would block the event loop
     return await asyncio.to_thread(read, body, request.headers.get("content-type", "")), body
 
 
 async def _body(request: Request) -> bytes:
-    """Read and return the whole body. Raises PayloadTooLarge, GatewayTimeout."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -247,7 +239,7 @@ def _if_match(request: Request) -> int | None:
     header = request.headers.get("if-match")
     if header is None:
         return None
-    # a proxy that compresses a reply makes its ETag weak (W/)
+    # accept W/: a proxy that compresses a reply makes its ETag weak
     text = header.strip().removeprefix("W/").removeprefix('"').removesuffix('"')
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         message = f"If-Match: expected the number of a revision, as the ETag of the model gives it, got {header[:60]!r}"
@@ -256,9 +248,7 @@ def _if_match(request: Request) -> int | None:
 
 
 def _flags(request: Request, *names: str) -> list[bool]:
-    """Read the flags of a write from its query. Any unknown parameter is refused, because a write with a misspelt
-    `dry_run` would otherwise be stored.
-    """
+    """Read the flags of a write. Unknown parameters are refused: a write with a misspelt `dry_run` would be stored."""
     for name in request.query_params:
         if name not in names:
             message = f"{name[:60]}: no such parameter of a write{did_you_mean(name, names)}"

@@ -36,9 +36,7 @@ class ConfigMetrics(Collector):
         self.refused.labels(reason).inc()
 
     def answered(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count a request after its answer was sent. `route` is the name of its route, without the names of models and
-        bundles, so that clients cannot add label values.
-        """
+        """Count an answered request. `route` has no name of a model, so that clients cannot add label values."""
         self._requests.labels(route, method if method in _METHODS else OTHER, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 

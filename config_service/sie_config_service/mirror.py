@@ -1,19 +1,19 @@
-"""Copy of the catalogue's bucket in the memory of a replica. The whole bucket is read once, and then only later writes,
-so that a read of ten thousand models costs no more than a read of one.
+"""Copy of the catalogue's bucket in the memory of a replica. The whole bucket is read once, then only later writes: so
+a read of ten thousand models costs as much as a read of one.
 
     bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
                                          └─► CatalogueSnapshot: all models at one epoch, and the number of the
                                              last write that concerned each bundle
 
-`sie_broker.record.Record` is not used here, because it may be behind its bucket for a moment: a reply of the config
-service after a write must contain that write. So each read asks the leader of the bucket for its last revision and then
-for the writes up to that revision, and applies all of them or none.
+`sie_broker.record.Record` may be behind its bucket for a moment, so it is not used here: the config service's reply to
+a write must contain that write. Each read asks the bucket's leader for its last revision, then for the writes up to it,
+and applies all of them or none.
 
 The epoch has two parts: the time when the bucket was created, and the number of the last write of the catalogue in it.
 The write of a stored reply does not change the epoch.
 
-A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or somebody deletes it), the broker gets
-a new bucket, which is empty at first. The mirror refuses to read the new bucket; `is_lost` stays True.
+A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or a user deletes it), a new, empty one
+is created. The mirror refuses to read the new bucket; `is_lost` stays True.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sie_contracts.models.bundles import DEFAULT, BundleEntry, serving
 from sie_contracts.wire import configs, topology
 from sie_contracts.wire.configs import ConfigEpoch
 
-REPLIES = "replies"  # first part of the keys that hold stored replies; such keys are no models
+REPLIES = "replies"  # first part of the keys of stored replies, which are not models
 BEHIND_S = 2.0  # seconds for which a replica of the broker may lack writes that the leader already has
 _PAUSE_S = 0.02
 _logger = logging.getLogger("sie.config")
@@ -54,14 +54,12 @@ class StoredModel(msgspec.Struct, frozen=True):
     created_at: str = ""
     model: str = ""
     author: str = ""  # name of the token that wrote it; empty for a seeded revision or one of an older version
-    note: str = ""  # why the config service wrote this revision by itself; empty otherwise
+    note: str = ""  # why the config service wrote this revision by itself; empty if a user wrote it
 
 
 @dataclass(frozen=True, slots=True)
 class HeldModel:
-    """Model in the bucket. `sequence`: the bucket's revision of its key, for compare-and-set. `stored` is None if the
-    model never existed.
-    """
+    """Model in the bucket. `sequence`: revision of its key, for compare-and-set. `stored`: None if it never existed."""
 
     stored: StoredModel | None = None
     sequence: int = 0
@@ -77,8 +75,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number that the model's last write has in epochs. A batch stores the model and directly after it
-        the record in the history; epochs use the number of this record.
+        """Return the number of the model's last write for epochs. That is the number of the record in the history,
+        which the same batch writes directly after the model.
         """
         return self.sequence + 1
 
@@ -89,8 +87,8 @@ _bundle = msgspec.json.Decoder(BundleEntry)
 
 @dataclass(frozen=True)
 class CatalogueSnapshot:
-    """Models of the catalogue at one epoch, including removed ones. `concerned`: for each bundle, the number of the
-    last write known to affect it. `unknown`: every write up to this number may have affected any bundle.
+    """Models of the catalogue at one epoch, including removed ones. `concerned`: bundle -> number of the last write
+    that is known to affect it. `unknown`: every write up to this number may have affected any bundle.
     """
 
     epoch: str = ""
@@ -150,16 +148,14 @@ def bundles_of(bundles: Mapping[str, BundleEntry], entry: Mapping[str, Any]) -> 
 
 
 def concerns(bundles: Mapping[str, BundleEntry], *entries: dict[str, Any] | None) -> set[str]:
-    """Return the bundles that a change affects: bundles that could serve the model before or can serve it now. If there
-    is none, the default bundle is returned, so that gateways get a message about each change.
+    """Return the bundles that could serve a model before its change or can serve it now. If there is none, return the
+    default bundle: gateways must get a message about each change.
     """
     return {bundle for entry in entries if entry is not None for bundle in bundles_of(bundles, entry)} or {DEFAULT}
 
 
 def decoded(decoder: msgspec.json.Decoder[_Record], entry: Entry) -> _Record:
-    """Decode a record of the bucket. Raises NotReady for an unreadable record, which must not count as a missing
-    one.
-    """
+    """Decode a record of the bucket. Raises NotReady if it is unreadable: it must not count as missing."""
     try:
         return decoder.decode(entry.value or b"")
     except msgspec.DecodeError as error:
@@ -180,19 +176,17 @@ class Mirror:
         self._read = 0  # number of the last write in the bucket that was applied
         self._created = ""  # time when the bucket was created; empty before the first read
         self.is_lost = False  # True if the broker now has another bucket of this name
-        self.suspect = asyncio.Event()  # set if the bucket may be lost, which `check` then examines
+        self.suspect = asyncio.Event()  # set if the bucket may be lost; `check` then examines it
         self.before = CatalogueSnapshot()  # last snapshot before `invalidate` discarded it
 
     @property
     def last(self) -> CatalogueSnapshot | None:
-        """Return the last snapshot without a request to the broker. None before the first read, and after `invalidate`
-        until the next read.
-        """
+        """Return the last snapshot without a new read; None before the first read and after `invalidate`."""
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at the newest write that the broker's leader has. Raises BrokerError, and NotReady for an
-        unreadable record or a lost bucket.
+        """Return all models at the newest write at the broker's leader. Raises BrokerError; NotReady for an unreadable
+        record or a lost bucket.
         """
         async with self._lock:
             try:
@@ -212,9 +206,7 @@ class Mirror:
             return self._now
 
     async def invalidate(self) -> None:
-        """Discard the snapshot, so that the next read reads everything. Called after a reconnect, because the broker
-        may now have an older copy of the bucket.
-        """
+        """Discard the snapshot after a reconnect, because the broker may have an older copy of the bucket."""
         async with self._lock:
             if self._now.epoch:
                 self.before = self._now
@@ -222,7 +214,7 @@ class Mirror:
         self.suspect.set()
 
     async def check(self) -> bool:
-        """Open the bucket again and read it. Returns True if the bucket is lost, or lacks writes that were read before.
+        """Open the bucket again and read it. Return True if the bucket is lost, or lacks writes that were read before.
         Raises BrokerError, NotReady.
         """
         await self._bucket.open()
@@ -237,7 +229,7 @@ class Mirror:
         )
 
     async def write(self, writes: Sequence[Write]) -> tuple[CatalogueSnapshot | None, int]:
-        """Write a batch. Returns the snapshot directly before the batch (None if it is unknown), and the number of the
+        """Write a batch. Return the snapshot directly before the batch (None if it is unknown), and the number of the
         batch's last write.
 
         Raises WrongRevision if nothing was stored, and BrokerError if it is unknown whether the batch was stored.
@@ -255,9 +247,7 @@ class Mirror:
             return before if before.epoch else None, last
 
     async def _begin(self, created: str, last: int) -> None:
-        """Read all models and bundles. `last`: number of the bucket's last write. Which bundles the writes up to it
-        changed is unknown.
-        """
+        """Read all models and bundles, up to write number `last`. Which bundles these writes changed is unknown."""
         models = await self._bucket.use(lambda bucket: bucket.entries("model"))
         entries = await self._bucket.use(lambda bucket: bucket.entries("bundle"))
         bundles = [decoded(_bundle, entry) for entry in entries]
@@ -272,18 +262,16 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Read the writes after the last read, up to the write `last` or later. If the bucket has lost that write,
-        return the writes that it still has. Raises BrokerUnavailable.
-        """
+        """Return the writes after the last read, up to `last` or later; without `last` if the bucket has lost it."""
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))
             if entries and entries[-1].revision >= last:
                 return entries
-            # a replica of the broker that is behind may have answered: try again until it has caught up
+            # this answer came from a replica of the broker that is behind: try again until it has caught up
             await asyncio.sleep(_PAUSE_S)
         if await self._bucket.use(lambda bucket: bucket.reaches(last)):
-            raise BrokerUnavailable(f"the catalogue's bucket has its write {last}, but does not return it")
+            raise BrokerUnavailable(f"the broker has write {last} of the catalogue's bucket, but does not return it")
         _logger.warning(
             "bucket %s is damaged: its last write, %d, is missing; "
             "it is filled again from the model folders and its copy",
@@ -293,7 +281,7 @@ class Mirror:
         return entries
 
     def _apply(self, entries: Iterable[Entry]) -> None:
-        """Apply writes to the snapshot, all or none of them. Raises NotReady for a record that cannot be read."""
+        """Apply writes to the snapshot, all or none of them. Raises NotReady for an unreadable record."""
         held, bundles, concerned = dict(self._now.held), dict(self._now.bundles), dict(self._now.concerned)
         number, unknown, read = int(self._now.epoch.rpartition(":")[2]), self._now.unknown, self._read
         for entry in entries:
@@ -306,9 +294,10 @@ class Mirror:
                 stored = decoded(_stored, entry)
                 before = held.get(stored.model, HeldModel())
                 if stored.revision <= before.revision:
-                    continue  # an old revision that was restored from a backup: it goes only into the history
+                    continue  # an old revision that was restored from a backup: only the history has it
                 if stored.revision > before.revision + 1:
-                    # The bucket has lost the revisions between these two, so it is unknown which bundles they changed.
+                    # The bucket has lost the revisions between `before` and `stored`: which bundles they changed is
+                    # unknown.
                     unknown = read
                 for bundle in concerns(bundles, stored.entry, before.entry):
                     concerned[bundle] = read
@@ -321,5 +310,5 @@ class Mirror:
                     bundles[bundle_now.id] = bundle_now
         self._read = read
         epoch = f"{self._now.created}:{number}"
-        if epoch != self._now.epoch:  # otherwise keep the snapshot, with its cached properties
+        if epoch != self._now.epoch:  # an unchanged snapshot keeps its cached properties
             self._now = CatalogueSnapshot(epoch, held, bundles, concerned, unknown)

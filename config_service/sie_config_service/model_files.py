@@ -17,7 +17,7 @@ _logger = logging.getLogger("sie.config")
 
 
 class ModelFiles:
-    """Finder of a model's files. It finds them where a worker with the same settings does, and downloads nothing."""
+    """Finder of a model's files: where a worker with the same settings finds them, without a download."""
 
     def __init__(self, settings: Settings) -> None:
         self._sources = WeightSources(settings.cache_folder, may_download=False)

@@ -1,5 +1,4 @@
-"""Packaged catalogue, and an operator's folder whose entries replace packaged ones. Both are read at the start, and the
-folder again when it changes.
+"""Packaged catalogue, and an operator's folder whose entries replace packaged ones. A changed folder is read again.
 
     packaged models, bundles ──┐
     SIE_MODELS_DIR/**/*.yaml ──┴──► documents, checked ──► SIE_MODEL_FILTER ──► Folders
@@ -47,9 +46,7 @@ Signature = Mapping[str, tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Folders:
-    """Contents of the folders. `models`: each model and alias with its source, `packaged` or `overlay`. `files`: for
-    each model of the overlay, its file.
-    """
+    """Contents of the folders. `models`: id -> entry, and packaged or overlay. `files`: id in the overlay -> file."""
 
     models: Mapping[str, tuple[ModelEntry | Alias, str]]
     bundles: Mapping[str, BundleEntry]
@@ -57,9 +54,7 @@ class Folders:
 
 
 class Overlay:
-    """Reader of the folder or bucket of SIE_MODELS_DIR. The parsed document of a file is kept until the file
-    changes.
-    """
+    """Reader of the folder or bucket of SIE_MODELS_DIR. A file is parsed again only after it has changed."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -72,8 +67,8 @@ class Overlay:
         self.last: Folders | None = None  # contents at the last read without an error
 
     def describe(self) -> str:
-        """Describe the folder in use, for the log at the start. Logs a warning if another user may write to the folder.
-        Raises SettingError, OSError.
+        """Return a line about the folder. Log a warning if another user may write to it. Raises SettingError,
+        OSError.
         """
         if warning := examined(self._allowed):
             _logger.warning("%s", warning)
@@ -85,9 +80,7 @@ class Overlay:
         )
 
     def trust(self) -> Trust:
-        """Return the rules about which code and paths an entry that is written over HTTP may use. They depend on the
-        models of the package and the folder that were read last.
-        """
+        """Return the rules about code and paths in entries written over HTTP, as of the last read of the folder."""
         return Trust(self._allowed, read_bundles(packaged_folder() / "bundles").values(), self._entries)
 
     def _entries(self) -> list[ModelEntry]:
@@ -98,8 +91,8 @@ class Overlay:
         return [document for document in documents if isinstance(document, ModelEntry)]
 
     def read_signature(self) -> Signature:
-        """Return the current state of each file: its time, its size, and its inode or tag. Raises SettingError if the
-        folder of the setting does not exist or the store fails, and OSError.
+        """Return the current state of each file: its time, size, and inode or tag. Raises OSError, and SettingError if
+        the configured folder does not exist or the store fails.
         """
         if self._bucket is not None:
             return self._bucket.list_files()
@@ -125,7 +118,7 @@ class Overlay:
 
     def folders(self) -> Folders:
         """Read and check all files. Raises SettingError, OSError, ValidationFailed with file, field and line."""
-        if not self._packaged:  # read only once, because the package does not change
+        if not self._packaged:  # read only once: the package does not change
             self._packaged = {
                 model: (entry, "packaged") for model, entry in read_folder(packaged_folder() / "models").items()
             }
@@ -165,9 +158,7 @@ class Overlay:
         return {path: document for path, (_, document) in self._cached.items()}
 
     def _bodies(self, paths: Collection[str]) -> dict[str, bytes]:
-        """Read these files. Of a too large file in a bucket, only one byte more than the limit is read, so that it is
-        refused.
-        """
+        """Read these files. From a bucket, read at most one byte more than the limit: enough to refuse the file."""
         if self._bucket is not None:
             return self._bucket.read(paths, MAX_FILE_BYTES + 1)
         root = Path(self.name).expanduser()
@@ -175,7 +166,6 @@ class Overlay:
 
 
 def _document(path: str, body: bytes) -> ModelEntry | Alias | BundleEntry:
-    """Parse one file. Raises ValidationFailed, which names the file."""
     try:
         if len(body) > MAX_FILE_BYTES:
             raise invalid("$", f"expected at most {MAX_FILE_BYTES} bytes, got {len(body)}")
@@ -191,9 +181,7 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add the families of other installed distributions to the packaged bundle, because on one machine its workers run
-    in the same environment as this process.
-    """
+    """Add families of other installed distributions to the packaged bundle: on one machine, workers can import them."""
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (
         msgspec.structs.replace(bundle, families=(*bundle.families, *sorted(plugged_in))) if bundle.families else bundle

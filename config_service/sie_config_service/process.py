@@ -1,5 +1,5 @@
 """Process of the config service: connect, seed the catalogue (write the models of the folders to the bucket), serve it,
-and follow the folder of models. If the broker loses the catalogue, it is seeded again.
+and watch the folder of models. If the broker loses the catalogue, it is seeded again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class PreparedCatalogue:
-    """Catalogue after seeding. `overlay`: the folder of models. `signature`: the state of its files when they were
-    read.
-    """
+    """Catalogue after seeding. `overlay`: the folder of models. `signature`: state of its files when they were read."""
 
     store: CatalogueStore
     overlay: Overlay
@@ -44,7 +42,7 @@ class PreparedCatalogue:
 
 async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | None = None) -> PreparedCatalogue:
     """Open the store, and seed it with the models of the folders. `cached_overlay`: has the last readable contents of
-    the folders, which are used if the folders cannot be read now. Raises SettingError, BrokerError, NotReady.
+    the folders, for the case that they cannot be read now. Raises SettingError, BrokerError, NotReady.
     """
     overlay = cached_overlay or Overlay(settings)
     signature: Signature = {}
@@ -86,11 +84,11 @@ async def prepare(settings: Settings, broker: Broker, cached_overlay: Overlay | 
 async def keep(
     service: ConfigService, settings: Settings, broker: Broker, prepared: PreparedCatalogue, stop: Stop
 ) -> None:
-    """Serve the catalogue and watch the folder of models, until `stop`. If the broker loses the catalogue, seed it
+    """Serve the catalogue and watch the folder of models until `stop`. If the broker loses the catalogue, seed it
     again.
 
-    Each replica runs this function, and compare-and-set decides between their writes. Models that are written over the
-    API meanwhile are kept.
+    Each replica does this, and compare-and-set decides between their writes. Models that are written over the API
+    meanwhile are kept.
     """
     while True:
         service.begin(prepared.store, prepared.overlay.trust())
@@ -144,7 +142,7 @@ async def seeded(
 
 
 async def _make_streams(settings: Settings, stop: Stop) -> None:
-    """Create the streams and buckets that other processes request, over a connection of its own, until `stop`."""
+    """Create the streams and buckets that other processes request, until `stop`. It has a connection of its own."""
     password = settings.nats_streams_password
     async with connected(settings.nats_url, "sie-streams", stop, password=password, user="streams") as broker:
         if broker is not None:
@@ -162,7 +160,9 @@ async def run(
     on_listening: Callable[[int], None] | None = None,
 ) -> int:
     """Run the service until `stop`, then accept requests for another `lame_duck_s` seconds, then finish the running
-    ones. Raises SettingError.
+    ones.
+
+    Raises SettingError.
     """
     tracer = tracing.start(settings.tracing, "config")
     service = ConfigService(settings)
@@ -181,7 +181,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # a stop of its own for background tasks, because they must run until the last request has ended
+    served = Stop()  # stop of the background tasks: they must run until the last request has ended
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")
@@ -203,7 +203,8 @@ async def run(
             await stop.wait()
             service.leaving = True
             server.leave()
-            if lame_duck_s and service.store is not None:  # only if it was ready once; otherwise it has no clients
+            # a service that was never ready has no clients to wait for
+            if lame_duck_s and service.store is not None:
                 _logger.info(
                     "config service is stopping: for %g s it still accepts requests and reports not ready", lame_duck_s
                 )

@@ -4,8 +4,8 @@
       ▲            └ one is invalid: no change, the log names file, field and line                 │
       └── until workers have it, or WATCHED_S have passed: logged ◄───────────────────────────────────┘
 
-Names, sizes and times of the files are compared, which also works on file systems that send no events. These
-comparisons use at most a hundredth of the time.
+Names, sizes and times of the files are compared, which also works on file systems without events. The pauses are long
+enough that the comparisons take at most a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from sie_contracts.wire import configs
 from sie_runtime.process import Stop, Trouble
 
 LOOK_S = 0.5
-BUCKET_LOOK_S = 30.0  # seconds between two comparisons of a bucket; it is long because each one lists all objects
+BUCKET_LOOK_S = 30.0  # seconds between two comparisons of a bucket; long, because each comparison lists all objects
 IDLE_SHARE = 0.01
 WATCHED_S = 30.0
 _logger = logging.getLogger("sie.config")
 
 
 def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
-    """Log a warning for each file that is not applied because the same model was written over the API, which has
-    priority.
-    """
+    """Log a warning for each file that has no effect, because the same model was written over the API."""
     for model, path in folders.files.items():
         stored, packaged = read.held.get(model, HeldModel()).stored, folders.models.get(model)
         if (
@@ -54,9 +52,7 @@ def warn_of_others(folders: Folders, read: CatalogueSnapshot) -> None:
 
 
 def log_broken(read: CatalogueSnapshot, index: AliasIndex, done: Iterable[CatalogueChange]) -> None:
-    """Log the aliases that these changes made invalid. A change of the folder is applied even if it breaks an alias
-    that was written over the API.
-    """
+    """Log the aliases that these changes made invalid. A change of the folder is applied even if it breaks an alias."""
     for alias, why in broken_by(read, index, (change.model for change in done)).items():
         _logger.error("the alias %s is now invalid, because a model of the folder has changed: %s", alias, why)
 
@@ -73,9 +69,9 @@ class _Watched:
 
 @dataclass
 class Reload:
-    """Watch of the folder of models. `signature`: the state of its files when they were seeded. `workers`: reports
-    about which processes have a change; None if there are none. `check`: raises ValidationFailed for an entry that no
-    worker could load; None to check nothing.
+    """Watch of the folder of models. `signature`: state of its files when they were seeded. `workers`: knows which
+    processes have a change; None if there are none. `check`: raises ValidationFailed for an entry that no worker could
+    load; None to check nothing.
     """
 
     store: CatalogueStore
@@ -83,7 +79,7 @@ class Reload:
     signature: Signature
     workers: CatalogueReaders | None = None
     check: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-    _refused: Signature | None = None  # refused state of the files, kept so that its error is logged only once
+    _refused: Signature | None = None  # last state of the files that was refused; its error is logged only once
     _trouble: Trouble = field(default_factory=lambda: Trouble(_logger, "a change of the folder of models waits"))
     _watched: list[_Watched] = field(default_factory=list)
 
@@ -103,8 +99,9 @@ class Reload:
                 continue
             pause_s = max(look_s, (time.monotonic() - begun_s) / IDLE_SHARE)
             if now != last:
-                self._trouble.passed()  # a new change: forget the failure of the earlier one
-            elif now not in (self.signature, self._refused):  # equal at two looks, so no process is still writing files
+                self._trouble.passed()  # a new change: discard the failure of the earlier one
+            # the files were equal at two looks, so no process is still writing them
+            elif now not in (self.signature, self._refused):
                 await self._apply(now)
             last = now
             self._report()
@@ -136,9 +133,7 @@ class Reload:
             _logger.info("%s was changed: %s", self.overlay.name, outcome)
 
     async def _check_files(self, folders: Folders) -> None:
-        """Raise ValidationFailed for a changed entry that no worker could load. The folder is then refused, so that
-        workers keep the entry that they have.
-        """
+        """Raise ValidationFailed for a changed entry that no worker could load. The whole folder is then refused."""
         if self.check is None:
             return
         for change in await self.store.to_seed(folders.models):
@@ -151,9 +146,6 @@ class Reload:
                     ) from None
 
     async def _read_back(self, folders: Folders, done: list[CatalogueChange]) -> None:
-        """Read the changed models from the broker again, log their revisions, and watch for the workers to have
-        them.
-        """
         read = await self.store.snapshot()
         for change in done:
             held = read.held[change.model]
@@ -178,8 +170,8 @@ class Reload:
         log_broken(read, await self.store.alias_index(), done)
 
     def _report(self) -> None:
-        """Log the changes that all gateways and all workers of their bundles have, and those that some do not have
-        after WATCHED_S.
+        """Log the changes that all gateways and workers of their bundles have, and those that some lack after
+        WATCHED_S.
         """
         left = []
         for watched in self._watched if self.workers is not None else ():

@@ -1,9 +1,9 @@
-"""Restore of models: if workers cannot load a revision, the revision that they had loaded before is written again.
+"""Restore of models: if no worker can load a model's new revision, the last revision that was loaded is written again.
 
     heartbeat: permanent failure ──► newest revision? ──► loaded on no worker? ──► earlier one loaded? ──► written again
 
-The write is a new revision, with the reason as its note: history, list and `sie doctor` show it. The new revision has
-the same source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.
+The write is a new revision, with the reason as its note, which history, list and `sie doctor` show. It has the same
+source as the model, so that the next change of its file in SIE_MODELS_DIR is applied.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class Unloadable:
-    """Model of which no worker can load `revision`. `loaded`: the last revision that a worker had loaded. `why`: the
-    error of the load.
-    """
+    """Model of which no worker can load `revision`. `loaded`: the last loaded revision. `why`: the load's error."""
 
     model: str
     revision: int
@@ -41,9 +39,7 @@ class Unloadable:
 
 
 def unloadable(statuses: Iterable[ModelStatus]) -> list[Unloadable]:
-    """Return the models whose newest revision failed permanently and is loaded on no worker, if a worker had loaded an
-    earlier revision.
-    """
+    """Return the models that had been loaded, but whose newest revision failed permanently and is loaded nowhere."""
     statuses = list(statuses)
     loaded = {(status.model, status.revision) for status in statuses if status.state == "loaded"}
     failed: dict[tuple[str, int], Unloadable] = {}
@@ -96,6 +92,6 @@ class Restore:
         restore = WriteRequest(
             OPERATION, failed.model, edit, if_match=failed.revision, author=AUTHOR, note=note, source=source
         )
-        with contextlib.suppress(ContentConflict):  # another writer changed the model first
+        with contextlib.suppress(ContentConflict):  # another writer changed the model first: its newer revision stays
             await self._writer.write(restore)
             _logger.error("%s: %s", failed.model, note)

@@ -19,17 +19,15 @@ from sie_runtime.connection import because
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
-WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker no longer counts
+WORKER_TIMEOUT_S = 15.0  # seconds without a heartbeat after which a worker is no longer counted
 
 
 class ConfigService:
-    """State for all routes. `store` is None until the broker is connected and the catalogue is seeded, and also after
-    the broker has lost the catalogue.
-    """
+    """State that all routes share. `store` is None until the catalogue is seeded, and after the broker has lost it."""
 
     def __init__(self, settings: Settings) -> None:
         self.trouble = ""  # why the last attempt to seed the catalogue failed
-        self.leaving = False  # if True, /readyz fails, so that no new connections arrive; requests are still answered
+        self.leaving = False  # True: /readyz fails, so that no new connections arrive; requests are still answered
         self.broker: Broker | None = None
         self.store: CatalogueStore | None = None
         self.writer: CatalogueWriter | None = None
@@ -41,18 +39,15 @@ class ConfigService:
         self.metrics = ConfigMetrics(lambda: self.store.last_read if self.store is not None else None)
 
     def begin(self, store: CatalogueStore, trust: Trust) -> None:
-        """Serve the catalogue of `store` from now on. `trust`: rules about the code and paths that an entry written
-        over HTTP may use.
-        """
+        """Serve the catalogue of `store`. `trust`: rules about code and paths in entries written over HTTP."""
         self.store, self.writer, self.trust = store, CatalogueWriter(store, self.files.check), trust
         self.trouble = ""
 
     def end(self) -> None:
-        """Stop serving the catalogue. Requests are refused until the catalogue is seeded again."""
+        """Stop serving the catalogue. Requests are refused until it is seeded again."""
         self.store = self.writer = None
 
     async def reconnected(self) -> None:
-        """Inform the store that the connection to the broker was lost and is restored."""
         if self.store is not None:
             await self.store.reconnected()
 

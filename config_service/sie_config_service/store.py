@@ -11,13 +11,12 @@ decides between their writes.
     replies.<number>       replies to writes that had an Idempotency-Key, by a hash of the key, in the same batch too
     aliases                the targets of each alias; an alias itself is stored like a model
 
-To seed is to write the models of the folders to the bucket. Seeding never changes a model that an operator wrote or
-removed over the API, whatever the folders say. A removed model remains as a record without an entry, so that its
-revisions are counted on.
+To seed is to write the models of the folders to the bucket. Seeding never changes a model that was written or removed
+over the API. A removed model remains as a record without an entry, because its later revisions continue its numbers.
 
-Files of the broker can be damaged. Seeded models can then be read from the folders again. Models that were written over
-the API are also in a second bucket, the copy, under the same key `model.<id>`. The copy is written after the bucket, so
-the bucket must have everything that the copy has: `recover` writes missing models again.
+The broker's files can be damaged. Seeded models can then be read from the folders again. Models that were written over
+the API are also in a second bucket, the copy, under the same key. The copy is written after the bucket, so everything
+in the copy must be in the bucket: `recover` writes missing models again.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ from sie_runtime.process import Stop, retry
 
 PRODUCER = "sie-config"
 SEED_ATTEMPTS = 5
-SEED_BATCH = 200  # models that are written in one batch: each needs two messages, and the broker accepts at most 1,000
+SEED_BATCH = 200  # models per batch: each needs two messages, and the broker accepts at most 1,000
 REVISIONS_KEPT = 100
 REPLY_SLOTS = 256
 REPLIES_PER_SLOT = 64
@@ -71,7 +70,7 @@ _logger = logging.getLogger("sie.config")
 
 @dataclass(frozen=True)
 class CatalogueChange:
-    """Write of a model: the new entry, or None for a removal. `held` is the stored model that the change replaces."""
+    """Write of a model: the new entry, or None for a removal. `held`: the stored model that it replaces."""
 
     model: str
     held: HeldModel
@@ -97,9 +96,7 @@ class RecordedReply(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ReplySlot:
-    """Stored replies under one key of the bucket. `number`: the number in this key. `sequence`: the bucket's revision
-    of it.
-    """
+    """Stored replies under one key of the bucket. `number`: last part of that key. `sequence`: revision of that key."""
 
     number: int
     replies: tuple[RecordedReply, ...]
@@ -109,9 +106,7 @@ class ReplySlot:
         return next((reply for reply in self.replies if reply.key == key), None)
 
     def with_reply(self, reply: RecordedReply) -> Write:
-        """Return the write that adds a reply. Replies older than REPLY_KEPT_S are dropped, and the oldest ones beyond
-        REPLIES_PER_SLOT.
-        """
+        """Return the write that adds a reply, without replies older than REPLY_KEPT_S or above REPLIES_PER_SLOT."""
         young = [earlier for earlier in self.replies if reply.at_s - earlier.at_s < REPLY_KEPT_S][
             -REPLIES_PER_SLOT + 1 :
         ]
@@ -155,7 +150,6 @@ class CatalogueStore:
         return (await self.snapshot()).epoch
 
     async def catalogue_epoch(self) -> ConfigEpoch:
-        """Return the epochs and hashes of the catalogue, for gateways and workers."""
         return (await self.snapshot()).catalogue_epoch
 
     async def snapshot(self) -> CatalogueSnapshot:
@@ -168,9 +162,7 @@ class CatalogueStore:
         return self._mirror.last
 
     async def reconnected(self) -> None:
-        """Discard the snapshot, so that the next read reads everything. After a reconnect the broker may have an older
-        copy of the bucket, or none.
-        """
+        """Discard the snapshot, because after a reconnect the broker may have an older copy of the bucket, or none."""
         await self._mirror.invalidate()
 
     async def lost(self, stop: Stop) -> bool:
@@ -184,35 +176,27 @@ class CatalogueStore:
         return False
 
     def written_over_api(self) -> list[str]:
-        """Return the ids of models and aliases that were written or removed over the API, as of the last read. No
-        folder has them.
-        """
+        """Return the ids of entries that were written or removed over the API, as of the last read."""
         held = (self._mirror.last or self._mirror.before).held
         return sorted(
             model for model, state in held.items() if state.stored is not None and state.stored.source == "api"
         )
 
     async def bundles(self) -> dict[str, BundleEntry]:
-        """Return all bundles, by id."""
         return dict((await self.snapshot()).bundles)
 
     async def export(self) -> ConfigExport:
-        """Return the whole catalogue at one epoch."""
         return _export(await self.snapshot())
 
     async def exported(self) -> bytes:
-        """Return the export in JSON. It is built once for each epoch, because all gateways and workers request it at
-        the same time.
-        """
+        """Return the export in JSON. It is cached per epoch: all gateways and workers request it at the same time."""
         read = await self.snapshot()
         if self._exported[0] is not read:
             self._exported = read, msgspec.json.encode(_export(read))
         return self._exported[1]
 
     async def catalogue(self) -> Catalogue:
-        """Return the parsed catalogue, which resolves names as in a gateway. Raises ValidationFailed for a stored entry
-        that the current schema does not permit.
-        """
+        """Return the parsed catalogue. Raises ValidationFailed for a stored entry that the schema does not permit."""
         read = await self.snapshot()
         if self._parsed[0] is not read:
             self._parsed = read, await snapshot(_export(read))
@@ -231,9 +215,7 @@ class CatalogueStore:
         return await self._bucket.use(lambda bucket: bucket.entries(within))
 
     async def not_found(self, model: str) -> ModelNotFound:
-        """Return the error for a model that does not exist. It names the revision that removed the model, or similar
-        names.
-        """
+        """Return the error for a missing model. It names the revision that removed the model, or similar names."""
         held = await self.held(model)
         if held.stored is not None:
             fix = "roll back to an earlier revision, which /history lists, or POST it again"
@@ -255,8 +237,8 @@ class CatalogueStore:
         return sorted(revisions, key=lambda revision: -revision.revision)
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
-        """Return a function that maps an epoch to the model's revision at that epoch. It returns 0 for an epoch before
-        the first revision, None if the epoch is older than the stored history.
+        """Return a function that maps an epoch to the model's revision at that epoch: 0 before the first revision, None
+        before the stored history.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -272,7 +254,7 @@ class CatalogueStore:
         return revision_at
 
     async def revision(self, model: str, revision: int) -> StoredModel | None:
-        """Return one revision of a model; None if that revision is no longer stored."""
+        """Return one revision of a model; None if it is no longer stored."""
         entry = await self._bucket.get(_history_key(model, revision))
         stored = None if entry is None or entry.value is None else _stored.decode(entry.value)
         return stored if stored is not None and stored.revision == revision else None
@@ -285,9 +267,7 @@ class CatalogueStore:
         return [stored for name in sorted(models) for stored in reversed(await self.history(name))]
 
     async def slot(self, key: str) -> ReplySlot:
-        """Read the slot of an Idempotency-Key. Replies are stored in REPLY_SLOTS slots. A reply to this key is in
-        this slot. `key`: digest of the Idempotency-Key.
-        """
+        """Read the slot for an Idempotency-Key: its digest `key` selects one of REPLY_SLOTS slots of stored replies."""
         number = int(key[:8], 16) % REPLY_SLOTS
         entry = await self._bucket.get(_slot_key(number))
         return (
@@ -313,9 +293,9 @@ class CatalogueStore:
         *,
         tell: bool = True,
     ) -> tuple[int, int]:
-        """Write the changes, each of a different model, in one atomic batch. With `tell`, a delta of each change is
-        broadcast; otherwise readers find the changes when they poll. Returns the number of deltas sent, and the number
-        that should have been sent.
+        """Write the changes, each of a different model, in one atomic batch. With `tell`, broadcast a delta (a message
+        about the change) for each; otherwise readers find the changes when they poll. Return the number of deltas sent,
+        and the number that should have been sent.
 
         Raises WrongRevision if another writer has changed one of the models, the stored replies or the index of
         aliases. Then nothing is written.
@@ -373,8 +353,8 @@ class CatalogueStore:
             )
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write models that only the copy or a backup has into the bucket, and models that only the bucket has into the
-        copy. Then correct the index of aliases. Returns the models that the bucket had lost, or had at an earlier
+        """Write models that the bucket lacks into it from the copy or a backup, and models that the copy lacks into the
+        copy. Then correct the index of aliases. Return the models that the bucket had lost, or had at an earlier
         revision.
 
         `backup`: revisions of models, including old ones. Raises WrongRevision if another replica recovers at the same
@@ -427,8 +407,8 @@ class CatalogueStore:
         first: int,
         with_index: bool,
     ) -> tuple[int, int]:
-        """Send a delta, a message about one change, for each change and each affected bundle. If `before` is unknown,
-        the deltas make readers request the whole catalogue. Returns the number of deltas sent, and the number that
+        """Send a delta (a message about one change) for each change and each affected bundle. If `before` is unknown,
+        the deltas make readers request the whole catalogue. Return the number of deltas sent, and the number that
         should have been sent.
         """
         previous, since = (
@@ -460,9 +440,7 @@ class CatalogueStore:
         return sent, expected
 
     async def seed_bundles(self, packaged: Mapping[str, BundleEntry]) -> bool:
-        """Replace the bundles in the bucket by these bundles. Returns whether the bucket was changed. Raises
-        WrongRevision if other writers were faster in each of SEED_ATTEMPTS attempts.
-        """
+        """Replace the bundles in the bucket. Return whether they differed. Raises WrongRevision after SEED_ATTEMPTS."""
         values = {bundle_key(name): msgspec.json.encode(bundle) for name, bundle in packaged.items()}
 
         async def attempt() -> bool:
@@ -480,12 +458,13 @@ class CatalogueStore:
         return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
     async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """Return the changes that `seed` would write."""
         return _to_seed((await self.snapshot()).held, packaged)
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        """Write the models of the folders to the bucket, except models that were written over the API. Returns the
-        changes. Raises WrongRevision if other writers were faster in each of SEED_ATTEMPTS attempts.
+        """Write the models of the folders to the bucket, except models that were written over the API. Return the
+        changes.
+
+        Raises WrongRevision if other writers were faster in each of SEED_ATTEMPTS attempts.
         """
         done: list[CatalogueChange] = []
 
@@ -499,7 +478,7 @@ class CatalogueStore:
                     if is_alias(change.entry) or is_alias(change.held.entry)
                 }
                 index = (await self.alias_index()).written(index_of(aliases)) if aliases else None
-                # broadcast only the last batch: after its delta, readers fetch all earlier changes too
+                # broadcast only the last batch: after its delta, readers also fetch all earlier changes
                 await self.write(batch, index=index, tell=start + SEED_BATCH >= len(changes))
                 done.extend(batch)
 
@@ -510,9 +489,7 @@ class CatalogueStore:
 def _to_seed(
     present: Mapping[str, HeldModel], packaged: Mapping[str, tuple[ModelEntry | Alias, str]]
 ) -> list[CatalogueChange]:
-    """Return the changes that make `present` equal to `packaged`, the models of the package and of the models folder.
-    Models that were written over the API stay as they are.
-    """
+    """Return the changes that make `present` equal to the folders (`packaged`), except models written over the API."""
     changes: list[CatalogueChange] = []
     for model, (entry, source) in packaged.items():
         held, document = present.get(model, HeldModel()), normalised(entry)
@@ -546,7 +523,6 @@ def _export(read: CatalogueSnapshot) -> ConfigExport:
 
 
 def _copied(entry: Entry | None) -> StoredModel | None:
-    """Decode an entry of the copy. A damaged entry counts as missing, so that it is written again."""
     try:
         return None if entry is None or entry.value is None else _stored.decode(entry.value)
     except msgspec.DecodeError as error:
@@ -560,8 +536,8 @@ def _copied(entry: Entry | None) -> StoredModel | None:
 
 
 def digest_of(*parts: bytes) -> str:
-    """Return the SHA-256 of several parts, in hex. The length of each part is hashed too, so that different parts never
-    give the same bytes.
+    """Return the SHA-256 of several parts, in hex. The length of each part is hashed too: without it, parts that are
+    split differently would give the same digest.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -574,7 +550,7 @@ def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:
-    """Open the catalogue's store, and create its bucket if it does not exist."""
+    """Open the catalogue's store, and create its buckets if they do not exist."""
     bucket, copy = (
         RecordBucket(broker, name, storage=settings.stream_storage, replicas=settings.stream_replicas)
         for name in (topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)

@@ -19,9 +19,7 @@ _logger = logging.getLogger("sie.config")
 
 
 class CatalogueReaders:
-    """Last heartbeat of each worker, and last announcement of each gateway. A process that sends none for `timeout_s`
-    seconds is removed.
-    """
+    """Last heartbeat of each worker, and last announcement of each gateway, unless older than `timeout_s` seconds."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
@@ -31,9 +29,7 @@ class CatalogueReaders:
         self.failed = asyncio.Event()  # set when a heartbeat reports a failed load of a model
 
     async def follow(self, bus: Bus, stop: Stop) -> None:
-        """Subscribe to heartbeats and announcements. Repeat this until the broker accepts the subscriptions, or until
-        `stop`.
-        """
+        """Subscribe to heartbeats and announcements. Try again until the broker accepts them, or until `stop`."""
         for subject, handler in (
             (topology.HEALTH_SUBJECT, self._on_heartbeat),
             (topology.GATEWAY_SUBJECT, self._on_gateway),
@@ -77,13 +73,12 @@ class CatalogueReaders:
             self._gateways[beat.gateway] = (now_s, beat)
 
     def statuses(self) -> list[ModelStatus]:
-        """Return the state of each model on each worker."""
         now_s = self._clock()
         beats = (beat for seen_s, beat in self._seen.values() if now_s - seen_s < self._timeout_s)
         return [status for beat in beats for status in beat.models]
 
     def of_bundle(self, bundle: str) -> list[Heartbeat]:
-        """Return the last heartbeats of the workers of a bundle, without workers that accept no work."""
+        """Return the last heartbeats of a bundle's workers, without workers that accept no work."""
         now_s = self._clock()
         return [
             beat
@@ -101,7 +96,5 @@ class CatalogueReaders:
         }
 
     def epochs(self, bundle: str) -> dict[str, str]:
-        """Return the epoch of the catalogue that each worker of a bundle has, by the worker's name, without workers
-        that accept no work.
-        """
+        """Return the catalogue's epoch at each worker of a bundle that accepts work, by the worker's name."""
         return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}

@@ -6,8 +6,7 @@ the write is repeated.
                    ▲                                                    │
                    └────────────── another writer was faster ◄──────────┘
 
-Each attempt applies the request to the current model, so no other update is lost: a patch, for example, is merged
-again.
+Each attempt computes the new document from the current model, so that no other update is lost.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from sie_contracts.models.entries import ModelEntry, is_id
 from sie_contracts.models.public_models import is_public, translated
 from sie_contracts.models.trust import Trust
 
-MAX_IDS = 50_000  # limit of the models and aliases in the bucket, including removed ones, whose history is kept
-MAX_ENTRY_BYTES = 256 << 10  # limit of the bytes of an entry, because the bucket keeps up to 100 revisions of each
-WRITE_S = 10.0  # seconds that a write may take, including the wait for earlier writes of this replica
-# operations for models that need not exist; with any other operation, a missing model is a 404
+MAX_IDS = 50_000  # maximum number of models and aliases in the bucket, including removed ones, whose history is kept
+MAX_ENTRY_BYTES = 256 << 10  # maximum size of an entry in bytes; the bucket keeps up to 100 revisions of each
+WRITE_S = 10.0  # maximum duration of a write in seconds, including the wait for earlier writes of this replica
+# operations for which the model need not exist; any other operation on a missing model is a 404
 _FROM_NOTHING = ("create", "rollback")
 _logger = logging.getLogger("sie.config")
 
@@ -66,8 +65,8 @@ class WriteRequest:
     if_match: int | None = None
     dry_run: bool = False
     profiles: Collection[str] | None = None  # names of the profiles that the write changes; None: all
-    force: bool = False  # if True, write even if an alias then becomes invalid
-    author: str = ""  # name of the caller
+    force: bool = False  # write even if an alias then becomes invalid
+    author: str = ""
     note: str = ""  # why the config service writes by itself; empty for a request over the API
     source: str = "api"
     warnings: tuple[str, ...] = ()  # codes of the warnings for the reply
@@ -75,8 +74,8 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the stored reply to an earlier
-    write with the same Idempotency-Key.
+    """Reply to a write. `created`: the write created a model or profiles. `replayed`: the reply to an earlier write
+    with the same Idempotency-Key.
     """
 
     body: dict[str, Any]
@@ -160,9 +159,6 @@ class CatalogueWriter:
         return await guard(index, read, self._store.catalogue, request.model, held, entry, force=request.force)
 
     async def _check_bounds(self, model: str, entry: dict[str, Any]) -> None:
-        """Raise PayloadTooLarge for an entry of more than MAX_ENTRY_BYTES, and ContentConflict for a new id if the
-        bucket has MAX_IDS ids.
-        """
         if (size := len(msgspec.json.encode(entry))) > MAX_ENTRY_BYTES:
             message = f"{model} takes {size} bytes, at most {MAX_ENTRY_BYTES} are kept: split its profiles"
             raise PayloadTooLarge(message, param="body", extras={"limit": MAX_ENTRY_BYTES})
@@ -194,9 +190,7 @@ class CatalogueWriter:
         }
 
     async def _stale(self, model: str, held: HeldModel, expected: int) -> ContentConflict:
-        """Return the error for a write whose If-Match names another revision than the current one. Its `diff` has the
-        changes since that revision, if that revision is still stored.
-        """
+        """Return the error for an outdated If-Match. Its `diff` has the changes since that revision, if stored."""
         base = await self._store.revision(model, expected)
         return ContentConflict(
             f"{model} is at revision {held.revision}, not {expected}; read it again and repeat the change",
@@ -206,7 +200,7 @@ class CatalogueWriter:
 
 
 def profiles_of(entry: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of an entry by profile. The fields outside of `profiles` are those of the profile `default`."""
+    """Return the fields of an entry by profile. Fields outside of `profiles` belong to the profile `default`."""
     if entry is None:
         return {}
     return {"default": {key: value for key, value in entry.items() if key != "profiles"}, **entry.get("profiles", {})}
@@ -224,9 +218,7 @@ class Edits:
         self._trust = trust
 
     def entry(self, raw: Any, document: ParsedDocument) -> dict[str, Any]:
-        """Check a document, and return it in the form in which it is stored. Raises ValidationFailed,
-        PermissionDenied.
-        """
+        """Check a document, and return it in its stored form. Raises ValidationFailed, PermissionDenied."""
         return normalised(self._allowed(self._routable(checked(raw, document), document)))
 
     def _allowed(self, entry: ModelEntry | Alias) -> ModelEntry | Alias:
@@ -266,9 +258,9 @@ class Edits:
         return edit
 
     async def public(self, document: ParsedDocument, model: str = "") -> tuple[ParsedDocument, tuple[str, ...]]:
-        """Translate a model file of the public SIE into a document of this catalogue. Return it with the names of
-        ignored fields. `model` is its id if the file names none. A document in another format is returned unchanged.
-        Raises ValidationFailed.
+        """Translate a model file of the public SIE into a document of this catalogue. Return it, and the names of
+        ignored fields. `model`: its id if the file has none. A document in another format is returned unchanged. Raises
+        ValidationFailed.
         """
         if not is_public(document.value):
             return document, ()
@@ -304,7 +296,7 @@ class Edits:
 
     def delete(self, model: str) -> Edit:
         async def edit(held: HeldModel) -> None:
-            if held.stored is None:  # a model that was removed earlier is no error: it stays removed
+            if held.stored is None:  # no error for a model that was removed earlier: it stays removed
                 raise await self._store.not_found(model)
 
         return edit

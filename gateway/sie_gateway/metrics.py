@@ -13,9 +13,7 @@ _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged
 
 
 class Metrics:
-    """Counters, gauges and histograms of the gateway. A series with known labels exists from the start: an alert cannot
-    fire on a missing series.
-    """
+    """Metrics of the gateway. Series with known labels exist from the start: alerts cannot fire on missing series."""
 
     def __init__(self) -> None:
         make = MetricMaker("gateway")
@@ -23,9 +21,8 @@ class Metrics:
         self._traffic = make.traffic
         self.requests = make.counters("sie_gateway_requests")
         self.latency = make.histograms("sie_gateway_request_latency_seconds")
-        self._answered: dict[
-            tuple[str, int, str], tuple[Counter, Histogram]
-        ] = {}  # cached: to find a series by its labels takes longer than to count
+        # series by labels, stored because finding a series takes longer than counting
+        self._answered: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
         self.rejected = make.counters("sie_gateway_rejected_requests")
         self.key_tokens = make.counters("sie_gateway_key_tokens")
         self.key_device_seconds = make.counters("sie_gateway_key_device_seconds")
@@ -65,10 +62,8 @@ class Metrics:
         self.refused.labels(reason).inc()
 
     def answered(self, endpoint: str, status: int, machine_profile: str, seconds: float | None) -> None:
-        """Count a request after its answer was sent. `endpoint` and `machine_profile` are values of fixed sets, never
-        texts of a client.
-
-        `seconds` is the latency. It is None for a websocket, which stays open until the client closes it.
+        """Count an answered request. `endpoint` and `machine_profile` come from fixed sets, never from a client's text.
+        `seconds` is the latency, None for a websocket.
         """
         counted = self._answered.get((endpoint, status, machine_profile))
         if counted is None:

@@ -60,7 +60,7 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-_LATE_S = 1.0  # seconds for sending the last answers, added to the longest budget of a request in a drain
+_LATE_S = 1.0  # seconds for sending the last answers, added to the longest time limit of a request in a drain
 _SETTINGS = {  # field of a stream -> setting that the error names if an existing stream has another value in this field
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
@@ -85,12 +85,10 @@ async def serve(
     network: Network = NETWORK,
     data_dir: Path | None = None,
 ) -> int:
-    """Serve until `stop`. Then accept requests for `lame_duck_s` more seconds. Then finish the accepted requests for at
-    most `drain_s` seconds, by default as long as any request may take.
+    """Serve until `stop`, then accept requests for `lame_duck_s` more seconds, then finish them for at most `drain_s`
+    seconds, by default as long as any request may take. Return the exit status. Raises SettingError.
 
     Images at URLs are fetched over `network`. If a `sie serve` runs this gateway, `data_dir` is its data folder.
-
-    Return the exit status. Raises SettingError.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -262,7 +260,7 @@ async def serve(
         if lame_duck_s and readiness.started:
             _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
             await stop.lame_duck(lame_duck_s)
-            # not earlier: requests could still arrive on these connections during the lame-duck time
+            # connections are closed only now, because requests may arrive on them during the lame-duck time
             await main.hang_up()
         readiness.draining = True
         inference.away.close()
@@ -301,11 +299,8 @@ def longest_drain_s(settings: Settings) -> float:
 async def _own_streams(
     queue: WorkQueue, placer: Placer, settings: Settings, pools: PoolRecord, jobs: JobsBucket
 ) -> None:
-    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools, for
-    which workers wait.
-
-    An existing stream with other settings is refused, never changed. Raises SettingError for such a stream, BrokerError
-    for other failures.
+    """Create the buckets of placements, reservations and jobs, then the streams of this installation's own pools. A
+    stream with other settings is refused with SettingError, never changed. Raises BrokerError for other failures.
     """
     try:
         await placer.start()

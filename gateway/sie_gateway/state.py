@@ -23,9 +23,7 @@ from sie_runtime.keys import Keys
 
 
 class GatewayReadiness:
-    """Readiness of this gateway for requests, and the stage of its shutdown. `keys`: the API keys, which must be read
-    before it is ready; None unless the auth mode is token.
-    """
+    """Readiness of this gateway, and the stage of its shutdown. `keys` is None unless the auth mode is token."""
 
     def __init__(self, broker: Connection, feed: CatalogueFeed, keys: Keys | None) -> None:
         self._broker = broker
@@ -36,9 +34,7 @@ class GatewayReadiness:
         self.draining = False  # true after the start of the shutdown: new work is refused
 
     def not_ready(self) -> str | None:
-        """Return why this gateway is not ready for requests, or None if it is. It can be ready without workers, as they
-        may be scaled to zero.
-        """
+        """Return why this gateway is not ready, or None. It is ready without workers: they may be scaled to zero."""
         if self.leaving:
             return "draining"
         if not self._feed.first.is_set():

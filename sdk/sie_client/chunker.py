@@ -1,6 +1,4 @@
-"""Function that cuts a text into chunks on the client, in the same way as the server. It needs the packages of the
-extra `chunker`.
-"""
+"""Cut a text into chunks on the client, in the same way as the server. Needs the packages of the extra `chunker`."""
 
 from __future__ import annotations
 

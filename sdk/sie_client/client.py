@@ -61,11 +61,8 @@ class Job(SeenJob):
         return self
 
     def wait(self, timeout_s: float | None = None, on_progress: Callable[[JobInfo], None] | None = None) -> Job:
-        """Wait until the job is completed, and return it. The client reads the job every few seconds; `on_progress` is
-        called each time.
-
-        Raises JobFailedError if the job fails, expires or is cancelled. Raises JobTimeoutError after `timeout_s`; the
-        job goes on.
+        """Wait until the job is completed, and return it. `on_progress` is called every few seconds. Raises
+        JobFailedError if the job fails, expires or is cancelled, JobTimeoutError after `timeout_s` (the job goes on).
         """
         self.info = self._driver.run(jobs.waited(self.id, timeout_s, on_progress, self._session))
         jobs.completed(self.info)
@@ -101,9 +98,9 @@ class Job(SeenJob):
     def download(
         self, folder: str | os.PathLike[str], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Path]:
-        """Write the job's output files to a folder, `manifest.json` last, and return the paths of the files. A file
-        appears only when it is complete and its SHA-256 digest is right. A file that is already there with the right
-        digest is not downloaded again.
+        """Write the job's output files to a folder, `manifest.json` last, and return their paths. A file appears only
+        when it is complete and has the right SHA-256 digest. A file that is already there with this digest is not
+        downloaded again.
         """
         return self._driver.run(jobs.downloaded(self.info, folder, on_progress, self._session))
 
@@ -129,9 +126,7 @@ class Jobs:
         return self._job(self._driver.run(jobs.get(job, self._session)))
 
     def list(self, state: str | None = None, page: int = jobs.PAGE) -> Iterator[Job]:
-        """Yield all jobs, or only the jobs in `state`, the newest first. One request to the server reads `page`
-        jobs.
-        """
+        """Yield all jobs, or only those in `state`, newest first. One request to the server reads `page` jobs."""
         after: str | None = None
         while True:
             jobs_page = self._driver.run(jobs.page(state, page, after, self._session))
@@ -316,9 +311,9 @@ class SIEClient:
     ) -> Any:
         """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
 
-        `kinds`: names of what to replace. A model with kinds of its own, for which `kinds` may be None, replaces all of
-        its own. `restore(result["text"], result["map"])` gives the text back. An item that failed has `error` in its
-        result, and no text.
+        `kinds`: names of the kinds of personal data to replace, such as `email`. A model with kinds of its own replaces
+        all of these, and `kinds` may be None. `restore(result["text"], result["map"])` gives the text back. An item
+        that failed has `error` in its result, and no text.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))
@@ -329,9 +324,7 @@ class SIEClient:
         return self._driver.run(cluster.list_models(filters, self._session))
 
     def get_model(self, model: str) -> dict[str, Any]:
-        """Return the description of one model of the server's catalogue, without loading it. `model` may name a
-        profile.
-        """
+        """Return the description of one model or `model:profile` of the catalogue, without loading the model."""
         return self._driver.run(cluster.get_model(model, self._session))
 
     def health(self) -> dict[str, Any]:
@@ -390,9 +383,7 @@ class SIEClient:
             self._driver.run(cluster.released(name, self._session))
 
     def watch(self, path: str = watching.CLUSTER_STATUS) -> Iterator[dict[str, Any]]:
-        """Yield the status of the cluster about once per second, as dictionaries, until the caller stops. Needs the
-        package `websockets`.
-        """
+        """Yield the status of the cluster as dictionaries, about once per second. Needs the package `websockets`."""
         socket, request = watching.StatusSocket(self._driver.url), watching.request(path, self._session)
         with contextlib.closing(socket):
             while True:

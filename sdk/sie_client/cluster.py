@@ -1,6 +1,4 @@
-"""Plans for models, health, capacity and pools. A plan is a generator without I/O that yields requests and pauses, see
-`core`.
-"""
+"""Plans for models, health, capacity and pools. A plan is a generator without I/O that yields requests, see `core`."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ def _field(reply: Any, name: str, kind: type[T]) -> T:
 
 
 def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[str, Any]]]:
-    """Send `GET /v1/models`. Return the list of models."""
     query = {
         name: str(value).lower() if isinstance(value, bool) else value
         for name, value in filters.items()
@@ -57,14 +54,12 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
 
 
 def get_model(model: str, session: Session) -> Plan[dict[str, Any]]:
-    """Send `GET /v1/models/{model}`. Return the model."""
     reply = yield from json_call("GET", f"/v1/models/{quoted(model)}", session)
     _field(reply, "name", str)
     return cast("dict[str, Any]", reply)
 
 
 def health(session: Session) -> Plan[dict[str, Any]]:
-    """Send `GET /health`. Return the reply."""
     reply = yield from json_call("GET", "/health", session)
     _field(reply, "status", str)
     return cast("dict[str, Any]", reply)
@@ -87,17 +82,14 @@ def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
 
 
 def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
-    """Send `GET /v1/scaling/{lane}`. Return the reply."""
     reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane)}", session)
     _field(reply, "wanted_replicas", int)
     return cast("dict[str, Any]", reply)
 
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
-    """Send the smallest input that the model accepts, so that a worker starts and loads it. Return the model's
-    description afterwards.
-
-    Raises the errors of a call, and InvalidInputError if this function cannot build an input for the model.
+    """Send the smallest input that the model accepts, so that a worker loads it. Return the model's description. Raises
+    the errors of a call, and InvalidInputError if the client has no input for the model.
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)
@@ -125,18 +117,15 @@ def _pool(reply: Any) -> Pool:
 
 
 def create_pool(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[Pool]:
-    """Send `POST /v1/pools`. Return the pool."""
     body = {key: value for key, value in options.items() if value is not None}
     return _pool((yield from json_call("POST", "/v1/pools", session, {"name": name, "gpus": dict(gpus), **body})))
 
 
 def list_pools(session: Session) -> Plan[list[Pool]]:
-    """Send `GET /v1/pools`. Return the list of pools."""
     return [_pool(pool) for pool in _field((yield from json_call("GET", "/v1/pools", session)), "pools", list)]
 
 
 def get_pool(name: str, session: Session) -> Plan[Pool]:
-    """Send `GET /v1/pools/{name}`. Return the pool."""
     return _pool((yield from json_call("GET", f"/v1/pools/{quoted(name)}", session)))
 
 
@@ -148,14 +137,11 @@ def renew_pool(name: str, session: Session) -> Plan[float]:
 
 
 def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Plan[None]:
-    """Send `DELETE /v1/pools/{name}`."""
     yield from json_call("DELETE", f"/v1/pools/{quoted(name)}", session, within_s=within_s)
 
 
 def released(name: str, session: Session) -> Plan[None]:
-    """Delete a pool with one attempt. If it fails, only log a warning: the pool also ends when its lease is not
-    renewed.
-    """
+    """Delete a pool with one attempt. A failure is only logged: the pool also ends when it is not renewed."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from delete_pool(name, session, CLOSE_S)

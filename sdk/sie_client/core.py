@@ -28,8 +28,7 @@ from sie_client.types import Progress
 from sie_contracts import __version__
 
 CONNECTION_BUDGET_S = 120.0
-# seconds to retry if a port of this machine refuses connections and no server has answered there yet: probably no
-# server was started
+# seconds to retry a port of this machine that refuses connections and never answered: probably no server runs
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
@@ -58,14 +57,10 @@ class UploadStream:
 
 
 class BodySink(Protocol):
-    """Receiver of the body of a successful response, piece by piece, for example a file. Its methods may block, and may
-    raise SIEError.
-    """
+    """Receiver of the body of a successful response, such as a file. Its methods may block, and raise SIEError."""
 
     def begin(self) -> None:
-        """Prepare for the first piece. After a failed attempt this is called again: discard the pieces of that
-        attempt.
-        """
+        """Prepare for the first piece. Called again after a failed attempt: discard the pieces of that attempt."""
 
     def write(self, piece: bytes) -> None:
         """Receive the next piece of the body."""
@@ -101,9 +96,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class BlockingWork:
-    """Step to call a function in a thread where it does not block other calls. Its result is the result of the
-    function.
-    """
+    """Step to call a function in a thread where it blocks no other calls. Its result is that of the function."""
 
     function: Callable[[], Any]
 
@@ -117,10 +110,8 @@ class HttpAnswer:
 
 @dataclass(frozen=True)
 class Together:
-    """Step to run several plans, at most `concurrency` at a time. Its result is the list of their results, in order. If
-    one plan raises, the others are stopped.
-
-    Taking the next plan from the iterator may block, for example to read files.
+    """Step to run plans, at most `concurrency` at a time. Its result is the list of their results, in order. If one
+    plan raises, the others are stopped. The iterator may block, for example to read files.
     """
 
     plans: Iterator[Plan[Any]]
@@ -139,11 +130,9 @@ class Received:
 
 @dataclass(frozen=True)
 class TransportFailed:
-    """Failure of a request without a response. The server may nevertheless have run the request. Unless `is_permanent`,
-    it is sent again, because inference changes nothing on the server.
-
-    `address`: the address of the server. `is_nobody`: a port of this machine refused the connection, and no server has
-    answered there before.
+    """Failure of a request without a response. The server may nevertheless have run it. Unless `is_permanent`, it is
+    sent again, because inference changes nothing on the server. `address`: of the server. `is_nobody`: a port of this
+    machine refused the connection, and no server has answered there before.
     """
 
     cause: Exception
@@ -159,9 +148,7 @@ Plan: TypeAlias = "Generator[Step, Any, T]"
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits on how long a call waits for a connection and for capacity, in seconds. `wait_for_capacity` False: it does
-    not wait at all. `connection_budget_s` None: the default.
-    """
+    """Seconds that a call waits for a connection and for capacity. `connection_budget_s` None: the default."""
 
     wait_for_capacity: bool = True
     connection_budget_s: float | None = None
@@ -169,13 +156,11 @@ class Policy:
 
 
 class Patience:
-    """Waiting limits shared by all parts of a call. After each answer to a part, the limits of the other parts start
-    again.
-    """
+    """Waiting limits shared by all parts of a call. An answer to one part renews the limits of the others."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.mark = object()  # another object after each answer, by which each part notices that there was an answer
+        self.mark = object()  # a new object after each answer, so that each part of the call notices the answer
 
     def renew(self) -> None:
         self.mark = object()
@@ -222,9 +207,7 @@ class Hedges:
 
 @dataclass(frozen=True)
 class Session:
-    """Options and shared state of a client. `for_call` returns a copy with the options of one call. Raises
-    InvalidInputError for an invalid option.
-    """
+    """Options and shared state of a client. `for_call` copies it. Raises InvalidInputError for an invalid option."""
 
     api_key: str | None = field(default=None, repr=False)
     gpu: str | None = None
@@ -270,9 +253,7 @@ class Session:
         return session
 
     def for_call(self, options: Mapping[str, Any]) -> tuple[Session, dict[str, Any]]:
-        """Return a session with the options of one call, and the remaining options, which are parameters for the
-        server.
-        """
+        """Return a session with the options of one call, and the other options: parameters for the server."""
         own = {name: value for name, value in options.items() if name in _OPTIONS and value is not None}
         return replace(self, **own) if own else self, {
             name: value for name, value in options.items() if name not in _OPTIONS
@@ -335,7 +316,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
             mark, waited_s = patience.mark, dict.fromkeys(waited_s, 0.0)
         waited_s[is_away] += answer.elapsed_s
         budget_s = _connection_budget_s(policy, answer) if is_away else policy.capacity_budget_s
-        pause_s = min(max_s, min_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads clients
+        pause_s = min(max_s, min_s * 2 ** min(tries[is_away], 10)) * random.uniform(0.75, 1.25)  # noqa: S311  spreads attempts
         tries[is_away] += 1
         remaining_s = budget_s - waited_s[is_away]
         if not (failure.retryable and policy.wait_for_capacity) or not pause_s <= remaining_s:
@@ -456,9 +437,7 @@ def json_call(
     headers: Mapping[str, str] | None = None,
     type: Any = Any,
 ) -> Plan[Any]:
-    """Send a request, with `body` as JSON if there is one, and return the JSON reply converted to `type`. Raises
-    ServerError if the reply does not fit.
-    """
+    """Send `body` as JSON, if any. Return the JSON reply as `type`. Raises ServerError if the reply does not fit."""
     headers = {**session.sent_headers(), "accept": "application/json", **(headers or {})}
     sent = b""
     if body is not None:

@@ -1,6 +1,4 @@
-"""Drawing of frames around detected objects on a copy of an image, with Pillow, and conversion of boxes to the text by
-which Florence-2 reads regions.
-"""
+"""Draw frames around detected objects on a copy of an image. Convert boxes to the region text of Florence-2."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def _readable_on(colour: str) -> str:
 
 
 def _bytes_of(image: Any) -> bytes:
-    """Return the bytes of the image file. Raises InvalidInputError for an unreadable file, ValueError for a wrong data
-    URI.
-    """
+    """Return the bytes of an image. Raises InvalidInputError if it is unreadable, ValueError for a wrong data URI."""
     file = media(image, "image")
     data = file["data"] if isinstance(file, Mapping) else file
     if isinstance(data, bytes):

@@ -165,15 +165,11 @@ class RateLimitedError(RequestError, code="RATE_LIMITED"):
 
 
 class AllItemsFailedError(SIEError, code="ALL_ITEMS_FAILED"):
-    """Every item of the request failed, for different reasons. `details["errors"]` has the error of each item. `status`
-    is 400, 500 or 503.
-    """
+    """Every item of the request failed, for different reasons: see `details["errors"]`. `status` is 400, 500 or 503."""
 
 
 class JobFailedError(SIEError):
-    """A job that the client waited for ended without being completed. `code` is the code of its error. `details` has
-    `job` and `state`.
-    """
+    """A job ended without being completed. `code`: code of its error. `details` has `job` and `state`."""
 
 
 class JobTimeoutError(SIEError):
@@ -201,9 +197,7 @@ class LoraLoadFailedError(ServerError, code="LORA_LOAD_FAILED"):
 
 
 class ProvisioningError(ServerError, code="PROVISIONING"):
-    """No worker became ready within the time that the client waits. `details` has `gpu`, `bundle` and
-    `estimated_wait_s`.
-    """
+    """No worker became ready while the client waited. `details` has `gpu`, `bundle` and `estimated_wait_s`."""
 
 
 class ModelLoadingError(ServerError, code="MODEL_LOADING"):
@@ -251,9 +245,7 @@ _BY_STATUS: dict[int, type[SIEError]] = {
 
 
 def error_class(code: str, status: int) -> type[SIEError]:
-    """Return the exception class for an error code of the server. For an unknown code, return the class for the HTTP
-    status.
-    """
+    """Return the exception class for an error code of the server, or for the HTTP status if the code is unknown."""
     return _BY_CODE.get(code) or _BY_STATUS.get(status) or (RequestError if 400 <= status < 500 else ServerError)
 
 

@@ -1,6 +1,4 @@
-"""Plans (see `core`) that upload, read and delete files on the server. A file is never completely in memory, except by
-`content`: it is read and written piece by piece.
-"""
+"""Plans (see `core`) that upload, read and delete files. Only `content` has a whole file in memory."""
 
 from __future__ import annotations
 
@@ -26,14 +24,11 @@ _ID = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 
 
 def invalid(message: str) -> NoReturn:
-    """Raise InvalidInputError with the code INVALID_INPUT."""
     raise InvalidInputError(message, code="INVALID_INPUT")
 
 
 def identifier(value: object, noun: str) -> str:
-    """Return `value` if it is an id that can be part of a URL path. `noun`: file or job, for the error. Raises
-    InvalidInputError.
-    """
+    """Return `value` if it is an id that fits into a URL path. `noun`: file or job, for the InvalidInputError."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return value
     invalid(f"{noun}: expected an id, such as {noun}-0192f0c17d3e70008000000000000000, got {str(value)[:80]!r}")
@@ -55,9 +50,7 @@ def uploaded(
     session: Session,
     expires_after_s: int | None = None,
 ) -> Plan[FileObject]:
-    """Send a file with `POST /v1/files`. Return its description. Raises InvalidInputError if the file changes during
-    the upload.
-    """
+    """Upload a file and return its description. Raises InvalidInputError if the file changes during the upload."""
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
@@ -112,18 +105,15 @@ def _size_of(path: Path) -> int:
 
 
 def get(file: str, session: Session) -> Plan[FileObject]:
-    """Send `GET /v1/files/{id}`. Return the description of the file."""
     path = f"/v1/files/{identifier(file, 'file')}"
     return cast(FileObject, (yield from json_call("GET", path, session, type=FileObject)))
 
 
 def deleted(file: str, session: Session) -> Plan[None]:
-    """Send `DELETE /v1/files/{id}`."""
     yield from json_call("DELETE", f"/v1/files/{identifier(file, 'file')}", session, type=FileDeleted)
 
 
 def content(file: str, session: Session) -> Plan[bytes]:
-    """Send `GET /v1/files/{id}/content`. Return the whole content as bytes."""
     path = f"/v1/files/{identifier(file, 'file')}/content"
     return (yield from call(Send("GET", path, session.sent_headers()), session.policy)).body
 
@@ -147,10 +137,8 @@ def saved(
 
 
 class Arriving:
-    """Sink that writes a download to a hidden file in the target folder. `finish` renames it to `path`.
-
-    `tell` is called with the number of new bytes. When the download starts again after a failure, the number is
-    negative and takes back the bytes of the failed attempt.
+    """Sink that writes a download to a hidden file in the target folder. `finish` renames it to `path`. `tell` gets the
+    number of new bytes, or a negative number that takes back the bytes of a failed attempt.
     """
 
     def __init__(self, path: Path, size_bytes: int, sha256: str, tell: Callable[[int], None]) -> None:
@@ -164,9 +152,7 @@ class Arriving:
         self._come = 0
 
     def begin(self) -> None:
-        """Start with an empty file, also after a failed attempt. Raises InvalidInputError, like all methods, if the
-        disk fails.
-        """
+        """Start with an empty file, also after a failed attempt. Raises InvalidInputError if the disk fails."""
         self._close()
         self._tell(-self._come)
         self._digest, self._come = hashlib.sha256(), 0
@@ -183,9 +169,7 @@ class Arriving:
         self._tell(len(piece))
 
     def finish(self) -> None:
-        """Rename the complete file to `path`. Raises ServerError if the number of bytes or the digest differs from what
-        the server announced.
-        """
+        """Rename the complete file to `path`. Raises ServerError if its size or digest is not as announced."""
         self._close()
         is_whole = self._come == self._size_bytes and self._sha256 in ("", self._digest.hexdigest())
         with on_disk(self.path):
@@ -194,12 +178,12 @@ class Arriving:
                 return
             self._partial.unlink()
         raise ServerError(
-            f"{self.path.name}: the {self._come} received bytes differ from the size or digest in its description",
+            f"{self.path.name}: the {self._come} received bytes differ from the size or digest that the server "
+            "reported: download it again",
             status=200,
         )
 
     def drop(self) -> None:
-        """Delete the incomplete file."""
         self._close()
         with on_disk(self._partial):
             self._partial.unlink(missing_ok=True)

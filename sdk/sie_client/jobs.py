@@ -45,9 +45,7 @@ _logger = logging.getLogger("sie_client")
 
 
 class JobInfo(api.JobInfo, kw_only=True, frozen=True):
-    """A job as the server describes it. Unknown states and request fields, as a newer server may send them, are
-    accepted.
-    """
+    """A job as the server describes it. Unknown states and request fields of a newer server are accepted."""
 
     state: str  # type: ignore[assignment]
     request: dict[str, Any]  # type: ignore[assignment]
@@ -64,9 +62,7 @@ class JobInfo(api.JobInfo, kw_only=True, frozen=True):
 
 
 class JobPage(msgspec.Struct, kw_only=True):
-    """One page of the list of jobs, the newest first. `next`: the value of `after` for the next page, None on the last
-    page.
-    """
+    """Page of the list of jobs, newest first. `next`: the value of `after` for the next page, None on the last."""
 
     data: list[JobInfo]
     next: str | None = None
@@ -106,15 +102,10 @@ class SeenJob:
         return f"<{type(self).__name__} {self.id} {self.state}, {self.counts.done} of {rows} rows>"
 
 
-# ---- submit
-
-
 def submitted(model: str, source: Any, options: Mapping[str, Any], session: Session) -> Plan[JobInfo]:
-    """Upload a local file if `source` is one, then send `POST /v1/jobs`. Return the job. The uploaded file is deleted
-    again if the server refuses the job, or returns an older job with the same idempotency key, which does not use the
-    file.
-
-    Raises TypeError for an unknown option.
+    """Upload `source` if it is a local file, send `POST /v1/jobs` and return the job. The uploaded file is deleted if
+    the server refuses the job, or returns an older job with the same idempotency key. Raises TypeError for an unknown
+    option.
     """
     names = JobOptions.__annotations__
     for name in options:
@@ -141,9 +132,7 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
 
 
 def _place(source: Any) -> Path | dict[str, str]:
-    """Return the job's input: the path of a local file, or the fields that name a file id or URL to the server. Raises
-    InvalidInputError.
-    """
+    """Return the path of a local file, or the fields that name a file id or URL. Raises InvalidInputError."""
     if isinstance(source, FileObject):
         return {"file": source.id}
     if isinstance(source, os.PathLike):
@@ -168,9 +157,7 @@ def _body(model: str, place: dict[str, str], chosen: Mapping[str, Any]) -> dict[
 
 
 def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
-    """Send a POST with an idempotency key: if it is sent again after a broken connection, it does not create a second
-    job.
-    """
+    """Send a POST with an idempotency key: a repetition after a broken connection creates no second job."""
     return cast(
         JobInfo,
         (yield from json_call("POST", path, session, body, headers={"idempotency-key": key}, type=JobInfo)),
@@ -178,9 +165,7 @@ def _post(path: str, session: Session, body: Any, key: str) -> Plan[JobInfo]:
 
 
 def _abandoned(file: str, session: Session) -> Plan[None]:
-    """Delete an uploaded file with one attempt. If it fails, only log a warning: the server deletes the file when it
-    expires.
-    """
+    """Delete an uploaded file with one attempt. A failure is only logged: the server deletes it when it expires."""
     session, _ = session.for_call({"wait_for_capacity": False})
     try:
         yield from files.deleted(file, session)
@@ -192,20 +177,15 @@ def _abandoned(file: str, session: Session) -> Plan[None]:
         )
 
 
-# ---- read and control a job
-
-
 def _path(job: str) -> str:
     return f"/v1/jobs/{identifier(job, 'job')}"
 
 
 def get(job: str, session: Session) -> Plan[JobInfo]:
-    """Send `GET /v1/jobs/{job}`. Return the job."""
     return cast(JobInfo, (yield from json_call("GET", _path(job), session, type=JobInfo)))
 
 
 def page(state: str | None, limit: int, after: str | None, session: Session) -> Plan[JobPage]:
-    """Send `GET /v1/jobs`. Return one page of jobs."""
     parameters = {"limit": limit, "after": after, "state": state}
     query = urlencode({name: value for name, value in parameters.items() if value is not None})
     return cast(JobPage, (yield from json_call("GET", f"/v1/jobs?{query}", session, type=JobPage)))
@@ -222,12 +202,10 @@ def retried(job: str, session: Session) -> Plan[JobInfo]:
 
 
 def deleted(job: str, session: Session) -> Plan[None]:
-    """Send `DELETE /v1/jobs/{job}`."""
     yield from json_call("DELETE", _path(job), session, type=JobDeleted)
 
 
 def rows(job: str, limit: int, failed: bool | None, session: Session) -> Plan[list[dict[str, Any]]]:
-    """Send `GET /v1/jobs/{job}/rows`. Return the rows."""
     query = urlencode({"limit": limit, **({} if failed is None else {"failed": str(failed).lower()})})
     reply = yield from json_call("GET", f"{_path(job)}/rows?{query}", session, type=_RowPage)
     return cast(_RowPage, reply).rows
@@ -247,9 +225,6 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
         if after is not None and document.next <= after:
             raise ServerError(f"the server's manifest of {job} repeats a page, so it never ends", status=200)
         after = document.next
-
-
-# ---- wait for a job
 
 
 def waited(
@@ -292,9 +267,6 @@ def completed(info: JobInfo) -> None:
     )
 
 
-# ---- fetch the output
-
-
 class Fetching:
     """Progress of a download of output files: bytes that are on the disk, and bytes in total. Thread-safe."""
 
@@ -316,10 +288,9 @@ def downloaded(
     on_progress: Callable[[Progress], None] | None,
     session: Session,
 ) -> Plan[list[Path]]:
-    """Write the output files of a job to a folder, and its manifest when all are complete. Return their paths. A file
-    that is already there with the right digest is not downloaded again.
-
-    Raises InvalidInputError if the job wrote its output to a URL, or if the folder has the output of another job.
+    """Write the output files of a job to a folder, then its manifest, and return the paths. Files that are there with
+    the right digest are not downloaded again. Raises InvalidInputError if the output is at a URL, or the folder has the
+    output of another job.
     """
     into = Path(folder)
     if url := info.request_map("output").get("url"):

@@ -50,9 +50,7 @@ _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "tex
 
 
 def media(value: Any, path: str, *, urls: bool = False) -> Any:
-    """Return a file in the form for a request. A data URI is returned unchanged; so is a URL if `urls` is True. `path`:
-    name of the field in errors. Raises InvalidInputError.
-    """
+    """Convert a file to the form of a request. Data URIs, and with `urls` also URLs, stay. Raises InvalidInputError."""
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls)
         fields = {name: field for name, field in value.items() if name != "data" and field is not None}
@@ -69,9 +67,7 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """Return a sound in the form for a request, like `media`. A map with numpy samples and their `sample_rate` becomes
-    a WAV file.
-    """
+    """Return a sound like `media`. A map of numpy samples and their `sample_rate` becomes a WAV file."""
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
     if isinstance(value, np.ndarray):
@@ -130,9 +126,7 @@ def _without_loss(picture: Any) -> bytes:
 
 
 def _png(pixels: NDArray[Any], path: str) -> bytes:
-    """Return a PNG file with uint8 pixels of shape [height, width], [height, width, 3] or [height, width, 4]. Raises
-    InvalidInputError.
-    """
+    """Return a PNG file of uint8 pixels [height, width], or [height, width, 3 or 4]. Raises InvalidInputError."""
     values = pixels.shape[2] if pixels.ndim == 3 else 1
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or values not in _PNG_COLOURS or not pixels.size:
         got = f"{pixels.dtype} {list(pixels.shape)}"

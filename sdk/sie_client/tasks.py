@@ -1,6 +1,4 @@
-"""Driver that runs plans (see `core`) in asyncio tasks: it executes their HTTP requests, pauses and concurrent
-steps.
-"""
+"""Driver that runs plans (see `core`) in asyncio tasks: executes HTTP requests, pauses and concurrent steps."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ Answer: TypeAlias = "Received | TransportFailed"
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks, and return when all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -57,16 +54,12 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: number of items of the call. `send`: called for each request
-        instead of HTTP.
-        """
+        """Run a plan and return its result. `total`: items of the call. `send` is called instead of HTTP requests."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function that stops it, and waits for its end for at most the given
-        seconds.
-        """
+        """Run a plan in the background. Return a function that stops it and waits `timeout_s` at most."""
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
 
@@ -161,9 +154,8 @@ class TaskDriver:
 
 
 async def _in_threads(pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield the pieces of an iterator. Each piece is read in a thread, so that reading does not block the event loop.
-
-    The iterator is not closed when this generator is cancelled, because a thread may still be reading from it.
+    """Yield the pieces of an iterator, each read in a thread, so that the event loop is not blocked. The iterator is
+    not closed if this generator is cancelled, because a thread may still be reading from it.
     """
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         yield piece

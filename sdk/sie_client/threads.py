@@ -31,9 +31,7 @@ Answer: TypeAlias = "Received | TransportFailed"
 
 
 def _spawn(function: Callable[[], T]) -> Future[T]:
-    """Start a function in a daemon thread, so that it does not delay the end of the interpreter. Return a future for
-    its result.
-    """
+    """Run a function in a daemon thread, which does not delay the interpreter's end. Return a future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -91,16 +89,12 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: number of items of the call. `send`: called for each request
-        instead of HTTP.
-        """
+        """Run a plan and return its result. `total`: items of the call. `send` is called instead of HTTP requests."""
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that stops it, and waits for its end for at most the given
-        seconds.
-        """
+        """Run a plan in the background. Return a function that stops it and waits `timeout_s` at most."""
         stop = threading.Event()
         running = _spawn(
             lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send)

@@ -21,8 +21,7 @@ PIECE_BYTES = 1 << 20  # bytes of a response's body that are given to a sink at 
 CLOSE_S = 5.0  # seconds that the end of a `with client.reserve()` block waits for a renewal that is running
 _logger = logging.getLogger("sie_client")
 
-# exceptions of a request: those of httpx, and RuntimeError and ValueError, which it raises for a closed client and an
-# invalid URL or header
+# exceptions of a request: of httpx, also RuntimeError for a closed client, ValueError for an invalid URL or header
 FAILURES = (httpx.HTTPError, httpx.InvalidURL, RuntimeError, ValueError)
 _NEVER_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, RuntimeError, ValueError)
 
@@ -42,9 +41,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a client. Without the option `api_key`, add the key of the environment. `api_key` None
-    means that no key is sent.
-    """
+    """Return client options with `api_key` of the environment, unless the option is present; None sends no key."""
     return {"api_key": client_environment.api_key(), **options}
 
 
@@ -63,19 +60,15 @@ def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
 
 
 def sent_headers(request: Send) -> dict[str, str]:
-    """Return the headers of a request. A streamed body gets its length, as httpx would else use chunked transfer
-    encoding.
-    """
+    """Return the headers of a request. A streamed body gets its length, or httpx would use chunked encoding."""
     length = {"content-length": str(request.body.size_bytes)} if isinstance(request.body, UploadStream) else {}
     return {**request.headers, **length}
 
 
 def failed(error: Exception, started_s: float, url: str, *, has_answered: bool) -> TransportFailed:
-    """Convert an exception of a request to a TransportFailed. A retry is useless, so the failure is permanent, if the
-    URL or a header cannot be sent, the host name does not exist, or the URL is https and the port speaks plain http.
-
-    If a port of this machine refuses the connection, no server runs there (`is_nobody`), except if one has answered
-    before (`has_answered`): then it may be restarting.
+    """Convert an exception of a request. It is permanent, because a retry is useless, if the URL or a header cannot be
+    sent, the host is unknown, or the URL is https and the port speaks plain http. `is_nobody`: a port of this machine
+    refuses the connection, and has not answered before (`has_answered`). A server that has answered may be restarting.
     """
     is_permanent = isinstance(error, _NEVER_SENT) or is_unknown_host(error) or _is_without_tls(error)
     is_nobody = not has_answered and is_refused(error) and is_local(url)
@@ -102,9 +95,7 @@ def public(url: str) -> str:
 
 
 def is_unknown_host(error: BaseException) -> bool:
-    """Return True if the error says that the host name does not exist; False if the DNS server only failed to
-    answer.
-    """
+    """Return True if the host name does not exist, but False if only the DNS server failed to answer."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, socket.gaierror):
@@ -152,9 +143,7 @@ def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
 
 
 def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item | str], int | None]:
-    """Return the items of a call, and their number (None if it is unknown). The rules are those of `as_list`, but an
-    iterator is not read here. A column of Arrow becomes a list.
-    """
+    """Return the items of a call and their number (None: unknown), like `as_list`, but without reading an iterator."""
     if hasattr(items, "columns") and len(getattr(items, "shape", ())) == 2:
         column = f"df[{_column_of_texts(items)!r}]"
         raise TypeError(
@@ -168,9 +157,7 @@ def as_iterable(items: Item | str | Iterable[Item | str]) -> tuple[Iterable[Item
 
 
 def _column_of_texts(table: Any) -> object:
-    """Return the name of the first column with texts in a table of pandas, pyarrow or polars; without one, the name of
-    the first column.
-    """
+    """Return the name of a table's first column of texts (pandas, pyarrow or polars), else of its first column."""
     if hasattr(table, "iloc"):
         kinds = dict(zip(table.columns, table.dtypes, strict=True))
     elif hasattr(table, "column_names"):

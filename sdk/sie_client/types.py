@@ -119,10 +119,7 @@ class ClientOptions(CallOptions, total=False):
 
 class Params(CallOptions, total=False):
     """Parameters of encode, score and extract. If one is missing, the model's default applies. `options`: further
-    parameters, sent as they are.
-
-    `on_item_error`: with "fail", the call raises if any item fails; with "slot", the result of the failed item has
-    `error`.
+    parameters. `on_item_error`: with "fail", the call raises if an item fails; with "slot", its result has `error`.
     """
 
     instruction: str | None
@@ -135,9 +132,7 @@ class Params(CallOptions, total=False):
 
 
 class EncodeParams(Params, total=False):
-    """Parameters of encode. `muvera`: True, or the parameters of MUVERA. `chunks` and `context` apply to each item that
-    does not have these fields itself.
-    """
+    """Parameters of encode. `muvera`: True, or MUVERA's parameters. `chunks`, `context`: for items that lack them."""
 
     output_types: Sequence[str] | None
     output_dtype: str | None
@@ -151,8 +146,8 @@ class EncodeParams(Params, total=False):
 
 class ExtractParams(Params, total=False):
     """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
-    the values to answer. `label_groups`: labels of which each group has one. `label_thresholds`: the least score of a
-    label or a property.
+    the values to answer. `label_groups`: groups of labels; `data` has the label of each. `label_thresholds`: the least
+    score of a label or a property.
     """
 
     labels: Sequence[str] | None
@@ -163,12 +158,12 @@ class ExtractParams(Params, total=False):
 
 
 class RedactOptions(Params, total=False):
-    """Parameters of redact. `models`: up to three further models: what any of them finds is replaced. `style`: what
-    stands for a value: `mask` (the default), `hash`, `tag` or `synthetic`.
+    """Parameters of redact. `models`: up to three further models; what any of them finds is replaced. `style`: what
+    replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
     `key`, of the style `hash`: equal values have equal hashes in all calls with this key; by default in one call.
-    `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: what the
-    offsets of the result count. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
+    `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: the unit of
+    offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
     """
 
     models: Sequence[str] | None
@@ -208,9 +203,7 @@ MAX_SHOWN, MAX_SHOWN_ENTRIES, MAX_SHOWN_KEYS, MAX_SHOWN_LETTERS = 2, 4, 32, 80
 
 
 class Results(list[_Result], Generic[_Result]):
-    """Results of a list of items, in the order of the items. `usage` is that of the whole call; each result has the
-    usage of its item.
-    """
+    """Results of a list of items, in order. `usage` is that of the whole call; each result has its item's usage."""
 
     def __init__(self, results: Iterable[_Result] = (), usage: Usage | None = None) -> None:
         super().__init__(results)
@@ -230,9 +223,7 @@ class PrintableResult(dict[str, Any]):
 
 
 def summary(value: Any) -> str:
-    """Return a value shortened for printing: shapes instead of arrays, the first entries of lists, the number of
-    entries of large maps.
-    """
+    """Return a value shortened for printing: shapes of arrays, first entries of lists, sizes of large maps."""
     if isinstance(value, np.ndarray):
         return f"<{value.dtype} {list(value.shape)}>"
     if isinstance(value, Mapping):
@@ -247,9 +238,7 @@ def summary(value: Any) -> str:
 
 
 class Shared(TypedDict, total=False):
-    """Fields about the request that every result has. `timing`: milliseconds by stage of the request. `headers`:
-    headers of the response, with names in lower case.
-    """
+    """Fields that every result has. `timing`: milliseconds by stage of the request. `headers`: names in lower case."""
 
     model: str
     timing: dict[str, float]
@@ -268,9 +257,7 @@ class Sparse(TypedDict):
 
 
 class ChunkResult(TypedDict, total=False):
-    """Vectors of one chunk of a text. `start` and `end`: its place in the text, in code points. `tokens`: number of its
-    tokens. Arrays are as in EncodeResult.
-    """
+    """Vectors of one chunk. `start`, `end`: its place in the text in code points. Arrays are as in EncodeResult."""
 
     start: Required[int]
     end: Required[int]
@@ -326,9 +313,7 @@ class ScoreResult(Shared, total=False):
 
 
 class Ranked(TypedDict):
-    """A document of a ranking. `index`: its position in the call. `score`: on the model's scale. `document`: as it was
-    passed.
-    """
+    """A document of a ranking. `index`: its position in the call. `score`: on the model's scale."""
 
     index: int
     score: float
@@ -336,9 +321,7 @@ class Ranked(TypedDict):
 
 
 class ExtractResult(Shared, total=False):
-    """Result of extract for one item. A list is empty if nothing was found. `start` and `end` are positions in code
-    points.
-    """
+    """Result of extract for one item. Lists may be empty. `start` and `end` are positions in code points."""
 
     id: str
     metadata: dict[str, Any]
@@ -352,7 +335,7 @@ class ExtractResult(Shared, total=False):
 
 
 class RestoredPart(TypedDict):
-    """A value, and what stands for it. `start` and `end` are places in the redacted text."""
+    """Replaced value (`text`) and its replacement. `start` and `end`: place of the replacement in the redacted text."""
 
     start: int
     end: int
@@ -361,9 +344,7 @@ class RestoredPart(TypedDict):
 
 
 class RestoreMap(TypedDict):
-    """Map with which `restore` undoes a redaction. It has all values that were replaced. `length` is that of the
-    redacted text.
-    """
+    """Map with which `restore` undoes a redaction: all replaced values. `length`: of the redacted text."""
 
     offsets: Literal["code_points", "utf16"]
     length: int
@@ -474,9 +455,7 @@ class Capacity(TypedDict):
 
 
 class PoolOptions(TypedDict, total=False):
-    """Options of a reservation besides its machine profiles. `ttl_seconds`: seconds until the reservation ends if it is
-    not renewed.
-    """
+    """Options of a reservation. `ttl_seconds`: seconds until it ends if it is not renewed."""
 
     bundle: str | None
     minimum_worker_count: int | None

@@ -56,16 +56,15 @@ PART_BYTES = 32 << 20  # bytes of one request body: an eighth of what the server
 ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
 ASIDE_ITEMS = 256
 _KEY_BYTES = 32
-_ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}  # encoding, and bytes of what offsets count
+# encoding, and bytes of the unit that offsets count
+_ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}
 GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
 _TOLD = ("muvera", "warnings", "explain")
 
 
 class _ListPart(NamedTuple):
-    """Part of a list of items, for one request. `items`: the items in the form for a request. `start`: position of the
-    first one in the whole list. `size_bytes`: size of the items.
-    """
+    """Part of a list of items, in the form for one request. `start`: position of its first item in the whole list."""
 
     start: int
     items: list[Any]
@@ -73,9 +72,7 @@ class _ListPart(NamedTuple):
 
 
 class _PartReply(NamedTuple):
-    """Reply to the part of a list that begins at position `start`. `shared`: fields about the request, which are added
-    to each of its results.
-    """
+    """Reply to the part that begins at `start`. `shared`: fields about the request, for each of its results."""
 
     start: int
     body: dict[str, Any]
@@ -84,9 +81,7 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Data that all requests of one call have in common. `fixed`: fields of every body. `decode` converts the body of a
-    reply. `answers`: the field of the reply with one answer for each item.
-    """
+    """Data of all requests of a call. `fixed`: fields of each body. `answers`: reply field with an entry per item."""
 
     path: str
     fixed: Mapping[str, Any]
@@ -96,9 +91,7 @@ class _VerbRequest:
     answers: str
 
     def send(self, part: _ListPart, *, by_place: bool) -> Plan[_PartReply]:
-        """Send one part and return its reply. With `by_place`, each item is sent with its position in the whole list as
-        its id, so that the replies of several parts can be joined.
-        """
+        """Send one part and return its reply. `by_place`: items get their positions in the whole list as ids."""
         count = len(part.items)
         subject = f"items[{part.start}] to items[{part.start + count - 1}], the query or a parameter"
         sent: list[Any] = part.items
@@ -138,18 +131,14 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result. If `size_bytes` is at least ASIDE_BYTES, it is called in a thread, so that
-    it does not block other calls.
-    """
+    """Call a function and return its result: from ASIDE_BYTES on in a thread, so that it does not block other calls."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """Yield a list in parts: at least one, which may be empty. `each_tokens`: tokens that the server adds to each item,
-    such as the query.
-    """
+    """Yield a list in parts, at least one. `each_tokens`: tokens that the server adds to each item, as for a query."""
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
         sent = wire.item(item, f"items[{index}]")
@@ -176,7 +165,6 @@ def _send_parts(
     answers: str = "items",
     each_tokens: int = 0,
 ) -> Plan[list[_PartReply]]:
-    """Send a list in parts. Return the replies in the order of the parts."""
     request = _VerbRequest(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
     parts = _parts(items, session, each_tokens)
     is_long = len(items) >= ASIDE_ITEMS or any(map(wire.has_files, items))
@@ -194,9 +182,7 @@ def _send_parts(
 
 
 def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
-    """Return a result for each item: its own fields of the reply, and the fields about its request, except `usage`.
-    With `named`, each result also gets the item's id.
-    """
+    """Return a result for each item: its fields of the reply, and those of its request. `named`: also the item's id."""
     results: Results[Any] = Results(usage=replies[-1].shared["usage"])
     for reply in replies:
         shared = {name: value for name, value in reply.shared.items() if name != "usage"}
@@ -233,7 +219,6 @@ _PARAMS = {
 def encode(
     model: str, items: Sequence[Item | str], params: Mapping[str, Any], session: Session
 ) -> Plan[Results[EncodeResult]]:
-    """Send `POST /v1/encode/{model}`. Return the results in input order."""
     if not items:
         return Results()
     session, params = session.for_call(params)
@@ -246,9 +231,7 @@ def encode(
 def _with_chunks(
     items: Sequence[Item | str], params: Mapping[str, Any]
 ) -> tuple[Sequence[Item | str], Mapping[str, Any]]:
-    """Move `chunks` and `context` from the parameters to the items that do not have these fields. Return the items and
-    the other parameters.
-    """
+    """Move `chunks` and `context` into the items that lack them. Return the items and the other parameters."""
     own = {name: params[name] for name in ("chunks", "context") if params.get(name) is not None}
     rest = {name: value for name, value in params.items() if name not in ("chunks", "context")}
     if not own:
@@ -278,9 +261,7 @@ def embed(
 
 
 class _VectorRows:
-    """Array of vectors that several threads fill part by part. If the number of vectors is unknown, the array is
-    enlarged by GROWTH in place, so that there is never a second copy of it in memory.
-    """
+    """Array of vectors that threads fill part by part. If their number is unknown, it grows in place without a copy."""
 
     def __init__(self, count: int | None) -> None:
         self._count = count
@@ -289,7 +270,6 @@ class _VectorRows:
         self._end = 0
 
     def filled(self, request: _VerbRequest, part: _ListPart) -> Plan[None]:
-        """Send a part, and write its vectors into the array."""
         reply = yield from request.send(part, by_place=False)
         with reading(reply.shared["headers"]), self._lock:
             vectors = np.stack([slot["dense"] for slot in reply.body["items"]])
@@ -336,9 +316,7 @@ def rerank(
     params: Mapping[str, Any],
     session: Session,
 ) -> Plan[list[Ranked]]:
-    """Run `score`. Return the `top_n` documents with the highest scores, each with its position. Raises SIEError if any
-    document fails.
-    """
+    """Return the `top_n` documents with the best scores, and their positions. Raises SIEError if a document fails."""
     if top_n is not None and top_n < 1:
         raise InvalidInputError(f"top_n: expected a number of at least 1, got {top_n}", code="INVALID_INPUT")
     if not documents:
@@ -381,14 +359,12 @@ def extract(
 
 
 def _json_schema(schema: type[Any]) -> dict[str, Any]:
-    own = getattr(schema, "model_json_schema", None)  # of pydantic, which is not needed otherwise
+    own = getattr(schema, "model_json_schema", None)  # method of pydantic models; pydantic need not be installed
     return dict(own() if own is not None else msgspec.json.schema(schema))
 
 
 def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fails: bool) -> None:
-    """Replace `data` of a result by an instance of `schema`. If it lacks a value, the result gets an error, which is
-    raised if the call `fails` with its items.
-    """
+    """Replace `data` by an instance of `schema`. If it does not fit, set `error`, or raise it if the call `fails`."""
     validate = getattr(schema, "model_validate", None)
     try:
         result["data"] = validate(result["data"]) if validate else msgspec.convert(result["data"], schema)
@@ -402,7 +378,7 @@ def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fai
 def redact(
     model: str, items: Sequence[Item | str], kinds: Sequence[str] | None, params: Mapping[str, Any], session: Session
 ) -> Plan[Results[RedactResult]]:
-    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts of the call have the same key."""
+    """Send `POST /v1/redact/{model}`. Return the results in input order. All parts hash values by the same key."""
     if not items:
         return Results()
     session, params = session.for_call(params)
@@ -415,9 +391,7 @@ def redact(
 
 
 def restore(text: str, map: RestoreMap) -> str:
-    """Return the text before its redaction, from the redacted text and the `map` of its result. Raises
-    InvalidInputError if the map belongs to another text.
-    """
+    """Return the text before its redaction. Raises InvalidInputError if `map` belongs to another text."""
     encoding, size = _ENCODINGS[map["offsets"]]
     data = text.encode(encoding)
     pieces: list[bytes] = []

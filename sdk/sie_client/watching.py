@@ -57,9 +57,7 @@ class _Url:
 
 
 def _refusal(error: Exception, started_s: float) -> Received | TransportFailed:
-    """Convert an exception of a connection attempt to a response or TransportFailed. An exception of an unexpected
-    class is raised again.
-    """
+    """Convert an exception of a connection attempt to a response or TransportFailed; raise an unexpected one again."""
     from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
     elapsed_s = time.monotonic() - started_s
@@ -135,7 +133,7 @@ class AsyncStatusSocket(_Url):
     async def _recv(self) -> bytes:
         receiving = asyncio.ensure_future(self._connection.recv(decode=False))
         try:
-            # not asyncio.wait_for: before Python 3.12 it loses a cancellation that comes together with a frame
+            # asyncio.wait_for would, before Python 3.12, lose a cancellation that comes together with a frame
             await asyncio.wait({receiving}, timeout=SILENCE_S)
             if not receiving.done():
                 raise OSError(f"no frame within {SILENCE_S:g} s")

@@ -1,6 +1,4 @@
-"""Encoding of items and decoding of replies. An item is encoded only once for all attempts, and an array is copied only
-once, out of its reply.
-"""
+"""Encode items and decode replies. An item is encoded once for all attempts; arrays are copied once from a reply."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ _FILE_TOKENS = 1024
 
 
 def item(value: Any, path: str) -> Any:
-    """Return an item in the form for a request, with its files read. `path`: name of the item in errors. Raises
-    InvalidInputError.
-    """
+    """Return an item in the form for a request, with its files read. Raises InvalidInputError, which names `path`."""
     if isinstance(value, str):
         # msgspec cannot encode subclasses of str, such as numpy.str_
         return value if type(value) is str else str(value)
@@ -54,9 +50,7 @@ def item(value: Any, path: str) -> Any:
 
 
 def mapped(value: Any, path: str) -> dict[str, Any]:
-    """Return an item as a new dict; a text becomes its field `text`. A scalar of pyarrow is first converted to its
-    Python value. Raises InvalidInputError if the item is neither a text nor a map.
-    """
+    """Return an item as a new dict; a text becomes its field `text`. Raises InvalidInputError for another type."""
     if isinstance(value, str):
         return {"text": value}
     if hasattr(value, "as_py"):
@@ -77,7 +71,7 @@ def weight(sent: Any) -> tuple[int, int]:
         size = len(sent) if sent.isascii() else len(sent.encode("utf-8", "replace"))
         return min(_MAX_TOKENS, size // _BYTES_PER_TOKEN + _SPECIAL_TOKENS), size
     tokens, size = weight(sent["text"]) if isinstance(sent.get("text"), str) else (_SPECIAL_TOKENS, 0)
-    if sent.get("chunks") is not None:  # read to its end
+    if sent.get("chunks") is not None:  # a text in chunks is not truncated
         tokens = max(tokens, size // _BYTES_PER_TOKEN)
     matrix = sent.get("multivector")
     if isinstance(matrix, np.ndarray):
@@ -117,9 +111,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_hook)
 
 
 def encode(body: Mapping[str, Any], subject: str) -> bytes:
-    """Return the body of a request as msgpack. Raises InvalidInputError for a value that msgpack does not support.
-    `subject`: where the value is, for the error.
-    """
+    """Encode a request as msgpack. Raises InvalidInputError, which names `subject`, for a value of another type."""
     try:
         return _encoder.encode(body)
     except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
@@ -188,9 +180,7 @@ _HEADERS = {0xC4: 2, 0xC5: 3, 0xC6: 5}
 
 def decode_vectors(body: bytes) -> dict[str, Any]:
     """Decode a reply of encode. Each item has its arrays by name (`dense`, `sparse`, `multivector`), and a description
-    of each array under `outputs`.
-
-    Raises the exceptions that `core.reading` converts: ValueError, KeyError, msgspec.DecodeError and others.
+    of each array under `outputs`. Raises exceptions that `core.reading` converts, such as ValueError and KeyError.
     """
     reply = cast("dict[str, Any]", _decoder.decode(body))
     for slot in reply["items"]:
@@ -214,9 +204,7 @@ def _read_outputs(slot: dict[str, Any]) -> None:
 
 
 def _array(sent: _ArrayMap) -> NDArray[Any]:
-    """Return an array with memory of its own. It must be copied out of the reply, where its address may not be aligned
-    for its dtype.
-    """
+    """Return an array with its own memory: in the reply, its address may not be aligned for its dtype."""
     if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
         raise ValueError("array: expected the field nd to be true and the field kind to be empty")
     dtype = _DTYPES[bytes(sent[b"type"])]

@@ -15,8 +15,6 @@ from sie_sidecar.health import WorkerHealth
 
 
 class WorkerCollector(Collector):
-    """Collector of the worker's metrics. It reads their values at each scrape."""
-
     def __init__(self, health: WorkerHealth) -> None:
         self._health = health
         self._scrape = Scrape("worker")
@@ -60,9 +58,7 @@ class WorkerCollector(Collector):
             )
 
     def _devices(self) -> Iterator[Metric]:
-        """Yield the metrics of the devices, from the last description that each adapter sent. A metric whose value is
-        unknown is left out.
-        """
+        """Yield the metrics of the devices from the last description of each adapter. Unknown values are left out."""
         health, gauge = self._health, self._scrape.gauge
         shown = {(health.device_name(health.links[number]),): here for number, here in health.descriptions.items()}
         away = {(health.device_name(link),): 0 for link in health.links if link.number not in health.descriptions}

@@ -1,6 +1,4 @@
-"""Health of the worker: heartbeats, which are sent regularly and after each change, and the reason why the worker is
-not ready.
-"""
+"""Health of the worker: heartbeats, sent regularly and after each change, and the reason why it is not ready."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ class WorkerHealth:
         if self.leaving:
             return "draining"
         if not self.links.connected:
-            # without the path of its socket, because every client of the metrics port can read this text; the log has
-            # the path
+            # the path of the socket is only in the log, because every client of the metrics port can read this text
             return "no adapter is connected"
         if not self.links.is_fresh():
             return "the adapter does not answer"
@@ -81,36 +78,28 @@ class WorkerHealth:
         return {link.number: link.description for link in self.links if link.connected and link.description is not None}
 
     def device_name(self, link: AdapterLink) -> str:
-        """Return the name of the device that the adapter of this link reported last; empty before its first connection.
-        The device's number is added if several devices have the same name.
-        """
+        """Return the last reported name of a link's device (empty at first), with its number if it is not unique."""
         names = [described.device for adapter in self.links if (described := adapter.description) is not None]
         name = link.description.device if link.description else ""
         return f"{name}:{link.number}" if names.count(name) > 1 else name
 
     @property
     def gpu_count(self) -> int:
-        """Return the number of GPUs: 0 if the adapters run on a CPU, the number of devices if there are several, else
-        SIE_GPU_COUNT.
-        """
+        """Return the number of GPUs: 0 on a CPU, the number of devices if there are several, else SIE_GPU_COUNT."""
         first = self.links[0].description
         if first is not None and first.device == "cpu":
             return 0
         return len(self.links) if len(self.links) > 1 else self._settings.gpu_count
 
     def memory(self) -> tuple[int, int]:
-        """Return the used and the total bytes of memory of the connected devices. CPU devices share one memory, which
-        is counted once.
-        """
+        """Return the used and the total bytes of memory of the connected devices. CPU devices share one memory."""
         shown = list(self.descriptions.values())
         if any(description.device == "cpu" for description in shown):
             shown = shown[:1]
         return sum(device.memory_used_bytes for device in shown), sum(device.memory_total_bytes for device in shown)
 
     def devices(self) -> tuple[DeviceBeat, ...]:
-        """Return the state of each device for the heartbeat. Empty for a worker with one device, which the other fields
-        of the heartbeat describe.
-        """
+        """Return the state of each device for the heartbeat; empty for one device, which other fields describe."""
         if len(self.links) == 1:
             return ()
         states = []
@@ -193,7 +182,6 @@ class WorkerHealth:
             _logger.warning("a heartbeat could not be sent: %s", error)
 
     async def run(self) -> None:
-        """Publish heartbeats until cancelled."""
         while True:
             self._change.clear()
             await self.refresh()
@@ -204,9 +192,7 @@ class WorkerHealth:
                     await self._change.wait()
 
     async def _examine_disk(self) -> None:
-        """Look up which models of the catalogue are on this disk: every _DISK_EVERY_S seconds, and after each change of
-        the catalogue.
-        """
+        """Look up which models are on this disk, every _DISK_EVERY_S seconds and after changes of the catalogue."""
         now_s, catalogue = time.monotonic(), self.feed.catalogue
         if self._examined is not None:
             examined_s, epoch = self._examined
@@ -218,9 +204,7 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Ask each adapter for its description, which has the used memory. An adapter that does not answer is asked
-        again for the next heartbeat.
-        """
+        """Read the descriptions of all adapters, with their used memory. A failed request is repeated next time."""
         connected = [link for link in self.links if link.connected]
         if len(connected) > 1:  # concurrently, so that an adapter that hangs does not delay the others
             await asyncio.gather(*(self._refresh(link) for link in connected))

@@ -73,7 +73,6 @@ class SidecarMetrics:
             self.certificates.labels("passed").inc()
 
     def not_loaded(self, model: str, error: SIEError) -> None:
-        """Count a failed load."""
         self.load_failures.labels(model).inc()
         if error.extras.get("error_class") == "CERTIFICATE":
             self.certificates.labels("failed").inc()
@@ -87,7 +86,6 @@ class SidecarMetrics:
         self.device_seconds.labels(model).inc((done.inference_ms + done.postprocess_ms) / 1000)
 
     def answered(self, model: str, endpoint: str, result: WorkResult) -> None:
-        """Count a work item whose result was sent."""
         self._traffic.met(model)
         traced = exemplar()
         codes = {outcome.error.code for outcome in result.outcomes if isinstance(outcome, Failed)}
@@ -148,15 +146,12 @@ class OomCounts:
 
 
 class TowerCounts:
-    """Number of times that a tower output (vectors of one image or sound) was needed and was cached (`hit`) or not
-    (`miss`).
-    """
+    """Number of hits and misses of the cache of tower outputs (vectors of one image or sound)."""
 
     def __init__(self) -> None:
         self._devices: defaultdict[int, _Counts] = defaultdict(_Counts)  # counts by number of the device
 
     def update(self, description: Description, device: int = 0) -> None:
-        """Update the sums with the counts that the adapter of this device reported last."""
         use = description.towers
         self._devices[device].advance(description.pid, {("hit",): use.hits, ("miss",): use.misses})
 
@@ -166,11 +161,9 @@ class TowerCounts:
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
     """Return the metrics with the label `model`: counters as metric -> model -> value, and histograms as metric ->
-    model -> buckets and counts.
-
-    Values are summed over the other labels. Of a histogram with phases, only the phase `total` is used, as it includes
-    the others. `buckets` are upper bounds, and `counts[i]` observations are at most `buckets[i]`. The last of `counts`
-    has no bucket: it is the number of all observations.
+    model -> buckets and counts. Values are summed over the other labels; of phases, only `total` counts. `buckets` are
+    upper bounds: `counts[i]` observations are at most `buckets[i]`. The last of `counts` is the number of all
+    observations.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

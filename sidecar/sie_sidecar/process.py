@@ -1,6 +1,4 @@
-"""The sidecar process: connect to the broker and the adapters, read the catalogue, pull and run work, drain at
-the end.
-"""
+"""The sidecar process: connect to the broker and the adapters, read the catalogue, run work, drain at the end."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """Return the limits of a batch. Work items and waiting time come from other settings in standalone mode than in
-    queue mode; the tokens come from the same setting.
-    """
+    """Return the limits of a batch. Work items and waiting time have other settings in standalone than queue mode."""
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
@@ -76,9 +72,7 @@ async def serve(
     mode: Mode = "queue",
     drain_s: float | None = None,
 ) -> int:
-    """Serve the lane (the queue of one pool, machine profile and bundle) until `stop`, then drain. Return the exit
-    status. Raises SettingError.
-    """
+    """Serve the lane of the settings until `stop`, then drain. Return the exit status. Raises SettingError."""
     worker_id = settings.worker_id or default_worker_id()
     WORKER.set(worker_id)
     tracer = tracing.start(settings.tracing, "sidecar", worker_id)
@@ -212,9 +206,7 @@ async def _verified(queue: Queue, stream: str) -> bool:
 
 
 async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealth, stop: Stop) -> None:
-    """Serve the pool that gateways assign to this worker, and change to another one when the assignment changes. Ends
-    at `stop`.
-    """
+    """Serve the pool that gateways assign to this worker, also after a change of the assignment, until `stop`."""
     trouble = Trouble(_logger, "the assigned pool cannot be served yet")
     while not stop.requested:
         pool = admission.pool()
@@ -235,10 +227,9 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 async def _preload(
     settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
-    """Load SIE_PRELOAD_MODELS. Until this is done, the worker is not ready. An unknown name ends the process.
-
-    A failed load is tried again; meanwhile the failure is the reason why the worker is not ready. When all attempts
-    have failed, it is only logged and shown as the state of the model, so that the worker can serve its other models.
+    """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process. A failed load is tried
+    again, and is shown as the reason. When all attempts have failed, this is logged, and the worker serves other
+    models.
     """
     if not settings.preload_models:
         return
@@ -283,9 +274,7 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Log an error if the catalogue has no bundle with this name, because this worker then gets no work. This is not
-    fatal: a file in SIE_MODELS_DIR may add the bundle later.
-    """
+    """Log an error if the catalogue lacks the bundle: this worker then gets no work. A file may add it later."""
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):
         _logger.error(
@@ -296,9 +285,7 @@ async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
 
 
 def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]:
-    """Return the model with this name, or all models of an alias. Raises SettingError if there is none, or if another
-    bundle serves it.
-    """
+    """Return the model, or all models of the alias, with this name. Raises SettingError if this bundle serves none."""
     try:
         entries = resolve_all(catalogue, name)
     except ModelNotFound as error:
@@ -318,9 +305,7 @@ def _named(catalogue: Catalogue, name: str, bundle: str) -> tuple[Resolved, ...]
 
 
 async def _upkeep(worker: Worker, stop: Stop) -> None:
-    """Every second, adjust the pulls and load models on a second device if needed. Every ten seconds, also list the
-    consumers.
-    """
+    """Every second, adjust the pulls and load second copies of models; every ten seconds, also list the consumers."""
     rounds = 0
     while not await stop.wait_for(REFILL_S):
         rounds += 1
@@ -332,9 +317,7 @@ async def _upkeep(worker: Worker, stop: Stop) -> None:
 
 
 async def run(settings: Settings, stop: Stop, *, host: str, drain_s: float | None = None) -> int:
-    """Connect to NATS and serve until `stop`. `drain_s`: seconds that unfinished work may take at the end (default
-    DRAIN_S). Return the exit status. Raises SettingError.
-    """
+    """Connect to NATS, serve until `stop`, then drain for `drain_s`. Return the exit status. Raises SettingError."""
     async with connected(settings.nats_url, "sie-sidecar", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0

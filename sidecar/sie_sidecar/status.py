@@ -131,7 +131,6 @@ class WorkerStatus:
         ).decode()
 
     def _devices(self) -> list[dict[str, Any]]:
-        """Return the state of the devices whose adapters are connected."""
         health = self._health
         return [
             {
@@ -201,10 +200,8 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return how long deliveries are gathered, which is equal for all models, and how full this model's batches
-        are.
-
-        Without recent answers, `calibrated` is false, and the median time and its distance from the target are null.
+        """Return how long deliveries are gathered (equal for all models) and how full this model's batches are. Without
+        recent answers, `calibrated` is false, and `p50_ms` (the median time of a work item) and `headroom_ms` are null.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms

@@ -58,11 +58,8 @@ _logger = logging.getLogger("sie.sidecar.worker")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Facts that distinguish a worker from others. `lane`: its pool, machine profile and bundle. `limits`: limits of
-    its batches.
-
-    `ledger`: file of leased deliveries; None if the broker ends together with this process. `store`: payload store with
-    large inputs.
+    """Facts that distinguish a worker. `lane`: its pool, machine profile and bundle. `ledger`: file of leased
+    deliveries, None if the broker ends together with this process. `store`: payload store with large inputs.
     """
 
     id: str
@@ -141,7 +138,6 @@ class Worker:
         links.for_every(self._add_device)
 
     def _add_device(self, link: AdapterLink) -> None:
-        """Create the parts for one device."""
         self.models.devices.append(
             Hosting(
                 link,
@@ -168,7 +164,6 @@ class Worker:
 
     @property
     def depth(self) -> int:
-        """Return how many work items are in flight."""
         return len(self.leases)
 
     async def start(self, stop: Stop) -> None:
@@ -234,7 +229,6 @@ class Worker:
     # callbacks of parts that are created before `source`
 
     def _has_more(self) -> bool:
-        """Return True if the broker may send more deliveries."""
         return self.source.pulling.more_expected()
 
     def _assigned_models(self) -> frozenset[str] | None:
@@ -249,9 +243,7 @@ class Worker:
         self.source.pulling.refill_one(consumer)
 
     def _on_role(self, hosted: ModelState) -> None:
-        """Set again how many messages all consumers may deliver: a model was unloaded, closed to new work, or opened
-        again.
-        """
+        """Adjust how many messages consumers may deliver: a model was unloaded, closed to new work, or opened again."""
         self.source.pulling.refill_all()
 
     def _on_unloaded(self, model: str) -> None:
@@ -283,9 +275,7 @@ class Worker:
             self.loading.copy(hosted)
 
     async def drain(self, grace_s: float) -> None:
-        """Stop pulling, finish the work in flight, and return unfinished work to the queue. All of this takes at most
-        about `grace_s` seconds, even if the broker does not answer.
-        """
+        """Stop pulling, finish work, return unfinished work to the queue: in about `grace_s` seconds at most."""
         end_s = self._clock() + grace_s
         await self.source.stop()
         try:

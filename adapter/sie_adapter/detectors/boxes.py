@@ -1,6 +1,4 @@
-"""Conversion of a detector's candidates to objects: label, score, and a box in whole pixels of the submitted image,
-upright.
-"""
+"""Conversion of a detector's candidates to objects: label, score, box in pixels of the upright submitted image."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# images in one pass, by type of device; a CPU is not faster with more than one image (bench/images.py)
+# largest number of images in one pass, by type of device; a CPU is not faster with more (bench/images.py)
 _IMAGES_PER_PASS = {"cpu": 1}
 _IMAGES_PER_PASS_ELSEWHERE = 8
 
@@ -34,8 +34,8 @@ class _DetectorKind(Protocol):
     """Model class of a detector: it reads the labels and runs the forward passes.
 
     `thresholds`: options with a lower limit for the score of an object, with their defaults. `max_tokens`: limit for
-    the tokens of all labels, or of one label if the class reads each label separately. `recipe`: preparation of the
-    pixels that `detect` needs.
+    all labels together, or for each label if the class reads each separately. `recipe`: how pixels are prepared for
+    `detect`.
     """
 
     thresholds: ClassVar[Mapping[str, float]]
@@ -57,7 +57,7 @@ class _DetectorKind(Protocol):
         """Detect objects in images of one size."""
 
     def frame(self, image: Shown) -> ImageFrame:
-        """Return the sizes that convert the boxes of an image from fractions to pixels."""
+        """Return the sizes that `objects` needs to convert boxes from fractions to pixels."""
 
 
 _KINDS: Mapping[str, type[GroundingDino] | type[Owlv2]] = {"grounding-dino": GroundingDino, "owlv2": Owlv2}
@@ -67,26 +67,19 @@ _THRESHOLDS = tuple(name for kind in _KINDS.values() for name in kind.thresholds
 class Detector:
     """Loaded detector. `extract` may run on several threads at once.
 
-    A result is `{"objects": [{label, score, bbox}]}`, best first. The label is the text of the client, unchanged; bbox
-    is x, y, width and height in pixels of the submitted image, upright. Instead of a result, an input gets an
-    InvalidInput if the input does not have exactly one image, or if the labels cannot be used. It gets an
-    InferenceFailed if scores or boxes are not finite.
+    A result is `{"objects": [{label, score, bbox}]}`, best first. The label is the client's text, unchanged; bbox is x,
+    y, width and height in pixels of the submitted image, upright. An input gets an InvalidInput if it does not have
+    exactly one image or its labels cannot be used, and an InferenceFailed if scores or boxes are not finite.
 
     The option `threshold` replaces all thresholds of the model. `max_tokens`: limit for all labels together (Grounding
-    DINO), or for one label (OWLv2, which truncates a longer label).
+    DINO), or for each label (OWLv2, which truncates a longer label).
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed."""
         with torch.inference_mode():
             self._kind: _DetectorKind = _kind(folder, entry)(folder, entry, load, compute)
         if entry.max_tokens > self._kind.max_tokens:
@@ -106,9 +99,7 @@ class Detector:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], images: Sequence[Sequence[Shown]]
     ) -> list[Result]:
-        """Return the objects in the image of each input, or an error for an input that cannot be used. The texts of the
-        inputs are not read.
-        """
+        """Return the objects in the image of each input, or an error for an unusable input. Texts are not read."""
         with torch.inference_mode():
             return by_options(images, options, self._detect)
 
@@ -147,8 +138,8 @@ class Detector:
         return [results[number] for number in range(len(rows))]
 
     def _least(self, options: ExtractOptions) -> float:
-        """Return the lowest score that an object may have. It is the highest of the model's thresholds, because an
-        object must reach all of them. Raises InvalidInput for a threshold that the model does not have.
+        """Return the highest of the model's thresholds, because an object must reach all of them. Raises InvalidInput
+        for a threshold that the model does not have.
         """
         own = self._kind.thresholds
         for name in _THRESHOLDS:
@@ -162,7 +153,6 @@ class Detector:
         return max(float(options.parameters.get(name, default)) for name, default in own.items())
 
     def _passes(self, usable: Mapping[int, Shown]) -> Iterator[list[int]]:
-        """Yield the images of each pass, as indices. The images of a pass have the same size."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, image in usable.items():
             alike.setdefault(image.pixels.shape, []).append(number)

@@ -44,7 +44,7 @@ _SPACES = str.maketrans(".?", "  ")
 # Changes to the model's configuration. It declares an encoder-decoder, which affects only generation. It allows custom
 # kernels, which transformers would download from the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-# divisor: a pass takes about as long for 4 positions of an image's feature maps as for one token of a text encoder
+# divisor of the positions in an image's feature maps: 4 of them take about as long as one token of a text encoder
 _PLACES_PER_TOKEN = 4
 
 
@@ -57,8 +57,8 @@ class _LabelPrompt:
 
 
 class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Replacement of the model's image backbone. It returns feature maps that were computed before, because the maps of
-    an image may be in the cache. Each thread sets the maps of its own pass.
+    """Replacement of the model's image backbone: it returns feature maps computed before, which may be cached. Each
+    thread sets the maps of its own pass.
     """
 
     def __init__(self, own: Any) -> None:
@@ -68,7 +68,6 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
 
     @contextlib.contextmanager
     def giving(self, maps: Sequence[Tensor]) -> Iterator[None]:
-        """Use these feature maps in the passes that this thread runs inside the `with` block."""
         self._given.maps = maps
         try:
             yield
@@ -76,16 +75,12 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
             del self._given.maps
 
     def forward(self, pixel_values: Tensor, return_dict: bool = True) -> BackboneOutput:
-        """Return the feature maps that `giving` set, [images, width, rows, columns] each. The pixels are not read
-        again.
-        """
         return BackboneOutput(feature_maps=tuple(self._given.maps))
 
 
 class GroundingDino:
-    """A `detector._DetectorKind` that computes in float32, whatever precision the entry requests, because two parts of
-    the model do so: where text and image are combined, scores are clamped at 50,000, near the largest float16, and the
-    sampling points are float32.
+    """A `detector._DetectorKind` that always computes in float32, because two parts of the model do: scores are clamped
+    at 50,000, near the largest float16, where text and image are combined; and the sampling points are float32.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"box_threshold": 0.25, "text_threshold": 0.25}
@@ -152,16 +147,14 @@ class GroundingDino:
         )
 
     def misfit(self, image: Shown) -> InvalidInput | None:
-        """Return an error for an image that is too narrow: its feature maps have fewer positions than the model needs
-        for its candidates. Return None for other images.
-        """
+        """Return an error for an image so narrow that its feature maps have fewer positions than the model needs."""
         height, width, _ = image.pixels.shape
         places = _places(height, width, self._strides)
         if places >= self._queries:
             return None
         return InvalidInput(
             f"aspect: the image is {image.width} x {image.height} pixels, which is too narrow for the model: it looks "
-            f"for {self._queries} objects at {places} places",
+            f"for {self._queries} objects but gets only {places} positions",
             reason="invalid_media",
         )
 
@@ -192,17 +185,15 @@ class GroundingDino:
 
 
 def _foreign(tokenizer: Tokenizer) -> str:
-    """Return the reason why the tokenizer in the folder cannot belong to this model; an empty string if none is
-    found.
-    """
+    """Return the reason why the folder's tokenizer cannot belong to this model, else an empty string."""
     wrong = [token for token, number in _DELIMITERS.items() if tokenizer.token_to_id(token) != number]
     listed = ", ".join(f"{token} {_DELIMITERS[token]}" for token in wrong)
     return f"its tokenizer has other ids for the separators of labels, the model expects {listed}" if wrong else ""
 
 
 def _strides(entry: ModelEntry, config: Any) -> list[int]:
-    """Return the distance in pixels between two neighbouring positions of each feature map. Raises ModelLoadFailed for
-    another backbone than swin. Source: transformers, GroundingDinoModel.
+    """Return the pixels between two neighbouring positions of each feature map. Source: transformers,
+    GroundingDinoModel. Raises ModelLoadFailed for another backbone than swin.
     """
     backbone = config.backbone_config
     if backbone.model_type != "swin":

@@ -85,8 +85,8 @@ class Owlv2:
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
     def prompt(self, labels: Sequence[str]) -> Tensor:
-        """Return the vector of each label, float32 [labels, width], in the order of the labels. Call it under inference
-        mode. Raises InvalidInput, reason labels.
+        """Return the vector of each label, float32 [labels, width]. Call it under inference mode. Raises InvalidInput,
+        reason labels.
         """
         if not labels:
             raise labels_refused("expected at least one")
@@ -105,9 +105,7 @@ class Owlv2:
         return torch.stack([cached[label] for label in labels])
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
-        """Return the vectors of labels, [labels, width]. A label's vector is the state of its end token. A label that
-        is truncated keeps its end token.
-        """
+        """Return the states of the labels' end tokens, [labels, width]. A truncated label keeps its end token."""
         encodings = self._words.encode_batch(list(labels))
         ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
         mask = to_device(np.array([encoding.attention_mask for encoding in encodings], np.int64), self._device)
@@ -118,7 +116,6 @@ class Owlv2:
         return None
 
     def detect(self, images: Sequence[Shown], prompt: Tensor) -> Sight:
-        """Detect objects in images. Call it under inference mode."""
         grid = torch.stack([own for (own,) in self._outputs.for_images(images, self._read)])
         patches = grid.flatten(1, 2).float()
         logits, _ = self._model.class_predictor(patches, prompt.expand(len(images), -1, -1))
@@ -131,9 +128,8 @@ class Owlv2:
         return [(row,) for row in grid]
 
     def _square(self, image: Shown) -> Tensor:
-        """Return the image in the scale of the model's image processor, float32 [3, side, side], not yet normalised.
-        The image is not padded here: a pixel of the padding is black (0), so it adds nothing to a weighted sum of
-        pixels.
+        """Return the image as the model's image processor scales it, float32 [3, side, side], not yet normalised. It is
+        not padded: pixels of the padding are black (0), so they add nothing to a weighted sum.
         """
         height, width, _ = image.pixels.shape
         sampling = _sampling(self._side, max(height, width), max(image.height, image.width))
@@ -147,10 +143,8 @@ class Owlv2:
 
 
 def _sampling(side: int, size: int, submitted: int) -> Float32:
-    """Return the matrix that resamples a row of `size` pixels to `side` pixels, float32 [side, size].
-
-    It combines linear interpolation with the blur for scaling `submitted` pixels down to `side`. Beyond its edge the
-    image is mirrored.
+    """Return the matrix that resamples a row of `size` pixels to `side` pixels, float32 [side, size]: linear
+    interpolation and the blur for scaling `submitted` pixels down to `side`. Beyond its edge the image is mirrored.
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """
@@ -171,9 +165,7 @@ def _sampling(side: int, size: int, submitted: int) -> Float32:
 
 
 def _cutting(tokenizer: Any, limit: int) -> Any:
-    """Return a copy of the tokenizer that truncates a label to `limit` tokens, its end token included, and pads shorter
-    labels.
-    """
+    """Return a tokenizer that truncates labels to `limit` tokens, the end token included, and pads shorter ones."""
     words = type(tokenizer).from_str(tokenizer.to_str())
     words.enable_truncation(limit)
     words.enable_padding(pad_id=0, length=limit)
@@ -181,8 +173,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
-    """Return the factor that scales a uint8 value of a pixel, and the mean and standard deviation of each channel.
-    Raises ModelLoadFailed for a processor that this module does not reproduce.
+    """Return the factor for uint8 pixels, and the mean and standard deviation of each channel. Raises ModelLoadFailed
+    for a processor that this module does not reproduce.
     """
     config = read_processor(folder, "image_processor")
     if not config:

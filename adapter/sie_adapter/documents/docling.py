@@ -1,12 +1,9 @@
-"""Family of Docling: the text, the Markdown and the tree of documents, computed by the package docling, without a
-model.
+"""Family of Docling: the package docling, without a model, computes the text, the Markdown and the tree of documents.
 
     files ──► processes that parse (`parsers`) ──► text, Markdown, tree ──► `data` of each input
 
-A document may need a core for a minute, but it does not need the device, so a batch of documents does not occupy a
-device thread.
-
-This module does not import the package; only the parser processes do.
+A batch of documents occupies no device thread: a document may need a core for a minute, but not the device. Only the
+parser processes import docling.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ from sie_contracts.wire.ipc import Rows
 
 
 class DoclingModel:
-    """Parser processes of one model, one for each core. Several threads may use the objects that `reading` returns at
-    the same time.
+    """Parser processes of one model, one for each core. Several threads may use the objects of `reading` at the same
+    time.
 
-    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. Instead of a result, an input gets
-    an InvalidInput if the input has no document, or if the document is refused (reason invalid_media; the message
-    begins with the cause). Texts are not read.
+    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. An input gets an InvalidInput if it
+    has no document, or if the document is refused (reason invalid_media; the message begins with the cause). Texts are
+    not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -57,19 +54,14 @@ class DoclingModel:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the parsers."""
         return self._parsers.pids
 
     def reading(self, read: object, is_gone: IsGone) -> DoclingCall:
-        """Return an object that parses the documents of one batch. `is_gone` returns True when the client of the batch
-        has disconnected.
-        """
+        """Return the parser for the documents of one batch. `is_gone` returns True when the client has disconnected."""
         return DoclingCall(self._parsers, is_gone)
 
 
 class DoclingCall:
-    """Parsing of the documents of one batch."""
-
     rows = DoclingModel.rows
 
     def __init__(self, parsers: Parsers, is_gone: IsGone) -> None:
@@ -79,8 +71,8 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
-        """Return the content of each document, or an error for a document that cannot be parsed. Raises
-        InternalFailure, reason cancelled, if the client has disconnected.
+        """Return the content of each document, or its error. Raises InternalFailure, reason cancelled, if the client
+        has disconnected.
         """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [

@@ -1,5 +1,5 @@
-"""Parsing of documents by docling, without a model. Only parser processes import this module: docling's code in C and
-C++ reads files of clients, and a crash of it must not end the adapter.
+"""Parsing of documents by docling, without a model. Only parser processes import this module: docling's C and C++ code
+reads files of clients, and its crash must not end the adapter.
 
     format by content ──► docling's backend for the format ──► DoclingDocument ──► text, Markdown, tree
 
@@ -40,7 +40,7 @@ class DoclingParser:
     """Parser of documents, for use by one thread. It never fetches a resource that a document links to."""
 
     def __init__(self) -> None:
-        """Create docling's converter. Raises ImportError without docling."""
+        """Raises ImportError without docling."""
         native = NativePdfPipelineOptions(parser_threads=1, generate_page_images=False, generate_picture_images=False)
         self._converter = DocumentConverter(
             allowed_formats=list(_INPUTS.values()),

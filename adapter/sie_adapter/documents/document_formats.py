@@ -1,5 +1,5 @@
-"""Format of a document. It is read from the content of the document; for a text, the client names it. Only the standard
-library is imported, because this module runs in the parser processes before other code reads the file.
+"""Format of a document, read from its content; for a text, the client names it. This module imports only the standard
+library: it runs in the parser processes before other code reads the file.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _READ = ", ".join(FORMATS)
 
 
 def format_of(document: DocumentFile) -> str:
-    """Return the format of a document, one of FORMATS. Raises InvalidInput, reason invalid_media, for a document of
-    another format.
-    """
+    """Return the format of a document, one of FORMATS. Raises InvalidInput, reason invalid_media, for other formats."""
     data, format_name = document.data, document.format
     head = data[:_HEAD]
     if not data:
@@ -80,9 +78,7 @@ def _is_text(data: bytes) -> bool:
 
 
 def _of_archive(data: bytes) -> str:
-    """Return the format of a zip archive, by the names in its directory and its member `mimetype`. Other members are
-    not unpacked.
-    """
+    """Return the format of a zip archive, by the names in its directory and the content of its member `mimetype`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {member.filename: member for member in archive.infolist()}

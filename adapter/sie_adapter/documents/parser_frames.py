@@ -1,6 +1,4 @@
-"""Messages between an adapter and its parser processes. A process receives one `ParseJob`, and answers it before it
-receives the next.
-"""
+"""Messages between an adapter and its parser processes. A process answers a `ParseJob` before it receives the next."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
-    """Job for a parser process: one document."""
-
     number: int
     document: DocumentFile
 

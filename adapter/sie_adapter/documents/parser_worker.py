@@ -1,9 +1,9 @@
-"""Parser process: parses documents, one after the other, for the adapter at the other end of its standard input.
+"""Parser process: it parses documents one after the other for the adapter, which is at its standard input.
 
     limits ──► docling ──► Hello ──► ParseJob ──► Parsed or Unusable ──► ... the adapter has ended ──► end
 
-The process has no secrets, because the adapter starts it without the adapter's environment variables. It ends when the
-adapter ends, for any reason.
+The adapter starts it without its own environment variables, so the process has no secrets. It ends when the adapter
+ends, for any reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Parser(Protocol):
 
 def main() -> None:
     def docling() -> _Parser:
-        # the import is inside the function, so that it runs after the limits of the process are set; it takes seconds
+        # imported here, after the limits of the process are set; the import takes seconds
         from sie_adapter.documents.docling_parser import DoclingParser
 
         return DoclingParser()
@@ -40,9 +40,7 @@ def main() -> None:
 
 
 def serve(make: Callable[[], _Parser]) -> None:
-    """Answer jobs until the adapter has ended. Arguments of the process: the process id of the adapter, and the memory
-    limit in bytes.
-    """
+    """Answer jobs until the adapter has ended. `sys.argv`: the adapter's process id, and the memory limit in bytes."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)

@@ -4,8 +4,8 @@
                                    ├── the process died or took too long: the document fails, a new process starts
                                    └── no client waits any more: the process is killed, a new one starts
 
-Documents are parsed in separate processes, because the parsers are native code that reads files of clients: a crash
-then fails only one document, and a process can be killed at a time limit. Each thread of the pool has its own process.
+Documents are parsed in separate processes, one for each thread of the pool, because the parsers are native code that
+reads files of clients: a crash fails only one document, and a process can be killed at a time limit.
 """
 
 from __future__ import annotations
@@ -34,28 +34,25 @@ from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
 
-DEADLINE_S = 60.0  # limit for the seconds of one document, from the moment when a process receives it
-MEMORY_BYTES = 4 << 30  # limit for the bytes of address space of a parser process
-# limit for the bytes of resident memory between two documents; a process with more memory is replaced
+DEADLINE_S = 60.0  # seconds in which a process must answer for one document
+MEMORY_BYTES = 4 << 30  # bytes of address space that a parser process may use
+# bytes of resident memory that a process may keep between two documents; it is replaced if it has more
 KEPT_BYTES = 1 << 30
-START_S = 120.0  # limit for the seconds of the start of a process; its imports take seconds, more on a busy machine
+START_S = 120.0  # seconds in which a process must start; its imports take seconds, more on a busy machine
 LOOK_S = 0.2  # seconds between two checks whether the client has disconnected (`is_gone`)
-_DIED_S = 1.0  # limit for the seconds in which a process must end after its socket was closed
+_DIED_S = 1.0  # seconds in which a process must end after its socket was closed
 _logger = logging.getLogger("sie.adapter.documents")
 
 
 class ParserNotStarted(Exception):
-    """Error of a parser process that could not start: the system refused to start it, it had too little memory, or its
-    imports failed.
-    """
+    """Raised if a parser process could not start: refused by the system, too little memory, or its imports failed."""
 
 
 class Parsers:
-    """Pool of at most `most` parser processes. A new process starts if all processes are busy when a document arrives.
+    """Pool of at most `most` parser processes. A new process starts if all are busy when a document arrives.
     Thread-safe.
 
-    `module`: the Python module that a process runs, with the interpreter of this process. It answers by the protocol of
-    `parser_frames`.
+    `module`: the Python module that each process runs. It must speak the protocol of `parser_frames`.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Parsers:
         """Start the first process. Raises ParserNotStarted if it fails."""
         self._deadline_s = deadline_s
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
-        # id of a thread of the pool -> parser process that this thread uses
+        # thread id -> parser process of this thread
         self._processes: dict[int, _ParserProcess] = {}
         # A process ends with the thread that started it (`confined.die_with`), so only the threads of the pool start
         # processes.
@@ -82,7 +79,6 @@ class Parsers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the parsers that run."""
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
     def parse(
@@ -91,8 +87,8 @@ class Parsers:
         """Return each parsed document, or an error. The error of an unusable document is an InvalidInput, reason
         invalid_media, whose message begins with the cause. Other errors are not caused by the document.
 
-        `is_gone` is called repeatedly. When it returns True, parsing of all documents of the call stops, and this
-        method raises InternalFailure, reason cancelled.
+        When `is_gone`, which is called repeatedly, returns True, parsing stops and InternalFailure, reason cancelled,
+        is raised.
         """
         call = _ParseCall()
         left = futures = [self._threads.submit(self._parse, document, call) for document in documents]
@@ -105,7 +101,6 @@ class Parsers:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Kill all processes, even if they are parsing."""
         for process in list(self._processes.values()):
             process.end()
         self._threads.shutdown(cancel_futures=True)
@@ -125,9 +120,7 @@ class Parsers:
             return InternalFailure(f"parsing the document failed: {type(error).__name__}")
 
     def _started(self) -> _ParserProcess:
-        """Return the process of the calling thread. Start a process if the thread has none, or if its process has
-        ended. Raises ParserNotStarted.
-        """
+        """Return the process of this thread. Start one if there is none or it has ended. Raises ParserNotStarted."""
         process = self._processes.get(threading.get_ident())
         if process is not None and not process.runs:
             _logger.warning("the parsing process %d ended while it had no document; it is replaced", process.pid)
@@ -158,8 +151,7 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # SIGKILL was not sent by this pool, so the kernel ended the process for lack of memory, and the file may be
-            # valid
+            # this pool did not send SIGKILL, so the kernel did for lack of memory, and the file may be valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
@@ -179,8 +171,6 @@ class Parsers:
 
 
 class _ParseCall:
-    """One call of `Parsers.parse`: its documents, and the processes that are parsing one of them now."""
-
     def __init__(self) -> None:
         self.is_over = False
         self._lock = threading.Lock()
@@ -188,9 +178,7 @@ class _ParseCall:
 
     @contextlib.contextmanager
     def running(self, process: _ParserProcess) -> Iterator[None]:
-        """Register, inside the context, a process that parses a document of this call. Raises InternalFailure, reason
-        cancelled, if the call has ended.
-        """
+        """Count this process as one of the call. Raises InternalFailure, reason cancelled, if the call has ended."""
         with self._lock:
             if self.is_over:
                 raise cancelled()
@@ -198,13 +186,11 @@ class _ParseCall:
         try:
             yield
         finally:
-            # once the process is no longer in this list, `end` cannot kill it: it may already parse a document of
-            # another caller
+            # after this removal `end` cannot kill the process, which may already parse a document of another caller
             with self._lock:
                 self._processes.discard(process)
 
     def end(self) -> None:
-        """End the call, and kill the processes that parse its documents."""
         with self._lock:
             self.is_over = True
             for process in self._processes:
@@ -212,20 +198,18 @@ class _ParseCall:
 
 
 class _ParserLost(Exception):
-    """Error of a parser process that ended while it parsed, or that sent an invalid message."""
+    """Raised if a parser process ended while it parsed, or sent an invalid message."""
 
 
 class _Late(Exception):
-    """Error of a parser process that exceeded the time limit and was killed."""
+    """Raised if a parser process exceeded the time limit and was killed."""
 
 
 class _ParserProcess:
     """Parser process and the socket to it. Only the thread that created the object may call `run`."""
 
     def __init__(self, arguments: tuple[str, ...]) -> None:
-        """Start a process. Of the environment of this process it gets only the paths of Python modules. Raises
-        ParserNotStarted.
-        """
+        """Start a process. From this environment it gets only the paths of Python modules. Raises ParserNotStarted."""
         self._number = 0
         self._late = False
         ours, theirs = socket.socketpair()
@@ -239,7 +223,7 @@ class _ParserProcess:
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                         "HF_HUB_OFFLINE": "1",
-                        # libraries use one thread, because the pool runs several processes, and threads need address
+                        # one thread for the libraries, because the pool has several processes, and threads need address
                         # space
                         "OMP_NUM_THREADS": "1",
                         "OPENBLAS_NUM_THREADS": "1",
@@ -272,9 +256,7 @@ class _ParserProcess:
         return 0
 
     def run(self, document: DocumentFile, deadline_s: float) -> Parsed | Unusable:
-        """Send a document to the process, and return its answer. Raises _ParserLost if the process ended, _Late if it
-        took too long.
-        """
+        """Return the answer for a document. Raises _ParserLost if the process ended, _Late after the deadline."""
         self._number += 1
         job = ParseJob(self._number, document)
         answer = self._waited(deadline_s, parser_frames.frame(job))
@@ -283,9 +265,7 @@ class _ParserProcess:
         return answer
 
     def _waited(self, deadline_s: float, parts: Sequence[bytes] = ()) -> parser_frames.Answer:
-        """Send these bytes, and return the answer of the process. At the deadline the process is killed, which ends the
-        wait.
-        """
+        """Send these bytes, and return the answer. At the deadline the process is killed, which ends the wait."""
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
         timer.start()
@@ -304,7 +284,6 @@ class _ParserProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process, which ends any wait for its answer."""
         self._process.kill()
 
     def status(self) -> int:
@@ -315,7 +294,6 @@ class _ParserProcess:
         return 0
 
     def end(self) -> None:
-        """Kill the process and close its socket. The process holds no data that would be lost."""
         self._process.kill()
         self._process.wait()
         self._socket.close()

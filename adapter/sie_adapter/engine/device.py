@@ -1,5 +1,5 @@
-"""Device of this process, a GPU or the CPU: it is chosen once, logged and reported. The modules `precision` and
-`attention_backend` choose the precision and the attention of its models.
+"""Device of this process, a GPU or the CPU: chosen once, logged and reported. `precision` and `attention_backend`
+choose the precision and the attention of its models.
 
 SIE_DEVICE ──► names_of (one for each process) ──► resolve_device ──► torch.device
 """
@@ -38,8 +38,7 @@ _CONTROLS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _INSTEAD = "or set cpu, or auto for the best device here"
 # allocations of at least this number of bytes get pages of their own (mmap); glibc accepts no larger value
 _MAPPED_BYTES = 32 << 20
-# threshold instead of _MAPPED_BYTES while weights are loaded, or while RLIMIT_DATA is set: freed weights then leave no
-# holes in the heap
+# smaller threshold while weights are loaded or RLIMIT_DATA is set, so that freed weights leave no holes in the heap
 _APART_BYTES = 1 << 20
 # number of loads in progress, and its lock, which the capture of a CUDA graph holds
 _apart, _apart_lock = 0, threading.Lock()
@@ -49,8 +48,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of m
 
 
 def names_of(setting: str) -> list[str]:
-    """Return the names of the devices for the value of SIE_DEVICE. Each device gets a separate process. Call this while
-    the process has only one thread, before any use of CUDA.
+    """Return the device names that SIE_DEVICE stands for; each gets a separate process. Call this while the process has
+    only one thread and has not used CUDA.
     """
     if setting != "all":
         return setting.split(",")
@@ -58,8 +57,8 @@ def names_of(setting: str) -> list[str]:
 
 
 def _cuda_devices() -> int:
-    """Return the number of GPUs that torch finds, at most MAX_DEVICES. The GPUs are counted in a forked process: a
-    process that has called CUDA could not fork processes that use CUDA.
+    """Return the number of GPUs that torch finds, at most MAX_DEVICES. A forked process counts them: after a call of
+    CUDA this process could not fork processes that use CUDA.
     """
     if torch.version.cuda is None and torch.version.hip is None:
         return 0
@@ -75,9 +74,9 @@ def _cuda_devices() -> int:
 
 
 def hide_other_gpus(name: str) -> None:
-    """Make only the GPU `cuda:N` visible, as `cuda:0`, to this process and to the processes that it starts, so that no
-    library can use the GPU of another adapter. The process must not have used CUDA yet. Raises SettingError if
-    CUDA_VISIBLE_DEVICES has fewer GPUs.
+    """Make the GPU `cuda:N` the only visible one, as `cuda:0`, for this process and its children, so that no library
+    uses the GPU of another adapter. Call it before any use of CUDA. Raises SettingError if CUDA_VISIBLE_DEVICES has
+    fewer GPUs.
     """
     index = int(name.removeprefix("cuda:"))
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
@@ -87,8 +86,8 @@ def hide_other_gpus(name: str) -> None:
 
 
 def require(name: str) -> None:
-    """Check that a named CUDA device can exist, without a call of CUDA: a process that forks later must not use CUDA.
-    Raises SettingError, which names the missing part.
+    """Check that a named CUDA device can exist, without a call of CUDA, which would forbid later forks. Raises
+    SettingError.
     """
     if not name.startswith("cuda"):
         return
@@ -107,9 +106,7 @@ def require(name: str) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device. `auto` selects CUDA, then MPS, then CPU. Raises SettingError for a named device that is
-    absent.
-    """
+    """Return the device. `auto` selects CUDA, then MPS, then CPU. Raises SettingError for an absent device."""
     require(name)
     # TF32 is switched off: it has 10 bits of mantissa, and a float32 model must compute in float32
     torch.backends.cudnn.allow_tf32 = False
@@ -134,9 +131,9 @@ class Compute:
 
     `requested`: the precision in the model's entry, else the default. `precision_reason`: the reason why `dtype` is
     another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the model, by
-    which its engine is chosen. `engine`: the chosen engine. If this engine does not support the model, torch replaces
-    it, unless the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None
-    for the system's folder. `int8`: weights are stored in 8 bits.
+    which its engine is chosen. `engine`: the chosen engine; if it does not support the model, torch replaces it, unless
+    the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None for the
+    system's folder. `int8`: weights are stored in 8 bits.
     """
 
     device: torch.device
@@ -158,23 +155,21 @@ class Compute:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a host array to the device; on a CPU, return the array itself as a tensor. The call returns before a copy to
-    a GPU is complete, since CUDA first copies pageable memory to its own buffer.
+    """Copy a host array to the device without waiting for a GPU; CUDA buffers pageable memory first. On a CPU the
+    tensor shares the array's memory.
     """
     return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 def label(device: torch.device) -> str:
-    """Return the GPU's name, empty on a CPU."""
+    """Return the name of the GPU, or an empty string on a CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"Apple {platform.processor() or 'GPU'}" if device.type == "mps" else ""
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: the cores of its affinity mask, but at most the whole cores
-    of its control group's quota. At least 1.
-    """
+    """Return the number of cores in the process's affinity mask, at most its control group's quota, and at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = control_group.cores()
     return max(1, allowed if quota is None else min(allowed, int(quota)))
@@ -193,12 +188,12 @@ class MemoryUse:
 
 
 def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
-    """Return the used and the total bytes of the device's memory, as if `more_bytes` more bytes were used. If several
-    limits apply to this process, the one with the highest share in use counts.
+    """Return the device's memory as if `more_bytes` more bytes were used. If this process has several limits, the one
+    with the highest share in use is returned.
 
     CUDA: the card, and the fraction of it that this process may use. MPS: the size that Metal recommends. CPU: the
-    machine, the container, and the limit on this process's own data (RLIMIT_DATA, `ulimit -d`), which can limit one of
-    several adapters without a container.
+    machine, the container, and RLIMIT_DATA (`ulimit -d`), by which one of several adapters can be limited without a
+    container.
     """
     return max(
         (MemoryUse(limit.used_bytes + more_bytes, limit.total_bytes) for limit in _limits(device)),
@@ -207,9 +202,7 @@ def memory(device: torch.device, more_bytes: int = 0) -> MemoryUse:
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """Return the bytes of memory that this process may use on the device: the lowest of the limits that `memory`
-    lists.
-    """
+    """Return the bytes that this process may use on the device: the lowest of the limits that `memory` lists."""
     return min(limit.total_bytes for limit in _limits(device))
 
 
@@ -234,9 +227,7 @@ def _cuda_memory(device: torch.device) -> list[MemoryUse]:
 
 @functools.cache
 def _nvml_handle(device: torch.device) -> object | None:
-    """Return the handle of the card in NVML, by its UUID, because CUDA_VISIBLE_DEVICES does not change the UUID. None
-    if the package or the library is missing.
-    """
+    """Return NVML's handle of the card, by UUID, which CUDA_VISIBLE_DEVICES does not change. None without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -271,8 +262,8 @@ class UtilisationProbe:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """Return how busy the device is, in percent. CUDA: the value of NVML, if its package is installed. CPU: the
-        mean of the machine's cores since the last call. None if it is unknown.
+        """Return how busy the device is, in percent: NVML's value on CUDA, the mean of the machine's cores since the
+        last call on a CPU. None if unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()
@@ -300,7 +291,7 @@ class UtilisationProbe:
 def _cpu_seconds() -> tuple[float, float]:
     """Return the busy seconds and the total seconds of all cores since the machine started."""
     times = psutil.cpu_times()
-    # without these two values, because `user` and `nice` already include the time of guests
+    # `user` and `nice` already include the time of guests
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
 
@@ -328,8 +319,7 @@ def _own_limit() -> MemoryUse | None:
     limit = _data_limit()
     if limit is None or not _STATUS.exists():
         return None
-    # VmData includes memory that is freed but still in the allocator; the allocator uses it again before it asks for
-    # more
+    # VmData includes freed memory that the allocator will use again before it asks the system for more
     return MemoryUse(max(0, 1024 * _status_kib("VmData") - _free_in_allocator()), limit)
 
 
@@ -350,11 +340,8 @@ def _free_in_allocator() -> int:
 
 
 def peak_of(device: torch.device, run: Callable[[], object]) -> int:
-    """Call `run` and return the largest number of bytes that it needed on the device, in addition to the bytes in use
-    before. 0 if this cannot be measured.
-
-    Allocations of other threads during the call are counted too: the result is an upper bound while other threads use
-    the device.
+    """Call `run` and return the largest number of bytes that it needed on the device, beyond the bytes in use before; 0
+    if this cannot be measured. Allocations of other threads during the call count too, so the result is an upper bound.
     """
     # memory that the allocator keeps is returned first: `run` could use it, and it would not be counted
     give_memory_back(device)
@@ -370,9 +357,7 @@ def peak_of(device: torch.device, run: Callable[[], object]) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Set the kernel's record of the largest memory use of this process to the present use, see proc_pid_clear_refs(5).
-    Return whether the kernel accepted it.
-    """
+    """Reset the kernel's record of this process's peak memory (proc_pid_clear_refs(5)). Return whether that worked."""
     try:
         (_STATUS.parent / "clear_refs").write_text("5")
     except OSError:
@@ -386,15 +371,13 @@ def _status_kib(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C allocator keep freed memory, up to 512 MiB in each arena. By default it returns the memory of each
-    layer's states to the kernel.
-
-    With that default, page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py). `give_memory_back`
-    still returns all freed memory.
+    """Let the C allocator keep up to 512 MiB of freed memory in each arena. By default it returns the memory of each
+    layer's states to the kernel, and the page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py).
+    `give_memory_back` still returns all freed memory.
 
     Under RLIMIT_DATA, allocations of 1 MiB and more get pages of their own, because holes in the heap count as data:
     after some thousand batches, no tensor of one item fitted into 150 MiB of holes. The heap then grows by 1 MiB at a
-    time: with steps of 64 MiB, a small allocation would fail although there is room for it.
+    time: with steps of 64 MiB, a small allocation could exceed the limit.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -408,15 +391,13 @@ def keep_freed_memory() -> None:
 
 
 def _mapped_bytes() -> int:
-    """Return the smallest size in bytes for which an allocation gets pages of its own."""
     return _APART_BYTES if _apart or is_limited() else _MAPPED_BYTES
 
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give every allocation of 1 MiB and more pages of its own inside the context, on all threads. Weights that are
-    freed later then leave no holes in the heap, which a model of other shapes could not use. No CUDA graph is captured
-    inside the context.
+    """Give each allocation of 1 MiB and more pages of its own inside the context, on all threads, so that freed weights
+    leave no holes in the heap. No CUDA graph is captured inside the context.
     """
     _count_apart(1)
     try:
@@ -436,7 +417,7 @@ def _count_apart(more: int) -> None:
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
     """Yield whether no load is in progress. Until the context ends, no load begins and no memory is returned to the
-    system: both synchronise the whole device, which makes the capture of a CUDA graph fail.
+    system: both synchronise the device, which would make the capture of a CUDA graph fail.
     """
     with _apart_lock:
         yield not _apart
@@ -448,11 +429,9 @@ def is_limited() -> bool:
 
 
 def claim(nbytes: int) -> None:
-    """Raise the error of torch's allocator unless `nbytes` plus _CLAIM_BYTES can be allocated now. The memory is freed
-    again, so another thread may allocate it before the caller does.
-
-    The check protects oneDNN, which does not check its own small allocations: if one fails for a new shape, the process
-    ends.
+    """Allocate and free `nbytes` plus _CLAIM_BYTES. Raises the error of torch's allocator if that fails. Another thread
+    may allocate the memory before the caller does. oneDNN needs this check: it ends the process if one of its own small
+    allocations for a new shape fails.
     """
     torch.empty(nbytes + _CLAIM_BYTES, dtype=torch.uint8)
 

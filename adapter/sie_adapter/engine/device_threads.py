@@ -1,5 +1,5 @@
-"""Threads that run batches on the device. Each runs one batch at a time and sends the reply itself, so that no time is
-lost by waking another thread.
+"""Threads that run batches on the device. Each runs one batch at a time and sends the reply itself, which saves the
+time to wake another thread.
 
     submit(Job) ──► queue ──► thread: started, run, answer
 
@@ -28,8 +28,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch, and `answer`, which sends its replies. `finished` is set after the last reply. `run`: the function that
-    runs the batch, instead of `execute`. `is_started`: the reply BatchStarted was sent already.
+    """A batch, and `answer`, which sends its replies. `finished` is set after the last one. `run`: called instead of
+    `execute`. `is_started`: the reply BatchStarted was sent already.
     """
 
     message: RunBatch
@@ -41,9 +41,7 @@ class DeviceJob:
 
 
 def timed(run: Callable[[], Reply]) -> tuple[Reply, int, int]:
-    """Call `run`. Return the reply, with begin and end in nanoseconds since 1970. A change of the wall clock during the
-    run does not change the duration.
-    """
+    """Return the reply of `run`, and its begin and end in ns since 1970, unaffected by changes of the wall clock."""
     began_ns, start_ns = time.time_ns(), time.perf_counter_ns()
     reply = run()
     return reply, began_ns, began_ns + time.perf_counter_ns() - start_ns
@@ -56,14 +54,12 @@ def is_alone() -> bool:
 
 
 class DeviceThreads:
-    """`count` threads that run `execute` for queued batches. `execute` returns the reply to a batch and does not raise.
-    The threads run until `stop`.
-    """
+    """`count` threads that run `execute`, which returns a reply and does not raise, for queued batches until `stop`."""
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
         self.listeners: list[
             Callable[[DeviceJob, Reply, int, int], None]
-        ] = []  # functions that are called for each answered batch, with begin and end of its run in ns since 1970
+        ] = []  # called after each batch, with its reply, and with begin and end of its run in ns since 1970
         self._execute = execute
         self._torch_threads = torch_threads
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
@@ -81,21 +77,18 @@ class DeviceThreads:
 
     @property
     def waiting(self) -> int:
-        """Return the number of jobs in the queue."""
         return self._jobs.qsize()
 
     @property
     def busy(self) -> int:
-        """Return the number of threads that run a batch now."""
         return sum(map(bool, self._busy_since))
 
     @property
     def batches(self) -> int:
-        """Return the number of batches answered so far."""
         return sum(self._batches)
 
     def busy_s(self) -> float:
-        """Return the seconds since the oldest batch that is running began; 0 if no batch runs. Never waits."""
+        """Return the seconds since the oldest running batch began; 0 if no batch runs. Never waits."""
         since = [start for start in self._busy_since if start]
         return time.monotonic() - min(since) if since else 0.0
 
@@ -107,7 +100,7 @@ class DeviceThreads:
         deadline_s = time.monotonic() + timeout_s
         for number in range(len(self._threads)):
             ended = None
-            # while this loop waits, an unusable thread may start its successor, which must end too
+            # an unusable thread may start its successor during this wait; the successor must end too
             while ended is not self._threads[number]:
                 ended = self._threads[number]
                 ended.join(max(0.0, deadline_s - time.monotonic()))
@@ -131,7 +124,8 @@ class DeviceThreads:
         try:
             self._threads[number] = self._start(number)
         except RuntimeError as error:
-            # no memory for a new thread's stack: this slower thread continues, and tries again after the next batch
+            # no memory for a new thread's stack: this slower thread continues and tries again after
+            # its next batch
             _logger.warning(
                 "%s could not be replaced, so it continues, although oneDNN cannot run new shapes on it: %s",
                 threading.current_thread().name,
@@ -157,8 +151,8 @@ class DeviceThreads:
             job.answer(answer)
             ran = answer, began_ns, ended_ns
         except Exception:
-            # neither `execute` nor `answer` should raise; if they do, the thread must not end, because the whole
-            # adapter would end
+            # `execute` and `answer` should not raise; if one does, the thread must not end, because that would end the
+            # adapter
             _logger.exception("a device thread failed")
             _refuse(job)
         finally:
@@ -168,7 +162,6 @@ class DeviceThreads:
             self.notify(job, *ran)
 
     def notify(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Call the listeners for an answered batch. A device thread or another thread may call this."""
         for listener in self.listeners:
             try:
                 listener(job, reply, began_ns, ended_ns)

@@ -1,11 +1,11 @@
-"""Engine of one process: it connects device, loader, resident models and device threads. It has no
-sockets, since both the server and the benchmark use it. `BatchRun` runs one batch, from its bytes to its outcomes.
+"""Engine of one process: device, loader, resident models and device threads. It has no sockets, since the server and
+the benchmark both use it. `BatchRun` runs one batch, from its bytes to its outcomes.
 
     RunBatch ──► Items ──► fit? ──► pack ──► forward ──► heads ──► answers, per work item ──► BatchDone
 
-Each input has exactly one outcome, at its own position. An invalid input gets a typed error, and the results of the
-other inputs stay correct. If memory runs out, the cache is cleared, models are evicted, then the batch is halved by
-cost until it fits. An input that does not fit alone gets RESOURCE_EXHAUSTED.
+Each input has exactly one outcome, at its own position: an invalid input gets a typed error and does not harm the
+others. If memory runs out, the cache is cleared, models are evicted, then the batch is halved by cost until it fits. An
+input that does not fit alone gets RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def _end_process() -> None:
 
 
 class WorkerDevices(NamedTuple):
-    """Devices of the worker, each of which has its own adapter process: their number, and the name of this process's
-    device.
-    """
+    """Number of the worker's devices, each with its own adapter process, and the name of this process's device."""
 
     number: int
     name: str
@@ -82,8 +80,8 @@ class AdapterEngine:
     """One device with its models and device threads. Owns the device threads until `stop`. Raises SettingError for a
     device that is absent.
 
-    `on_device_lost` is called from a device thread when the device context is lost. The default function ends the
-    process, so that the supervisor restarts it.
+    `on_device_lost` is called from a device thread when the device context is lost. The default ends the process, so
+    that the supervisor restarts it.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class AdapterEngine:
         on_device_lost: Callable[[], None] = _end_process,
         worker_devices: WorkerDevices | None = None,
     ) -> None:
-        """Create the engine. `worker_devices`: the devices of the worker, if it has several."""
         self.device = devices.resolve_device(settings.device)
         self._on_device_lost = on_device_lost
         self._settings = settings
@@ -123,9 +120,9 @@ class AdapterEngine:
             Instrumentation(lambda: devices.memory(self.device).used_bytes) if settings.instrumentation else None
         )
         cores = devices.usable_cores()
-        # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU. On a CPU
-        # with two cores, bench/engine.py measured in bfloat16: two threads 324 texts/s, two processes 333, one thread
-        # with both cores 292 for texts of mixed lengths; 3,623, 3,608 and 2,567 texts/s for texts of 8 tokens.
+        # One device thread on a GPU, where a second one would only compete for the GPU; one per core on a CPU.
+        # bench/engine.py measured in bfloat16 on two cores, in texts/s, for texts of mixed lengths and for texts of 8
+        # tokens: two threads 324 and 3,623, two processes 333 and 3,608, one thread with both cores 292 and 2,567.
         self.device_threads = DeviceThreads(cores if self.device.type == "cpu" else 1, self.execute)
         self.readings = Readings(self.device, memory.fits, torch_threads=max(1, cores // 2), shed=self._shed)
         if self._instrumentation is not None:
@@ -133,9 +130,7 @@ class AdapterEngine:
         self._log_choices(settings)
 
     def _shed(self) -> bool:
-        """Drop cached outputs of towers, and CUDA graphs, because memory is short. Return whether anything was
-        dropped.
-        """
+        """Drop cached outputs of towers, and CUDA graphs, to free memory. Return whether any was dropped."""
         return any([self.outputs.clear(), drop_graphs()])
 
     def _load(self, resolved: Resolved) -> Any:
@@ -144,8 +139,8 @@ class AdapterEngine:
             return on_new_thread(self.loader.load, resolved)
 
     def _warm_up(self, resolved: Resolved, weights: Any) -> int:
-        """Run one tiny pass, so that the first request does not wait for one-time work of the libraries. Return the
-        largest number of bytes that the pass needed in addition to the weights. Raises ModelLoadFailed like a load.
+        """Run one tiny pass, so that no request waits for one-time work of the libraries. Return the peak bytes of the
+        pass beyond the weights. Raises ModelLoadFailed.
         """
 
         def once() -> None:
@@ -172,10 +167,10 @@ class AdapterEngine:
             self._on_device_lost()
 
     def prepare(self, message: RunBatch, permission: Permission) -> Callable[[RunBatch], Reply] | None:
-        """Tokenise the texts for a family with its own tokenisation, on the calling thread, which is no device thread.
-        At most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function that a device thread then calls to run
-        the batch, or None if the batch needs no preparation. Never raises: an error here occurs again on the device
-        thread, which answers it.
+        """Tokenise the texts of a batch for a family with its own tokenisation, on the calling thread, which is no
+        device thread; at most SIE_PREPROCESSOR_WORKERS calls run at once. Return the function by which a device thread
+        then runs the batch, or None if no preparation is needed. Never raises: the device thread meets the same error
+        again and answers it.
         """
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
@@ -192,9 +187,7 @@ class AdapterEngine:
             return None
 
     def writes(self, message: RunBatch) -> bool:
-        """Return whether the batch generates text. Such a batch runs on no device thread: the caller runs `execute` on
-        a thread of its own.
-        """
+        """Return whether the batch generates text. The caller then runs `execute` outside the device threads."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 rows = resident.weights.rows.get(message.operation)
@@ -210,11 +203,11 @@ class AdapterEngine:
         is_gone: Callable[[], bool] = lambda: False,
     ) -> Reply:
         """Run a batch on the calling thread, under inference mode. Return BatchDone or Refused, with the models that
-        were unloaded for it. If memory is above the threshold after the batch, evict models. Never raises.
+        were unloaded for it. Evict models if memory is above the threshold afterwards. Never raises.
 
-        `preparation`: the result of the family's `prepare` for these texts. `permission`: created when the batch
-        arrived. `is_gone`: returns True if no client waits for the batch any more; a model that generates text then
-        refuses the batch between two steps.
+        `preparation`: the result of the family's `prepare`. `permission`: which models this batch may evict, as of its
+        arrival. `is_gone`: returns True if no client waits any more; a model that generates text then stops between two
+        tokens.
         """
         permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
@@ -228,7 +221,6 @@ class AdapterEngine:
     def _run(
         self, message: RunBatch, make_room: Callable[[], Relief | None], preparation: Any, is_gone: Callable[[], bool]
     ) -> BatchDone | Refused:
-        """Run a batch and return the reply, without the eviction of models afterwards. Never raises."""
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
                 weights: Any = resident.weights  # a TextModel, or a VerbModel of the module `raw`
@@ -251,9 +243,7 @@ class AdapterEngine:
             return Refused(InternalFailure("the batch failed, see the log of the adapter").info(), message.batch)
 
     def ensure_lora(self, model: str, lora: str) -> str:
-        """Load a LoRA for a loaded model, on the calling thread. Return the digest of the LoRA's files. Raises
-        LoraLoadFailed, ModelLoading.
-        """
+        """Load a LoRA for a loaded model. Return the digest of its files. Raises LoraLoadFailed, ModelLoading."""
         with self.residency.use(model) as resident:
             loras = getattr(resident.weights, "loras", None)
             if loras is None:
@@ -273,8 +263,8 @@ class AdapterEngine:
                 raise
             except Exception as error:
                 self._end_if_lost(error)
-                # The log leaves out the message of the exception: it may contain the name of the LoRA, which may be
-                # text of a client.
+                # the exception's message is not logged: it may contain the name of the LoRA, which may be a client's
+                # text
                 trace = "".join(traceback.format_tb(error.__traceback__))
                 _logger.error("loading a LoRA of %s failed: %s\n%s", model, type(error).__qualname__, trace)
                 cause = (
@@ -301,7 +291,6 @@ class AdapterEngine:
         )
 
     def describe(self) -> ipc.Description:
-        """Return the message that describes this process: its device, its use of memory, and its models."""
         memory = devices.memory(self.device)
         return ipc.Description(
             protocol=ipc.PROTOCOL,
@@ -322,7 +311,6 @@ class AdapterEngine:
         )
 
     def stop(self, timeout_s: float) -> bool:
-        """Let running batches end, and refuse waiting ones. Return whether all ended within the time limit."""
         began_s = time.monotonic()
         ended = self.device_threads.stop(timeout_s)
         ended = self.readings.stop(max(0.0, timeout_s - (time.monotonic() - began_s))) and ended
@@ -331,25 +319,23 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set the state of the whole process: one torch thread per operation, because the device threads already
-    run in parallel; the allocator; the caches of oneDNN; and switches that keep libraries from sending telemetry.
+    """Set the state of the whole process: one torch thread per operation, because the device threads already run in
+    parallel; the allocator; small caches of oneDNN; no telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # smaller caches: oneDNN, and torch in each thread, cache data for products of each size, by default 1,024 entries
-    # of half a megabyte each (bench/results/memory.md)
+    # oneDNN, and torch in each thread, cache data for products of each size: by default 1,024 entries of half a
+    # megabyte each (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
-    # no telemetry: onnxruntime (which gliner imports) and openvino store and send it from their import on
+    # onnxruntime (which gliner imports) and openvino store and send telemetry as soon as they are imported
     os.putenv("ORT_DISABLE_TELEMETRY", "1")
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 
 class TextModel(Protocol):
-    """Model of a family that runs batches of token ids."""
-
     max_tokens: int
     vocabulary: int
     rows: Mapping[str, Rows]
@@ -361,9 +347,7 @@ class TextModel(Protocol):
         """Return the names of the heads (output layers) whose results `answer` needs."""
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch after the changes that the model needs before a pass, such as padded queries. `queries` bool
-        [rows] is True for queries and False for documents.
-        """
+        """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
         """Return the result of a head for these ids if it needs no forward pass, else None."""
@@ -380,15 +364,13 @@ class TextModel(Protocol):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input, in order, from the results of its heads for each row of ids. `places`: the
-        indices of these rows in the batch.
+        """Return one answer per input, in order, from the results of the heads for its rows. `places`: the indices of
+        these rows in the batch.
         """
 
 
 class BatchRun:
-    """Forward passes of one batch, and the computation of its results, on the thread that calls `run`, under inference
-    mode.
-    """
+    """Forward passes and results of one batch, on the thread that calls `run`, under inference mode."""
 
     def __init__(
         self,
@@ -401,12 +383,12 @@ class BatchRun:
         count_remedy: Callable[[Remedy], None] = lambda remedy: None,
         pass_records: PassRecords | None = None,
     ) -> None:
-        """Prepare the run of a batch. `batch_limits`: the measured limits for the tokens of a pass; `key` selects the
-        limit of this model. `make_room`: called if memory runs out; it frees memory and returns how, or None if nothing
-        can be freed. `count_remedy`: called with each way in which memory was freed. `pass_records`: where each pass is
-        recorded while it runs, so that the next process learns which pass ended this one.
+        """Check the batch. Raises InvalidInput or InternalFailure if it cannot run.
 
-        Raises InvalidInput or InternalFailure for a batch that cannot run.
+        `batch_limits`: the measured limits for the tokens of a pass, under `key` for this model. `make_room`: called if
+        memory runs out; it frees memory and returns how, or None if nothing can be freed. `count_remedy`: called with
+        each way in which memory was freed. `pass_records`: names the running pass on disk, for the next process if the
+        pass ends this one.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -442,7 +424,6 @@ class BatchRun:
             self._plan(group, count)
 
     def _plan(self, group: Group, count: int) -> None:
-        """Record for each row of the batch which heads (output layers) must run."""
         self._queries[group.start : group.stop] = group.options.is_query
         if self._layout == "sides" and group.stop > group.start:
             self._queries[group.start] = True
@@ -466,9 +447,7 @@ class BatchRun:
                 self._errors.update(dict.fromkeys(client_rows, error))
 
     def run(self) -> BatchDone:
-        """Run the batch, and return a reply with a result or an error for every input. Errors of the device are raised,
-        except a lack of memory.
-        """
+        """Return a result or an error for every input. Raises errors of the device, except a lack of memory."""
         started = time.perf_counter()
         self._errors |= _unfit(self._items, self._model)
         chosen = self._without_pass()
@@ -486,8 +465,8 @@ class BatchRun:
             for head, rows in self._late.joined(self._model.heads, self._message.pooling).items():
                 self._rows[head] += rows
         if self._device.type == "cuda":
-            # wait only for this CUDA stream, not for the whole device: a wait for the device would break the capture of
-            # a graph on another thread
+            # wait only for this CUDA stream: waiting for the whole device would break the capture of a graph on another
+            # thread
             torch.cuda.current_stream(self._device).synchronize()
         forwarded = time.perf_counter()
         results = (result for group in self._message.groups for result in self._answers(group))
@@ -526,9 +505,7 @@ class BatchRun:
         return np.flatnonzero(needing)
 
     def _recover(self, chosen: Int64, *, is_tried: bool) -> None:
-        """Run items again after their pass ran out of memory, or on a new thread if oneDNN cannot run new shapes on
-        this one.
-        """
+        """Run items again after a lack of memory, on a new thread if oneDNN cannot run new shapes on this one."""
 
         def refuse(item: int) -> None:
             self._errors[item] = oom.exhausted()
@@ -544,9 +521,7 @@ class BatchRun:
             tell(self._key, int(self._prepared.costs[chosen].sum()))
 
     def _recorded(self, chosen: Int64) -> None:
-        """Run a pass. While it runs, a record of it is on the disk: if the pass kills this process, the next process
-        reads the record.
-        """
+        """Run a pass with its record on disk: if the pass kills this process, the next process reads the record."""
         if self._pass_records is None or self._batch_limits is None:
             self._pass(chosen)
             return
@@ -567,7 +542,7 @@ class BatchRun:
             states = States(hidden, packed, self._queries[packed.order], self._message.pooling)
             doubtful = self._reduce(states)
         if len(chosen) > 1:
-            # run the item again, alone: an overflow of another item in the pass may have caused its value
+            # run each item again alone: an overflow of another item in the pass may have caused its value
             for item in sorted(doubtful):
                 self._pass(np.array([item], np.int64))
         elif doubtful:
@@ -575,9 +550,7 @@ class BatchRun:
             self._errors.update(dict.fromkeys(doubtful, error))
 
     def _reduce(self, states: States) -> set[int]:
-        """Compute the results of the heads for the rows of a pass, and store them. Return the indices of rows with
-        values that are NaN or infinite.
-        """
+        """Store the results of the heads for a pass. Return the indices of rows with NaN or infinite values."""
         packed = states.packed
         doubtful: set[int] = set()
         for head, mask in self._masks.items():
@@ -601,8 +574,8 @@ class BatchRun:
         return doubtful
 
     def _answers(self, group: Group) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a work item, each with the number of tokens that ran for it. The tokens of a shared
-        query count for the first input.
+        """Return the results of a work item, each with the tokens that ran for it. A shared query's tokens count for
+        the first input.
         """
         if self._late is not None and group.chunked:
             return self._chunk_answers(group, self._late)
@@ -623,7 +596,6 @@ class BatchRun:
         return results
 
     def _chunk_answers(self, group: Group, late: LateChunks) -> list[tuple[ItemResult | SIEError, int]]:
-        """Return the results of a work item whose texts have chunks, each with the number of tokens that ran for it."""
         units = late.units(group)
         faults = [next((self._errors[row] for row in own if row in self._errors), None) for own, _ in units]
         good = [[row] for (_, rows), fault in zip(units, faults, strict=True) if fault is None for row in rows]
@@ -637,8 +609,8 @@ class BatchRun:
         return list(zip(results_of(group, results), tokens, strict=True))
 
     def _group_results(self, group: Group, shared: list[int], units: list[list[int]]) -> ItemResults:
-        """Return the result of each input of a work item. `shared`: the rows of the batch with a query that all inputs
-        share. `units`: for each input, the rows of the batch that belong to it.
+        """Return the result of each input of a work item. `shared`: the rows of the query that all inputs share.
+        `units`: for each input, the rows that belong to it.
         """
         heads = self._model.heads_for(self._message.operation, group.options)
         query: dict[str, Any] = {head: self._rows[head][shared[0]] for head in heads} if shared else {}
@@ -699,7 +671,7 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
-    """Return an error for each row that must not reach the device. An id out of range would break the device context, a
+    """Return an error for each row that must not reach the device: an id out of range would break the device context, a
     wrong length would read rows of other inputs.
     """
 
@@ -715,8 +687,8 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
         if length > model.max_tokens:
             errors[item] = InvalidInput(f"expected at most {model.max_tokens} tokens, got {length}", reason="too_long")
         else:
-            # An internal error, because the client did not cause it: the sidecar refuses ids that the tokenizer does
-            # not have, and a load checks that the tokenizer's ids fit this table.
+            # an internal error, not the client's: the sidecar refuses ids that the tokenizer lacks, and a load checks
+            # that the tokenizer's ids fit this table
             cause = f"a token id is not within the table of {model.vocabulary} embeddings"
             errors[item] = InternalFailure(cause, reason="token_out_of_range")
     return errors
@@ -724,8 +696,8 @@ def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
 
 def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
     """Call `work` with all the items. Return False if memory ran out."""
-    # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
-    # Inside an `except` block, the traceback would still refer to these tensors.
+    # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
+    # block of the caller, the traceback would still refer to them.
     try:
         work(items)
     except (RuntimeError, MemoryError) as error:
@@ -736,9 +708,7 @@ def _fits(work: Callable[[Int64], None], items: Int64) -> bool:
 
 
 def _halves(chosen: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Split the items into two parts with about equal numbers of tokens, each with at least one item. One part has the
-    longer items, the other the shorter ones.
-    """
+    """Split the items into the shorter and the longer ones, with about equal numbers of tokens. No part is empty."""
     ordered = chosen[np.argsort(lengths[chosen], kind="stable")]
     costs = np.cumsum(lengths[ordered])
     cut = int(np.searchsorted(costs, costs[-1] / 2, side="right")) or 1

@@ -1,17 +1,17 @@
-"""Choice of the engine that computes the hidden states of a model. Rules make the choice when the model is loaded.
-Measured times do not influence it, so a model on the same kind of machine always returns the same bits.
+"""Choice of the engine that computes the hidden states of a model, by rules, when the model is loaded. Measured times
+do not influence it, so a model returns the same bits on machines of one kind.
 
 family, device, precision, LoRAs, what is installed ──► RULES, in order: the first that names no obstacle ──► Choice
 
-engine      computes                                                        chosen for
-openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
-sglang      a server of that package, in a separate process                  decoders of dense vectors on a GPU, if an
-                                                                             environment with it is named
-torch       the packed path of `backbone`                                    everything
+  engine      computes                                                        chosen for
+  openvino    the graph of the model, converted at load, compiled for the CPU  texts on a CPU
+  sglang      a server of that package, in a separate process                  decoders of dense vectors on a GPU, if an
+                                                                               environment with it is named
+  torch       the packed path of `backbone`                                    everything
 
-The measurements behind the rules are in bench/results/engine.md. The rule for SGLang is based on none: an operator
-chooses SGLang by a setting with the path of its environment. If the states of an engine differ from the states of the
-stock path, the engine is not used, even if the rules select it (`backbone`).
+The measurements behind the rules are in bench/results/engine.md. SGLang has none: an operator chooses it by a setting
+with the path of its environment. An engine whose states differ from those of the stock path is not used, even if the
+rules select it (`backbone`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sie_contracts.wire.ipc import RunBatch
 @dataclass(frozen=True)
 class EngineFacts:
     """Facts that the rules read. `device`: the type of the device. `reads_text`: the inputs of the model are only ids
-    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: RLIMIT_DATA limits
-    this process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang,
-    empty if no setting names one. `int8`: the entry requests weights in 8 bits.
+    of texts. `lora`: the LoRA that the model's entry sets for every request. `is_limited`: RLIMIT_DATA limits this
+    process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang, empty if no
+    setting names one. `int8`: the entry requests weights in 8 bits.
 
-    Facts from the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a
-    window. `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model, empty if it can.
+    From the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a window.
+    `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model, empty if it can.
     """
 
     device: str
@@ -51,15 +51,14 @@ class EngineFacts:
     def for_entry(
         cls, entry: ModelEntry, device: str, attention: str, sglang: str, *, is_limited: bool, int8: bool
     ) -> EngineFacts:
-        """Return the facts that are known before the files of the model are read; the others have their defaults."""
         family = FAMILIES.get(entry.family)
         reads_text = family is not None and family.implementation == TEXT_ENCODER
         return cls(device, reads_text, entry.run.lora or "", is_limited, attention, sglang, int8)
 
 
-# Largest model whose graph is compiled twice, in bytes of float32 weights: once for all device threads, once for a
-# thread that runs alone, with more threads. For a larger model, a faster answer to a single request does not justify
-# the memory of the second copy.
+# Bytes of float32 weights up to which a graph is compiled twice: once for all device threads, once with more threads
+# for a device thread that runs alone. For a larger model, a faster answer to a single request does not justify the
+# memory of the second copy.
 TWICE_BYTES = 256 << 20
 _INT8 = "load.precision is int8"
 NO_TEXTS = EngineFacts("cpu", reads_text=False)
@@ -67,8 +66,8 @@ NO_TEXTS = EngineFacts("cpu", reads_text=False)
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen engine. `reason`: the reason for the choice, and the obstacles of the engines before it in RULES.
-    `demand`: the field of the entry that demands this engine, empty if no field does.
+    """Chosen engine. `reason`: why it was chosen, and the obstacles of the engines before it in RULES. `demand`: the
+    field of the entry that demands this engine, else empty.
     """
 
     engine: Engine
@@ -80,9 +79,7 @@ TORCH = Choice("torch", "the model reads more than texts")
 
 
 class Unserved(Exception):
-    """Raised if an engine does not support a model whose torch weights are already freed. The caller loads the model
-    again.
-    """
+    """Raised if an engine does not support a model whose torch weights are already freed: it must be loaded again."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +102,11 @@ def _reads_more(facts: EngineFacts) -> str:
 
 
 def is_compiled_twice(weight_bytes: int) -> bool:
-    """Return whether a graph with `weight_bytes` of float32 weights is compiled a second time, for a device thread that
-    runs alone.
-    """
     return weight_bytes <= TWICE_BYTES
 
 
 def _bytes_of_graphs(weight_bytes: int) -> int:
-    # copies of the weights: one of torch, and one for each compiled graph
+    # copies of the weights: one in torch, and one for each compiled graph
     return (3 if is_compiled_twice(weight_bytes) else 2) * weight_bytes
 
 
@@ -161,8 +155,7 @@ RULES: Mapping[Engine, Rule] = {
 
 def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str], bool] | None = None) -> Choice:
     """Return the engine for a model. `requested`: the engine that its entry names (`load.engine`). `missing`: returns
-    whether a package is not installed. Raises ModelLoadFailed INCOMPATIBLE if the engine cannot serve the model,
-    DEPENDENCY if its package is not installed.
+    whether a package is not installed. Raises ModelLoadFailed INCOMPATIBLE or DEPENDENCY.
     """
     missing = missing or _is_missing
     if requested is not None:
@@ -184,8 +177,8 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """Return the engine that runs a batch of a model. A LoRA that a request selects runs on torch only. SGLang returns
-    only normalised vectors of the last token, so batches with other outputs run on torch.
+    """Return the engine that runs a batch. Torch runs a LoRA that a request selects, and all outputs except normalised
+    vectors of the last token if the model's engine is SGLang.
     """
     if batch.lora:
         return TORCH.engine

@@ -2,8 +2,8 @@
 
 stock transformers model ──TorchScript──► OpenVINO's front end for PyTorch ──► compiled once, with a stream per thread
 
-The weights have the blocked order that the kernels read, and no part of a pass runs in Python. One text of 8 tokens
-takes little more than half of the time of torch's packed path. A batch runs in groups of texts of similar length
+The weights have the blocked order that the kernels read, and no Python runs within a pass. One text of 8 tokens takes
+little more than half of the time of torch's packed path. A batch runs in groups of texts of similar length
 (bench/results/engine.md).
 """
 
@@ -32,23 +32,20 @@ from sie_adapter.loading.checkpoint import construction
 from sie_adapter.memory.device_errors import is_out_of_memory
 from sie_adapter.packed.packing import Int64, PackedBatch, Padded, missing, padded
 
-# limit for the tokens of a group of texts; a larger group is not faster per token, and the memory of a pass grows with
-# it
+# limit for the tokens of a group of texts: a larger group needs more memory and is not faster per token
 GROUP_TOKENS = 1024
-# cost of the start of a pass, in tokens: the pass reads all weights, which takes as long as this number of additional
-# tokens
+# fixed cost of a pass, expressed in tokens: reading all weights takes as long as computing this number of tokens
 PASS_TOKENS = 64
-# pairs (length in tokens, step): a text of up to this length is padded to a multiple of the step
+# pairs of tokens (length, step): a text of up to this length is padded to a multiple of the step
 _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
-# Number of shapes whose kernels each device thread caches. OpenVINO's default is 5,000, with which memory grows for
-# hours. With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
+# Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
+# With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch on a device thread that runs alone: two threads nearly halve the time of one short text.
-# While another device thread runs, the batch would wait for the slower of its two threads (bench/results/engine.md).
+# Threads for a short batch on a device thread that runs alone: two nearly halve the time of one short text. While
+# another device thread runs, the batch would wait for the slower of them (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
-# tokens of each example text of the trace: more than the local window of ModernBERT, which creates its masks only for
-# longer texts
+# tokens of each example text of the trace; ModernBERT creates its masks only for texts longer than its local window
 _EXAMPLE_TOKENS = 300
 _TYPES = "token_type_ids"
 _PRECISIONS = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -59,10 +56,6 @@ class NoGraph(Exception):
 
 
 class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Wrapper of a model that has only positional arguments, as a trace requires. `names`: the names of these
-    arguments.
-    """
-
     def __init__(self, model: PreTrainedModel, names: tuple[str, ...]) -> None:
         super().__init__()
         self.model, self.names = model, names
@@ -73,15 +66,14 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker ski
 
 class Graph:
     """Model compiled to a graph, which computes the states of its last layer. Several threads may call `run` at once.
-
-    `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
+    `memory_bytes`: the weights in the order of the kernels, in all copies.
     """
 
     attention = "sdpa"
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
-        """Compile `model`, which is on the CPU and is not changed. `filler`: the token id that pads a text.
-        `max_tokens`: the length of the longest text that will run. Raises NoGraph.
+        """Compile `model`, which is on the CPU and is not changed. `filler`: the token id for padding. `max_tokens`:
+        the tokens of the longest text. Raises NoGraph.
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
@@ -96,9 +88,9 @@ class Graph:
         }
         is_twice = lanes >= _THREADS_ALONE and is_compiled_twice(4 * weights)
         try:
-            # The compiled graph is read from a temporary file by mmap, because the runtime keeps the float32 weights in
-            # addition to the weights in the order of its kernels. The operating system can reclaim pages of a file when
-            # memory is needed.
+            # The compiled graph is read by mmap from a temporary file, because the runtime keeps the float32 weights
+            # beside the weights in the order of its kernels. The system can reclaim pages of a file when memory is
+            # needed.
             with tempfile.TemporaryDirectory(prefix="sie-graph-", dir=compute.scratch) as folder:
                 path = Path(folder) / "graph.xml"
                 with _traceable(model):
@@ -114,7 +106,6 @@ class Graph:
         self.memory_bytes: int = copy_bytes * (2 if is_twice else 1)
 
     def places(self, packed: PackedBatch) -> slice:
-        """Return the positions of all tokens: `run` computes the states of every token."""
         return slice(None)
 
     def close(self) -> None:
@@ -127,7 +118,7 @@ class Graph:
         return self._run(packed, self._of_lanes)
 
     def trials(self, packed: PackedBatch) -> Iterator[Tensor]:
-        """Run the batch on each compiled graph, and yield the states of each, so that the caller can check them all."""
+        """Run the batch on each compiled graph, and yield the states of each, for a check."""
         for compiled in (self._of_lanes, self._alone):
             if compiled is not None:
                 yield self._run(packed, compiled)
@@ -165,7 +156,7 @@ class _Compiled:
         request = getattr(self._of_thread, "request", None)
         if request is None:
             request = self._of_thread.request = self._compiled.create_infer_request()
-        # inputs are set one by one, because a call of `infer` with inputs runs more Python code
+        # inputs are set one by one, because `infer` with inputs runs more Python code
         for place, array in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(array, shared_memory=True))
         request.infer()
@@ -173,9 +164,7 @@ class _Compiled:
 
 
 class RowGroup(NamedTuple):
-    """Sequences that run together: from the index `start` to before `stop`. They are padded to `rows` rows of `columns`
-    tokens.
-    """
+    """Sequences `start` to before `stop`, which run together, padded to `rows` rows of `columns` tokens."""
 
     start: int
     stop: int
@@ -219,9 +208,7 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
 
 
 def filled_length(length: int, max_tokens: int, max_filling: int = sys.maxsize) -> int:
-    """Return the length to which a text is padded. It is one of few lengths, because OpenVINO caches kernels for each
-    shape (bench/results/engine.md).
-    """
+    """Return the length to which a text is padded: one of few, because OpenVINO caches kernels for each shape."""
     filled = min(length + missing(length, _STEPS), max_tokens)
     return max(length, filled) if filled - length <= max_filling else length
 
@@ -233,8 +220,8 @@ def has_windows(config: PretrainedConfig) -> bool:
 
 
 def most_filling(config: PretrainedConfig) -> int:
-    """Return the largest number of padding tokens that a text may get. In a layer that attends to a window, each
-    padding token must attend to a token of the text: otherwise the padding token becomes NaN, which corrupts the text.
+    """Return the largest number of padding tokens for a text. In a layer with a window, each padding token must attend
+    to a token of the text: otherwise it becomes NaN, which corrupts the text.
     """
     if not has_windows(config):
         return sys.maxsize
@@ -244,15 +231,13 @@ def most_filling(config: PretrainedConfig) -> int:
 
 
 def _names_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of the inputs of this model class. Positions are no input: the model computes them."""
     parameters = inspect.signature(model.forward).parameters
     has_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1 and _TYPES in parameters
     return ("input_ids", "attention_mask", *((_TYPES,) if has_types else ()))
 
 
 def _runtime() -> Any:
-    # openvino_telemetry must not be importable, because the import of openvino would send a usage event to its vendor
-    # (see `prepare_process`)
+    # `import openvino` would send a usage event to its vendor by openvino_telemetry (see `prepare_process`)
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     import openvino
 
@@ -261,9 +246,8 @@ def _runtime() -> Any:
 
 @contextmanager
 def _traceable(model: PreTrainedModel) -> Iterator[None]:
-    """Prepare the model for a trace. Its weights become float32, because the front end builds a wrong graph from 16-bit
-    weights. It gets an empty loss function, because a trace reads every attribute, and transformers warns of a model
-    without a loss function.
+    """Prepare the model for a trace: float32 weights, because the front end builds a wrong graph from 16-bit weights,
+    and an empty loss function, because transformers warns when the trace reads the attribute of a model without one.
     """
     before = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     model.float()
@@ -277,11 +261,9 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compress(graph: Any) -> int:
-    """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output. Return the number of
-    compressed weights.
-
-    Activations keep their precision: with activations in calibrated 8 bits too, vectors of MiniLM had a cosine of only
-    0.985 (bench/results/engine.md).
+    """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output. Return their number.
+    Activations keep their precision: in calibrated 8 bits they lowered the cosine of MiniLM's vectors to 0.985
+    (bench/results/engine.md).
     """
     from openvino import opset13
 
@@ -302,9 +284,7 @@ def compress(graph: Any) -> int:
 
 
 def _converted(states: _PositionalModel, tokens: int) -> Any:
-    """Convert the model, traced with two texts of `tokens` tokens, to a graph for any number of texts of any length.
-    Raises NoGraph.
-    """
+    """Convert the model, traced with two texts of `tokens` tokens, to a graph for any batch. Raises NoGraph."""
     runtime = _runtime()
     from openvino.frontend import FrontEndManager
     from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
@@ -313,14 +293,13 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
     example = tuple(torch.zeros_like(ids) if name == _TYPES else ids for name in states.names)
     failures = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, runtime.frontend.OpConversionFailure)
     try:
-        # under a lock, because a trace changes a map of modules, and this code the filters of warnings; both are global
-        # to the process
+        # under a lock, because a trace changes a map of modules, and this code changes the warning filters: both are
+        # global to the process
         with construction(), warnings.catch_warnings(), torch.inference_mode(False):
-            # warnings about a wrong trace are not needed: the backbone compares the states of the graph with those of
-            # the model later
+            # warnings about a wrong trace are not needed: the backbone later compares the states of the graph with the
+            # model's
             warnings.simplefilter("ignore")
-            # no second trace to compare with: the backbone compares the states of the graph with those of the model
-            # later
+            # no second trace as a check: the backbone later compares the states of the graph with the model's
             decoder = TorchScriptPythonDecoder(states, example_input=example, trace_kwargs={"check_trace": False})
             end = FrontEndManager().load_by_framework("pytorch")
             converted = end.convert(end.load(decoder))
@@ -331,9 +310,7 @@ def _converted(states: _PositionalModel, tokens: int) -> Any:
 
 
 def _no_graph(cause: str, error: Exception) -> Exception:
-    """Return the exception to raise: `error` itself if memory ran out, because the model did not cause it, else a
-    NoGraph.
-    """
+    """Return `error` if memory ran out, because the model did not cause it, else a NoGraph."""
     if is_out_of_memory(error):
         return error
     text = " ".join(str(error).split())

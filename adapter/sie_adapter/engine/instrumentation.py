@@ -24,8 +24,6 @@ MAX_BATCHES = 100
 
 
 class Instrumentation:
-    """Buffer with the records of the last batches. Device threads write to it, any thread may read it."""
-
     def __init__(self, used_bytes: Callable[[], int]) -> None:
         """Create an empty buffer. `used_bytes` returns the bytes of the device that are in use now."""
         self._used_bytes = used_bytes
@@ -34,9 +32,6 @@ class Instrumentation:
         self._ring: deque[RanBatch] = deque(maxlen=MAX_BATCHES)
 
     def ran(self, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-        """Record a batch that was answered with `reply`. The device ran it from `began_ns` to `ended_ns`, nanoseconds
-        since 1970.
-        """
         message = job.message
         # `lengths` may have any number of bytes, because batches that were refused as malformed are recorded too
         lengths = np.frombuffer(message.lengths, "<i4", len(message.lengths) // 4).astype(np.int64)

@@ -1,5 +1,5 @@
-"""Results of inputs, computed from the rows of the heads with the options of the request. Output options are applied
-here, per work item: they never split a batch.
+"""Results of inputs, computed from the rows of the heads. The output options of a request are applied here, per work
+item, so they never split a batch.
 
     rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
                         ──► row of the query against rows of documents ──► scores    score of vectors (sides)
@@ -48,9 +48,7 @@ class ClientVectors:
 
 @dataclass
 class ItemResult:
-    """The result of one input: either arrays, by their names in `messages.Ok`, or a score, or the maps that an
-    extraction returns.
-    """
+    """Result of one input: arrays by their names in `messages.Ok`, or a score, or the maps of an extraction."""
 
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     score: float | None = None
@@ -77,8 +75,8 @@ def batch_reply(
     padding: int = 0,
     engine: Engine = "torch",
 ) -> BatchDone:
-    """Return the reply to a batch, from the answer of each input and the number of tokens that ran for it. `started_s`
-    is the time when the epilogues began.
+    """Return the reply to a batch, from each input's answer and the number of tokens that ran for it. `started_s`: the
+    time when the epilogues began.
     """
     outcomes: list[Outcome] = []
     blocks: list[bytes] = []
@@ -99,7 +97,7 @@ def batch_reply(
 
 
 def not_finite() -> InferenceFailed:
-    """Return the error for a vector or score that is zero, NaN or infinite. Such values must not reach the client."""
+    """Return the error for a vector or score that is zero, NaN or infinite, which the client must not get."""
     return InferenceFailed("the model returned a vector that is zero, NaN or infinite", reason="non_finite")
 
 
@@ -121,8 +119,8 @@ def vectors(options: RunOptions, rows: Rows) -> ItemResults:
 
 
 def _for_muvera(options: RunOptions, rows: Sequence[Row]) -> Sequence[Tensor]:
-    """Return the token vectors that MUVERA reads: shortened to the requested dimensions, and normalised. Vectors of the
-    client stay unchanged unless the request has fewer dimensions.
+    """Return the token vectors for MUVERA: cut to the requested dimensions, and normalised. Vectors of the client are
+    used unchanged unless they must be cut.
     """
     cut = _cut(torch.cat(_tensors(rows)), options, keep_scale=False).split([len(row) for row in rows])
     return [
@@ -155,7 +153,7 @@ def _add_dense(options: RunOptions, pooled: Tensor, results: ItemResults) -> Non
 
 
 def _put(name: str, dtype: str, vectors: Tensor, results: ItemResults) -> None:
-    """Store `vectors` in the results under the output `name`: row i of `vectors` belongs to result i."""
+    """Store row i of `vectors` in result i, as the output `name`."""
     if dtype == "float32":
         values, scale, offset = vectors.float().cpu().numpy(), None, None
     else:
@@ -246,9 +244,7 @@ def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, 
 
 
 def is_relevance(options: RunOptions) -> bool:
-    """Return whether the client requested a score from 0 to 1 that grows with relevance, like the scores of other
-    vendors' rerankers.
-    """
+    """Return whether the client requested scores from 0 to 1 that grow with relevance, as other rerankers return."""
     return bool(options.parameters.get("relevance"))
 
 
@@ -258,7 +254,7 @@ def _dense_scores(query: Tensor, documents: Sequence[Row]) -> Tensor:
 
 def _sparse_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     device = documents[0][0].device
-    ids, weights = (part.to(device) for part in query)  # the row of a query that needed no pass is on the host
+    ids, weights = (part.to(device) for part in query)  # they are on the host if the query needed no pass
     counts = torch.tensor([len(names) for names, _ in documents], device=device)
     names, values = torch.cat([names for names, _ in documents]), torch.cat([values for _, values in documents])
     if not len(ids):
@@ -278,11 +274,11 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
     unit = _unit_rows(query)
     if not len(unit):
         return unit.new_zeros(len(documents))
-    # all documents at once, because a separate kernel for each document would take longer to start than to run
+    # all documents at once, because a kernel for each document would take longer to start than to run
     if unit.device.type == "cuda":
         return _late_scores_at_once(unit, documents)
     scores = []
-    # one document at a time: a product over padded documents would need, for each, the memory of the longest document
+    # one by one: a product over padded documents would need the longest document's memory for each document
     for document in documents:
         best = unit @ _unit_rows(document).T
         scores.append(best.amax(1).sum() if best.shape[1] else best.new_zeros(()))
@@ -290,9 +286,8 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
-    """Return the same scores as `_late_scores`, with one matrix product for all documents. `query`: [rows, width],
-    normalised. The product is split at offsets into documents, because torch's own split would check lengths on the
-    host.
+    """Return the scores of `_late_scores`, by one matrix product for all documents. `query`: [rows, width], normalised.
+    The product is split by offsets, because torch's own split would check lengths on the host.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):
@@ -329,10 +324,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
 
 
 def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
-    """Return the classes of each text, best first, from float32 logits [classes]: all classes, or only the labels of
-    the request.
-
-    With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
+    """Return the classes of each text, best first, from float32 logits [classes]: all, or only the labels of the
+    request. With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
@@ -364,10 +357,10 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """Return scores from float32 logits [no, yes]: P(yes) of the softmax of both, or yes - no if `difference` or
-    `raw_scores` is set. If the logits are only [yes], 0 replaces the logit of no.
+    """Return scores from float32 logits [no, yes]: P(yes) of their softmax, or yes - no if `difference` or `raw_scores`
+    is set. If the logits are only [yes], the logit of no is 0.
     """
-    # float64, because in float32 the scores of different large logits would be equal
+    # float64, see `class_scores`
     stacked = torch.stack(list(logits)).double()
     gaps = stacked[:, 1] - stacked[:, 0] if stacked.shape[1] > 1 else stacked[:, 0]
     is_raw = options.parameters.get("raw_scores") or (difference and not is_relevance(options))
@@ -376,11 +369,11 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
     """Return the probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of
-    the label). The labels of the request are followed by those of its schema, whose answers are in `data`.
+    the label). The labels of the request precede those of its schema, whose answers are in `data`.
 
     If exactly one of several labels applies, the score is the softmax of the entailment logits over the labels. If
-    several labels may apply, or there is only one label, the score is the softmax of contradiction and entailment, for
-    each label separately. Source: transformers' zero-shot classification pipeline.
+    several may apply, or there is only one label, it is the softmax of contradiction and entailment, for each label
+    separately. Source: transformers' zero-shot classification pipeline.
     """
     parts = decisions_of(parts_of(options.parameters))
     sizes = [len(part.labels) for part in parts]

@@ -1,11 +1,10 @@
-"""Vectors of the chunks of texts ("late chunking"). A chunk is pooled from the states of its own tokens. These may lie
-in several windows; the tokens of a chunk in one window are a segment.
+"""Vectors of the chunks of texts ("late chunking"). A chunk is pooled from the states of its own tokens. They may lie
+in several windows of the text; the tokens of a chunk in one window are a segment.
 
     states of a pass ──► those of each segment, side by side ──► heads ──► a part for each segment
     parts of all passes ──► joined by chunk ──► rows after those of the batch ──► results, as of any row
 
-Heads compute no row for a row of the batch that is a window. The rows of its chunks are numbered after all rows of the
-batch.
+Heads compute nothing for the row of a window. The rows of chunks are numbered after all rows of the batch.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _LISTS = ("dense", "multivector", "sparse.indices", "sparse.values")
 
 
 class LateChunks:
-    """Values of the segments of one batch. A segment is the tokens of a chunk that lie in one window of a text; the
-    value that a head computes for a segment is a part of the vector of the chunk.
+    """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments
+    are joined to the vector of the chunk.
 
     `count`: the number of rows of the batch. Raises MalformedBatch for a segment that is not inside its row.
     """
@@ -54,14 +53,12 @@ class LateChunks:
                 raise MalformedBatch("the rows of inputs with chunks do not add up to those of their group")
         self._segments = np.concatenate(tables) if tables else np.zeros((0, 4), np.int64)
         self._parts: dict[str, list[Row | None]] = {}
-        self.windows = np.zeros(self._count, bool)  # bool [rows]: rows of the batch that are windows of a longer text
+        self.windows = np.zeros(self._count, bool)  # bool [rows]: True for windows of a longer text
         self.windows[self._segments[:, 1]] = True
         self.chunks = chunks
 
     def reduce(self, name: str, head: Head, states: States, rows: Int64) -> set[int]:
-        """Compute the values of the segments in these rows, which are windows of the pass. Return the rows with values
-        that are NaN or infinite.
-        """
+        """Compute the values of the segments in these rows. Return the rows with NaN or infinite values."""
         if not isinstance(head, JoiningHead):
             raise InternalFailure(f"the head {name} joins no segments", reason="malformed_batch")
         sequences = np.full(self._count, -1, np.int64)
@@ -107,9 +104,7 @@ class LateChunks:
         return rows
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
-        """Return for each input of a work item the rows of the batch with its texts, and the numbers of the rows with
-        its results.
-        """
+        """Return for each input of a work item its rows of texts in the batch, and the rows of its results."""
         units = []
         row = group.start
         for described in group.chunked:
@@ -143,9 +138,8 @@ def _checked(table: Int64, described: ChunkedRows, lengths: Int64) -> Int64:
 
 
 def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) -> ItemResult | SIEError:
-    """Return the result of one input from the results of its chunks: its arrays have the arrays of the chunks one after
-    the other, and a table has the range of each chunk (`messages.Ok`). If chunks have errors, the result is the first
-    error.
+    """Return the result of one input: the arrays of its chunks one after the other, with a table of the range of each
+    chunk (`messages.Ok`), or the first error of a chunk.
     """
     if not described.spans:
         (result,) = results
@@ -167,9 +161,7 @@ def result_of(described: ChunkedRows, results: Sequence[ItemResult | SIEError]) 
 
 
 def results_of(group: Group, results: ItemResults) -> ItemResults:
-    """Return one result for each input of a work item. `results`: the results of the chunks of all these inputs, in
-    order.
-    """
+    """Return one result for each input of a work item, from the results of the chunks of all inputs, in order."""
     joined: ItemResults = []
     at = 0
     for described in group.chunked:

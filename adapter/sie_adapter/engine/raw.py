@@ -1,4 +1,4 @@
-"""Models that read texts, images, sounds and documents themselves: extraction models, and adapters from other packages.
+"""Models that read texts, images, sounds and documents themselves: extraction models, and adapters of other packages.
 
 RunBatch with texts and files ──► encode | score | extract of the model: a list of inputs, a list of results
 ──► BatchDone
@@ -36,17 +36,15 @@ class VerbModel(Protocol):
     `extract(texts, options)` returns for each text the map that the client gets. Any result may be a typed error
     instead.
 
-    A model that accepts files declares so in its attribute `rows`, and `extract` then has a third argument. For images,
-    it is a list of `Shown` for each text; for sounds, a list of `Heard` for each text; for documents, the document of
-    each text, or None.
+    A model that accepts files declares so in its attribute `rows`; `extract` then has a third argument: for each text a
+    list of images (`Shown`), a list of sounds (`Heard`), or a document or None.
 
-    A model that tokenises its texts itself may have `prepare(texts, options)`, which does not run on the device
-    thread and returns a Preparation. `extract` then gets this Preparation as an argument too.
+    A model that tokenises its texts itself may have `prepare(texts, options)`, which runs off the device thread and
+    returns a Preparation. `extract` then gets it as an argument too.
     """
 
 
 def extract_options(message: RunBatch) -> list[ExtractOptions]:
-    """Return the options of each text of a batch."""
     options = []
     for group in message.groups:
         parameters = {name: value for name, value in group.options.parameters.items() if name != "parts"}
@@ -73,11 +71,10 @@ def run_raw(
     remedied: Callable[[Remedy], None] = lambda remedy: None,
     preparation: Preparation | None = None,
 ) -> BatchDone:
-    """Run a batch of texts and return its reply. Raises the errors of the model, and InternalFailure if the model
-    returns a list of another length.
+    """Run a batch of texts and return its reply. OomRecovery handles a lack of memory. Raises the errors of the model,
+    and InternalFailure if the model returns a list of another length.
 
-    OomRecovery handles a lack of memory. `preparation`: the result of the model's own `prepare` for this batch; without
-    it, a model that has `prepare` tokenises here.
+    `preparation`: the result of the model's own `prepare` for this batch. Without it, such a model tokenises here.
     """
     started = time.perf_counter()
     if preparation is None and hasattr(model, "prepare"):
@@ -126,13 +123,13 @@ def run_raw(
     return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
 
 
-Call = Callable[[Sequence[int]], Sequence[Any]]  # a function that returns the results of the texts with these indices
+Call = Callable[[Sequence[int]], Sequence[Any]]  # returns the results of the texts with these indices
 Fitting = Callable[[Call, int], list[Any]]
 
 
 def _files(model: Any, message: RunBatch) -> Sequence[Any] | None:
-    """Return the files of each text: its images, its sounds or its document. Return None for a model that accepts no
-    files. Raises InternalFailure for files that do not match the texts.
+    """Return for each text its images, sounds or document, or None if the model accepts no files. Raises
+    InternalFailure for files that do not match the texts.
     """
     rows = getattr(model, "rows", {}).get(message.operation)
     if len(message.documents) not in (0, len(message.texts)):
@@ -159,9 +156,7 @@ def _extracted(
     preparation: Preparation | None,
     files: Sequence[Any] | None,
 ) -> list[ItemResults]:
-    """Call `extract` once for all work items of the batch, because the model itself forms passes of texts with equal
-    options.
-    """
+    """Call `extract` once for the whole batch: the model itself forms passes of texts with equal options."""
     options, texts = extract_options(message), message.texts
     own = () if preparation is None else (preparation,)
 
@@ -201,7 +196,7 @@ def _run(run: Any, message: RunBatch, group: Group, fitting: Fitting) -> ItemRes
     def score_texts(some: Sequence[int]) -> Sequence[Any]:
         try:
             return run(*query, tuple(texts[number] for number in some), group.options)  # type: ignore[no-any-return]
-        except SIEError as error:  # the options of this work item caused the error, so the other work items still run
+        except SIEError as error:  # only this work item has the options that caused the error; the others still run
             return [error] * len(some)
 
     results = fitting(score_texts, len(texts))

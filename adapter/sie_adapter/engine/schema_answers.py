@@ -1,4 +1,4 @@
-"""Answers to a schema: the values of an input, made of what the model returns for each part of the schema.
+"""Answers to a schema: the values of an input, from the model's results for each part of the schema.
 
     decision ──► score of each label ──► the best label, the labels above 0.5, or true and false ─┐
     record   ──► spans of each property ──► texts, numbers in their range, choices ───────────────┴─► data, evidence
@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
 
-LEAST = 0.5  # the least score of true, of one of many labels, and of a value drawn from a text, if nothing else is set
+LEAST = 0.5  # default threshold for the score of true, of one of many labels, and of a value drawn from a text
 _MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")
@@ -27,7 +27,7 @@ _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")
 
 
 class FieldSpan(TypedDict):
-    """A candidate for the value of a property: a span of the text, or a choice. A choice has no place in the text."""
+    """Candidate for the value of a property: a span of the text, or a choice, which has no place in the text."""
 
     text: str
     score: float
@@ -48,7 +48,7 @@ class SchemaAnswer:
 
     def decide(self, decision: Decision, scores: Mapping[str, float], thresholds: Mapping[str, float]) -> None:
         """Add the answer to a decision. `scores`: the score of each label; empty if the text cannot be scored.
-        `thresholds`: the least scores of the request, by path.
+        `thresholds`: the lowest accepted scores of the request, by path.
         """
         *above, name = decision.path
         owner = self.data
@@ -116,7 +116,7 @@ class SchemaAnswer:
 
 
 def value_of(text_field: TextField, text: str) -> Scalar | None:
-    """Return the value of a property that `text` stands for, or None if it has none."""
+    """Return the value of a property that `text` stands for, or None if it stands for none."""
     if text_field.kind == "string":
         return text
     if text_field.kind == "choice":
@@ -130,8 +130,8 @@ def value_of(text_field: TextField, text: str) -> Scalar | None:
 
 
 def number_in(text: str) -> float | None:
-    """Return the number in a text that has exactly one, such as `1,299.50 EUR` or `1.299,50`. A text such as `1.299` is
-    read with a decimal point, and `1,299` as a thousand.
+    """Return the number in a text that has exactly one, such as `1,299.50 EUR` or `1.299,50`, else None. The dot of
+    `1.299` is a decimal point, the comma of `1,299` groups thousands.
     """
     matches = _NUMBER.findall(text) if len(text) <= _MAX_DIGITS else []
     if len(matches) != 1:

@@ -3,9 +3,9 @@
     load ──► a process in the environment of SIE_SGLANG_PYTHON ──► ready ──► ids of texts ──► last states, normalised
                                          └──► it ended, or hangs: a new server replaces it, once for each batch
 
-SGLang runs in a separate process for two reasons. It needs its own versions of torch and transformers. Some inputs end
-its process, for example ids beyond the table of embeddings; these ids are refused before they reach this module.
-Source: the server's HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
+The process is separate because SGLang needs its own versions of torch and transformers, and because some inputs end it,
+for example ids beyond the table of embeddings, which are refused before they reach this module. Source: the server's
+HTTP interface, version 0.5.23 (`/v1/embeddings`, `/ready`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "MistralModel",
 )
-# seconds until a started server must be ready; the imports and the weights take minutes on a busy machine
+# seconds until a started server must be ready; imports and weights take minutes on a busy machine
 START_S = 300.0
-RUN_S = 120.0  # seconds until the server must have answered a batch; then it is replaced
+RUN_S = 120.0  # seconds in which the server must answer a batch; else it is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
 _POOL_TOKENS = 16_384  # size of the server's KV cache in tokens; a text that does not fit waits
 # Environment variables that the process inherits. None of them is secret.
@@ -63,8 +63,8 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Python program that starts SGLang, after it has told the kernel to kill the process when the thread that started it
-# ends: prctl(2), also valid after exec.
+# Python program that starts SGLang. The kernel kills it when the thread that started it ends (prctl(2), which stays in
+# force after exec).
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -73,11 +73,11 @@ _logger = logging.getLogger("sie.adapter")
 
 
 class SglangNotStarted(Exception):
-    """Error of a server that did not become ready. The message has the reason."""
+    """Raised if a server did not become ready. The message has the reason."""
 
 
 class _SglangLost(Exception):
-    """Error of a server that does not answer, or whose answer is not valid."""
+    """Raised if a server does not answer, or its answer is not valid."""
 
 
 class _SglangVector(msgspec.Struct):
@@ -91,9 +91,7 @@ class _SglangVectors(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch arguments of a server. `python`: the interpreter of an environment that has SGLang. `threads`: number of
-    threads, used only on a CPU.
-    """
+    """Launch arguments of a server. `python`: interpreter of SGLang's environment. `threads`: used only on a CPU."""
 
     python: str
     folder: Path
@@ -103,7 +101,6 @@ class Launch:
     threads: int
 
     def arguments(self, port: int) -> list[str]:
-        """Return the command line of the server."""
         where = ["--attention-backend", "torch_native"] if self.device.type == "cpu" else []
         if self.device.index:
             where += ["--base-gpu-id", str(self.device.index)]
@@ -123,7 +120,6 @@ class Launch:
         return [self.python, "-m", "sglang.launch_server", *named, *switches, *where]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of the server's process."""
         inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {
             "HF_HUB_OFFLINE": "1",
@@ -135,10 +131,8 @@ class Launch:
 
 
 class SGLang:
-    """Engine that computes vectors of texts with an SGLang server: the states of their last tokens, normalised. Several
-    threads may call `run` at once.
-
-    `memory_bytes`: bytes of device memory that the server's processes used when they were ready.
+    """Engine that computes normalised last states of texts with an SGLang server. Several threads may call `run` at
+    once. `memory_bytes`: device memory that the server's processes used when they were ready.
     """
 
     attention = "sglang"
@@ -148,9 +142,9 @@ class SGLang:
         self._launch = launch
         self._lock = threading.Lock()
         self._width = 0
-        # The process ends with the thread that started it, so a thread that stays alive starts it.
+        # the process ends with the thread that started it, so a thread that stays alive starts it
         self._thread = ThreadPoolExecutor(1, "sglang")
-        # list of the server in use: the finalizer below can end it after this object is gone
+        # a list with the server in use, so that the finalizer below can end it after this object is gone
         self._servers: list[_SglangProcess] = []
         self._end = weakref.finalize(self, _end, self._servers, self._thread)
         self._start()
@@ -158,22 +152,18 @@ class SGLang:
 
     @property
     def pid(self) -> int:
-        """Return the id of the server's process."""
         return self._servers[0].pid
 
     def places(self, packed: PackedBatch) -> Int64:
-        """Return the indices of the tokens whose states `run` computes, [sequences]: the last token of each text. The
-        states of all other tokens are zero.
-        """
+        """Return the indices of the last token of each text, whose states `run` computes; other states are zero."""
         return packed.bounds[1:].astype(np.int64) - 1
 
     def close(self) -> None:
-        """End the processes of the server."""
         self._end()
 
     def run(self, packed: PackedBatch) -> Tensor:
-        """Return states, float32 [tokens, width], in packed order. If two servers ended during the batch, its states
-        are NaN: the caller then runs each text alone, to find the text that ends the server. Raises InferenceFailed.
+        """Return states, float32 [tokens, width], in packed order. They are NaN if two servers ended during the batch:
+        the caller then runs each text alone, to find the text that ends the server. Raises InferenceFailed.
         """
         texts = [packed.ids[start:stop].tolist() for start, stop in itertools.pairwise(packed.bounds.tolist())]
         vectors = self._embedded(texts)
@@ -199,9 +189,7 @@ class SGLang:
             return np.full((len(texts), self._width), np.nan, np.float32)
 
     def _successor(self, lost: _SglangProcess) -> _SglangProcess:
-        """Return the server that replaces the server `lost`. The first thread that calls this starts it; later calls
-        return the same server. Raises SglangNotStarted.
-        """
+        """Return the server that replaces `lost`, started by the first caller. Raises SglangNotStarted."""
         with self._lock:
             if self._servers[0] is lost:
                 lost.end()
@@ -222,9 +210,7 @@ class _SglangProcess:
     """SGLang server process and its children, which are all in one session (setsid)."""
 
     def __init__(self, launch: Launch) -> None:
-        """Start the process and wait until it is ready. Call this on a thread that stays alive. Raises
-        SglangNotStarted.
-        """
+        """Start the process and wait until it is ready, on a thread that stays alive. Raises SglangNotStarted."""
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
         with socket.socket() as probe:
@@ -287,9 +273,7 @@ class _SglangProcess:
         return vectors
 
     def memory_bytes(self) -> int:
-        """Return the bytes of memory that the server uses: memory of the GPU, or on a CPU memory of the processes of
-        its session.
-        """
+        """Return the memory that the server uses: of the GPU, or on a CPU of the processes in its session."""
         if not self._is_cpu:
             return max(0, _used_bytes(self._device) - self._before)
         used_bytes = 0
@@ -300,8 +284,8 @@ class _SglangProcess:
         return used_bytes
 
     def end(self) -> None:
-        """Kill the processes of the session; they have no data that would be lost. A second call does nothing, because
-        the system may have assigned the id of the session to another process.
+        """Kill the processes of the session, which have no data to lose. A second call does nothing: the session's id
+        may have a new owner.
         """
         if self._is_over:
             return

@@ -1,7 +1,5 @@
-"""Trace spans of the device: `forward` for the pass of a batch, and `inference` and `postprocess` for each work item in
-the batch.
-
-The spans are recorded after a batch is answered, so that no answer waits for them.
+"""Trace spans of the device: `forward` for the pass of a batch, `inference` and `postprocess` for each work item in it.
+They are recorded after the batch is answered, so that no answer waits for them.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def ran(tracer: Tracer, job: DeviceJob, reply: Reply, began_ns: int, ended_ns: int) -> None:
-    """Record the trace spans of a batch that the device ran from `began_ns` to `ended_ns`, nanoseconds since 1970. A
-    batch without a trace gets no span.
+    """Record the trace spans of a batch that ran from `began_ns` to `ended_ns`, nanoseconds since 1970. A batch without
+    a trace gets none.
     """
     batch = job.message
     if not batch.traceparent:

@@ -1,12 +1,11 @@
-"""Fixed dimensional encodings: a single vector for each set of token vectors. Inner products of these vectors
-approximate MaxSim.
+"""Fixed dimensional encodings: one vector for each set of token vectors. Their inner products approximate MaxSim.
 
 token rows ──► partition of each token, per repetition ──► sum (query) or mean (document) of each ──► count sketch ──►
 [items, width]
 
 Source: "MUVERA: Multi-Vector Retrieval via Fixed Dimensional Encodings" (Dhulipala et al. 2024), section 2. Partitions
-are numbered by Gray code. The items of a batch, and their repetitions, are computed in blocks of limited size, so that
-memory does not grow with the batch.
+are numbered by Gray code. Items and repetitions are computed in blocks of limited size, so that memory does not grow
+with the batch.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from torch import Tensor
 
 from sie_contracts.models.muvera import Muvera
 
-# limit for the bytes of one intermediate result in float32; the same result in float64 has twice as many
+# limit for the bytes of one intermediate result in float32; in float64 it has twice as many
 BLOCK_BYTES = 32 << 20
-# the same limit on a CPU, so that the result fits the cache of the CPU: with 16 MiB the computation took 1.4 times as
-# long on an AMD EPYC (bench/muvera.py --block-mib)
+# limit on a CPU, so that the result fits the CPU's cache: 16 MiB took 1.4 times as long on an AMD EPYC (bench/muvera.py
+# --block-mib)
 CPU_BLOCK_BYTES = 2 << 20
 _MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
 
@@ -50,15 +49,15 @@ def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Ten
 
 
 def _token_bytes(dim: int, parameters: Muvera) -> int:
-    """Return the bytes per token of the largest intermediate result. This result has either a row of floats per token,
-    for one repetition, or an index per token for each repetition.
+    """Return the bytes per token of the largest intermediate result: a row of floats for one repetition, or an index
+    for each repetition.
     """
     return max(4 * dim, 4 * (parameters.projection_dim or 0), 8 * parameters.num_repetitions, 32)
 
 
 def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of items. The tokens of a range, and its partitions of one repetition, need at most `budget` bytes.
-    An item that needs more is a range alone.
+    """Yield ranges of items whose tokens, and whose partitions of one repetition, need at most `budget` bytes. An item
+    that needs more is a range alone.
     """
     item_bytes = 4 * parameters.partitions * (parameters.projection_dim or dim)
     token_bytes = _token_bytes(dim, parameters)
@@ -74,9 +73,7 @@ def _item_blocks(lengths: list[int], dim: int, parameters: Muvera, budget: int) 
 def _encode_block(
     rows: Sequence[Tensor], parameters: Muvera, matrices: _Matrices, result: Tensor, budget: int, *, is_query: bool
 ) -> None:
-    """Compute the encodings of the items `rows`, and add them to `result` [items, width], which the caller has set to
-    zeros.
-    """
+    """Add the encodings of the items `rows` to `result` [items, width], which the caller has set to zeros."""
     device, items, partitions = result.device, len(rows), parameters.partitions
     lengths = torch.tensor([len(item) for item in rows])
     item_of = torch.repeat_interleave(torch.arange(items), lengths).to(device)  # shape [tokens]
@@ -109,9 +106,8 @@ def _encode_block(
 def _partitions_of(tokens: Tensor, parameters: Muvera, planes: Tensor, budget: int) -> Tensor:
     """Return the partition of each token in each repetition, int64 [tokens, repetitions].
 
-    Signs come from a product in float64. In float32 the shape of a batch selects the kernel, and the rounding of the
-    kernel can move a token to the other side of a plane: another item of the batch could change the partition of a
-    token. MPS has no float64.
+    Signs come from a product in float64 (float32 on MPS). In float32 the shape of a batch selects the kernel, whose
+    rounding could move a token to the other side of a plane: another item of the batch could change its partition.
     """
     repetitions, projections = parameters.num_repetitions, parameters.num_simhash_projections
     encoded = []
@@ -128,8 +124,8 @@ def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
     """Return the sum or the mean of the vectors in each bag, [bags, cell]. A bag has the tokens of an item that are in
-    one partition of one repetition. `bag_of` [entries]: the bag of each entry; an entry is a token in one repetition,
-    and its vector is row entry // `repeats`. The entries of an item are in the order of its tokens.
+    one partition of one repetition. `bag_of` [entries]: the bag of each entry, a token in one repetition, whose vector
+    is row entry // `repeats`. The entries of an item are in the order of its tokens.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -144,12 +140,9 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return for each bag the nearest entry of its item, int64 [bags]; -1 if the item has no entry. The distance is the
-    Hamming distance between the bits of two partitions: the bag's and the entry's. Of several nearest entries, the
-    first is returned.
-
-    A Hamming distance is a sum over bits, so the minimum is found one bit at a time, without a comparison of each token
-    with each partition.
+    """Return for each bag the nearest entry of its item, the first of equals, int64 [bags]; -1 if the item has no
+    entry. The distance is the Hamming distance between the bits of the bag's partition and the entry's: a sum over
+    bits, so the minimum is found one bit at a time, without a comparison of each token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries
@@ -182,18 +175,14 @@ class _Sketch:
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """Count sketches that project token vectors to `cell` columns, one for each repetition. Each tensor is
-    [repetitions, dim].
-    """
+    """Count sketches that project token vectors to `cell` columns, one for each repetition: [repetitions, dim] each."""
 
     columns: Tensor
     signs: Tensor
     cell: int
 
     def projected(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """Return `tokens` [tokens, dim] projected by the sketches of the repetitions from `first` to before `last`:
-        [tokens, (last - first) * cell].
-        """
+        """Return `tokens` [tokens, dim] by the sketches `first` to `last` - 1: [tokens, (last - first) * cell]."""
         count = last - first
         columns = self.columns[first:last] + self.cell * torch.arange(count, device=tokens.device)[:, None]
         values = tokens[:, None] * self.signs[first:last]
@@ -220,8 +209,8 @@ class _Matrices:
 
 
 def _draw(parameters: Muvera, dim: int, device: torch.device) -> _Matrices:
-    """Draw the random matrices from the seeds. The order of draws must not change, because indexes are built with these
-    matrices: each matrix is drawn from a new random stream.
+    """Draw the random matrices, each from a new random stream. The order of draws must not change, because clients
+    build indexes with these matrices.
     """
     seeds = range(parameters.seed, parameters.seed + parameters.num_repetitions)
     shape = (dim, parameters.num_simhash_projections)
@@ -245,9 +234,7 @@ def _sketch(seed: int, inputs: int, buckets: int) -> tuple[np.ndarray, np.ndarra
 
 
 class _ProjectionCache:
-    """Cache of random matrices, by the parameters that they are drawn from. The least recently used matrices are
-    dropped first. Thread-safe.
-    """
+    """Cache of random matrices, by their parameters. The least recently used are dropped first. Thread-safe."""
 
     def __init__(self, limit_bytes: int, limit: int) -> None:
         self._limit_bytes, self._limit = limit_bytes, limit
@@ -262,7 +249,7 @@ class _ProjectionCache:
             if held is not None:
                 self._held.move_to_end(key)
                 return held
-        # computed without the lock: two threads may draw the same matrices, but no other thread waits
+        # without the lock: two threads may draw the same matrices, but no other thread waits
         drawn = _draw(parameters, dim, device)
         with self._lock:
             self._held[key] = drawn

@@ -1,3 +1,9 @@
-"""Model families, one in each file. `sie_contracts.models.families` has a row for each family with the name of its
-class.
+"""Model families, one in each file. `sie_contracts.models.families` names the class of each family.
+
+The class of a family loads a model from its folder, offline. It raises ModelLoadFailed, for example INCOMPATIBLE for
+weights, limits or files that do not fit the entry, and ImportError without the package of the family.
+
+Its static method `fault_of_files` returns the reason why a load would refuse the folder, or an empty string. It runs no
+code of the folder, and raises ModelLoadFailed for tensors that do not fit the model class. Only the extraction families
+read weights in it.
 """

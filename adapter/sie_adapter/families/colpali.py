@@ -1,6 +1,4 @@
-"""Model class of ColPali (on PaliGemma) for the module `vision_language`: images of one size, and bidirectional
-attention.
-"""
+"""Model class of ColPali (on PaliGemma) for `vision_language`: images of one size, and bidirectional attention."""
 
 from __future__ import annotations
 
@@ -23,13 +21,11 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: transformers, ColPaliProcessor
-# divisor: the image encoder takes about as long for 4 patches as the language model for one token
+# divisor of an image's patches: 4 of them take about as long in the image encoder as one token in the language model
 _PATCHES_PER_TOKEN = 4
 
 
 class ColPali:
-    """Model class of ColPali in `vision_language`: its output is one vector per token."""
-
     output = "multivector"
 
     @staticmethod
@@ -75,9 +71,7 @@ class ColPali:
 
 
 def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
-    """Return for each operation how inputs become ids, for a model with token vectors. Scores are computed from these
-    vectors.
-    """
+    """Return for each operation how inputs become rows of ids. Scores are computed from the token vectors."""
     return {
         "encode": Rows("text", vectors=width, images=images, image_tokens=tokens),
         "score": Rows("sides", vectors=width, images=images, image_tokens=tokens),
@@ -85,9 +79,7 @@ def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Make attention bidirectional: each token attends to all tokens of its sequence. Transformers' model does the same
-    if its processor sets token types.
-    """
+    """Let each token attend to all tokens of its sequence, as in transformers if the processor sets token types."""
     language.config.is_causal = False
     for module in language.modules():
         if hasattr(module, "is_causal"):

@@ -45,8 +45,7 @@ from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space
-# end id in old configurations, which is wrong: for these, transformers' CLIPTextModel reads the state at the largest id
-# instead
+# wrong end id of old configurations: for these, transformers' CLIPTextModel reads the state at the largest id instead
 _ARGMAX_EOS = 2
 
 
@@ -61,8 +60,8 @@ class _DualPass(PackedBatch):
 
 
 class TextTower(Protocol):
-    """Text encoder of a dual encoder. `filled`: the number of tokens to which each text is padded with the id `filler`;
-    0: texts are not padded. `width`: width of a vector.
+    """Text encoder of a dual encoder. `filled`: the number of tokens to which each text is padded with the id `filler`,
+    0 for no padding. `width`: width of a vector.
     """
 
     filled: int
@@ -74,12 +73,8 @@ class TextTower(Protocol):
 
 
 class _ImageTextTowers(TextTower, Protocol):
-    """The two encoders, for texts and for images, of one model class."""
-
     def image(self, pixels: Tensor) -> Tensor:
-        """Return the vector of each image, float32 [images, width], from normalised pixels [images, 3,
-        height, width].
-        """
+        """Return vectors, float32 [images, width], from normalised pixels [images, 3, height, width]."""
 
 
 class _Clip:
@@ -99,9 +94,7 @@ class _Clip:
         return self._of_text(hidden[ends].float())
 
     def _ends(self, packed: PackedBatch) -> Int64:
-        """Return the index of the token whose state is the result of a sequence, [sequences]: its first end token, or
-        its first token if it has none.
-        """
+        """Return the index of the token that represents each sequence: its first end token, else its first token."""
         starts = packed.bounds[: len(packed.order)].astype(np.int64)
         lengths = packed.lengths[: len(packed.order)]
         ids = packed.ids[: int(lengths.sum())]
@@ -118,14 +111,14 @@ class _Clip:
 
 
 class _Siglip:
-    """SigLIP, which pads texts to the length of its training; its text vector is the state of the last token. Source:
+    """SigLIP, which pads texts to the length of its training and reads the state of the last token. Source:
     transformers, SiglipModel.
     """
 
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # the head is replaced, because the tower's own pass would run the float32 head on states that may have 16 bits
+        # the head, which is float32, is replaced: in the tower's own pass it could get states of 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -145,17 +138,15 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 
 class VectorHead:
-    """Head that returns the vector of each row of a pass. The check of a loaded model (`certificate`) compares passes
-    of the text tower alone; for these passes, the head computes the vectors from the hidden states.
+    """Head that returns the vector of each row. The check of a loaded model (`certificate`) runs passes of the text
+    tower alone; for them, the head computes the vectors from the hidden states.
     """
 
     def __init__(self, towers: TextTower) -> None:
         self._towers = towers
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput if the batch requests a pooling, because a dual
-        encoder has only one.
-        """
+        """Return vectors, float32 [width] each. Raises InvalidInput for a pooling: a dual encoder has only one."""
         if states.pooling:
             raise InvalidInput(
                 "pooling: a dual encoder has no choice of pooling", reason="unknown_option", param="pooling"
@@ -167,16 +158,13 @@ class VectorHead:
 
 
 class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Embeddings of a text tower without its limit on the tokens of a pass. The packed texts of a pass may be longer in
-    total than the limit of a single text.
-    """
+    """Embeddings of a text tower without its limit on tokens: packed texts together may be longer than one text."""
 
     def __init__(self, source: Any) -> None:
         super().__init__()
         self.token_embedding, self.position_embedding = source.token_embedding, source.position_embedding
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return embeddings, [.., tokens, width]."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[-1], device=input_ids.device)[None]
         embeddings: Tensor = self.token_embedding(input_ids) + self.position_embedding(position_ids)
@@ -184,8 +172,8 @@ class _TextEmbeddings(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class TwoTowers(PackedModel, ABC):
-    """Base of models with two encoders: `backbone` encodes rows of token ids, the other encoder encodes rows of images
-    or sounds. Each row gets one vector.
+    """Base of models with two encoders: `backbone` for rows of token ids, the other for rows of images or sounds. Each
+    row gets one vector.
     """
 
     _towers: TextTower
@@ -243,15 +231,8 @@ class TwoTowers(PackedModel, ABC):
 
 
 class DualEncoder(TwoTowers):
-    """Loaded model of texts and images; `backbone` is the text encoder."""
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         _model_type(folder, entry)
         _processor(folder, entry)
         tokenizer = _tokenizer(folder, entry.load)
@@ -263,9 +244,6 @@ class DualEncoder(TwoTowers):
         return fault_of_tokenizer(tokenizer, table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
-        entry.
-        """
         kind = _model_type(folder, entry)
         super().__init__(entry, compute)
         recipe, normalisation = _processor(folder, entry)
@@ -310,17 +288,15 @@ class DualEncoder(TwoTowers):
 
 
 def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns images into pixels, and the normalisation of the pixels. Raises ModelLoadFailed."""
     return (open_clip.processor_of_open_clip if open_clip.is_open_clip(folder) else processor_of)(folder, entry)
 
 
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of `folder`, which normalises texts as in the training of the model. Raises ModelLoadFailed.
 
-    SigLIP was trained on texts in lower case. The texts of its first version also had no punctuation and no two spaces
-    in a row; transformers applies this normalisation only in a slow tokenizer. open_clip applies it too, and also
-    replaces an underscore by a space. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip,
-    canonicalize_text.
+    SigLIP was trained on texts in lower case; for its first version, punctuation and repeated spaces were removed too,
+    which transformers does only in a slow tokenizer. open_clip does so too, and replaces an underscore by a space.
+    Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
     """
     is_open_clip = open_clip.is_open_clip(folder)
     if not is_open_clip and read_json(folder / "config.json").get("model_type") != "siglip":

@@ -13,20 +13,18 @@ from sie_adapter.heads import Row
 from sie_contracts.wire.ipc import Group, RunBatch
 
 _OUTSIDE = "O"
-# prefix of a tag -> whether its token begins an entity even if the tag before it has the same label. The prefixes are
-# from BIO, BIOES and BILOU.
+# prefix of a tag (BIO, BIOES, BILOU) -> whether its token begins an entity even after a token of the same label
 _BEGINS = {"B-": True, "S-": True, "U-": True, "I-": False, "E-": False, "L-": False}
 
 
 def entities(
     message: RunBatch, group: Group, logits: Sequence[Row], places: list[int], names: Sequence[str]
 ) -> ItemResults:
-    """Return the entities of each text, in the order of their offsets, from float32 logits [tokens, labels] of the rows
-    `places`.
+    """Return the entities of each text, by offset, from float32 logits [tokens, labels] of the rows `places`.
 
-    Neighbouring tokens with one label are one entity, unless the tag of the second token begins another entity. The
-    score of an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple"
-    of transformers' token-classification pipeline, which supports only B- and I-.
+    Neighbouring tokens with one label are one entity, unless the tag of the second token begins another. The score of
+    an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple" of
+    transformers' token-classification pipeline, which supports only B- and I-.
     """
     ends = np.cumsum(np.frombuffer(message.lengths, "<i4"))
     offsets = np.frombuffer(message.offsets, "<i4").reshape(-1, 2)

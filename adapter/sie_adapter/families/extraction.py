@@ -1,5 +1,4 @@
-"""Code that the extraction families share: options, tokenisation before a batch runs, windows over long texts, padded
-passes, and the load of weights.
+"""Code that the extraction families share: options, tokenisation, windows over long texts, padded passes, weights.
 
 texts, options ──► groups with equal options ──► make: words, ids, padded passes ──► run, on the device ──► results
                                                └─ off the device thread, in a Preparation ─┘
@@ -57,8 +56,7 @@ class ExtractOptions:
 
     `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
     ranges of the text that the client names. `instruction`: the prompt of a reader. `parts`: the parts of a schema to
-    answer, in addition to the labels. `part`: the part that these options are for, if a schema has become options for
-    each of its parts (`by_part`).
+    answer, in addition to the labels. `part`: the one part that these options are for (`by_part`).
     """
 
     labels: tuple[str, ...]
@@ -70,9 +68,7 @@ class ExtractOptions:
     part: SchemaPart | None = None
 
     def threshold_or(self, default: float) -> float:
-        """Return the lowest allowed score of a result: the threshold of the request, else of the entry, else
-        `default`.
-        """
+        """Return the lowest allowed score: the threshold of the request, else of the entry, else `default`."""
         least: float = self.parameters.get("threshold", default) if self.threshold is None else self.threshold
         return float(least)
 
@@ -83,9 +79,7 @@ class ExtractOptions:
 
 
 class PreparedTexts(Protocol):
-    """Texts with equal options, tokenised and padded for the device. `padding`: the number of positions in their passes
-    that hold no token.
-    """
+    """Tokenised, padded texts with equal options. `padding`: positions without a token in their passes."""
 
     @property
     def padding(self) -> int: ...
@@ -98,8 +92,8 @@ Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
 
 
 class Preparation:
-    """Texts of one batch that were tokenised before the batch runs. `seconds`: duration of the preparation. `padding`:
-    positions without a token in the passes that ran.
+    """Texts of a batch that were tokenised before it runs. `seconds`: duration of the preparation. `padding`: positions
+    without a token in the passes that ran.
     """
 
     def __init__(self) -> None:
@@ -108,22 +102,18 @@ class Preparation:
         self._prepared: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def make(self, texts: Sequence[str], options: Sequence[ExtractOptions], make: Make[Any]) -> None:
-        """Tokenise the texts. Errors are dropped here: `run_alike` tokenises the text again, gets the same error and
-        returns it for the text.
-        """
+        """Tokenise the texts. Errors are dropped here: `run_alike` gets them again and returns them."""
         for option, chosen in _alike(options):
             some = [texts[index] for index in chosen]
             try:
                 self._prepared[option.same(), tuple(some)] = self._timed(some, option, make)
             except SIEError:
                 continue
-            except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` assigns it
+            except Exception as error:  # noqa: BLE001  model code may raise anything; `run_alike` returns it
                 _logger.debug("texts for an extraction could not be prepared: %s", type(error).__name__)
 
     def pop_or_make(self, texts: Sequence[str], option: ExtractOptions, make: Make[M]) -> M:
-        """Return the tokenised form of these texts, and remove it from this object. Texts that were not tokenised
-        before are tokenised now.
-        """
+        """Return the tokenised form of these texts, and remove it from this object. Tokenise them if necessary."""
         prepared: M | None = self._prepared.pop((option.same(), tuple(texts)), None)
         if prepared is None:
             prepared = self._timed(texts, option, make)
@@ -139,9 +129,8 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of extraction families, which tokenise texts themselves instead of in the sidecar. `_make` tokenises on the
-    host, `_extract` runs on the device, each with texts that have equal options. `max_tokens`: tokens of one sequence,
-    labels included.
+    """Base of extraction families, which tokenise texts themselves instead of in the sidecar: `_make` on the host, then
+    `_extract` on the device, each with texts of equal options. `max_tokens`: tokens of one sequence, labels included.
     """
 
     max_tokens: int
@@ -149,9 +138,7 @@ class Extractor(ABC, Generic[M]):
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw")}
 
     def _describe(self, model: torch.nn.Module, encoder: Any, tokenizer: Tokenizer) -> None:
-        """Set the attributes that every loaded model has. `tokenizer`: the tokenizer of `encoder`, without padding and
-        truncation.
-        """
+        """Set the attributes of every loaded model. `tokenizer`: that of `encoder`, without padding and truncation."""
         self._counter = tokenizer
         self.tokenizer: bytes = tokenizer.to_str().encode()
         self.vocabulary: int = encoder.get_input_embeddings().num_embeddings
@@ -159,9 +146,7 @@ class Extractor(ABC, Generic[M]):
         self.attention = f"{encoder.config._attn_implementation} padded"
 
     def _check_room(self, tokens: int) -> None:
-        """Raise InvalidInput if labels with `tokens` tokens leave less than an eighth of the tokens of a pass to the
-        text.
-        """
+        """Raise InvalidInput if labels of `tokens` tokens leave less than an eighth of a pass to the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
             raise labels_refused(f"they need {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
@@ -174,7 +159,6 @@ class Extractor(ABC, Generic[M]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], preparation: Preparation | None = None
     ) -> list[Result]:
-        """Return a result for each text, or an error instead."""
         with torch.inference_mode():
             results = run_alike(*by_part(texts, options), self._make, self._extract, preparation)
         return with_answers(results, options)
@@ -200,7 +184,7 @@ def _options_of_parts(options: ExtractOptions) -> list[ExtractOptions]:
 
 
 def _options_of_part(options: ExtractOptions, part: SchemaPart) -> ExtractOptions:
-    """Return the options that read one part. All scores of a decision are returned, whatever the threshold."""
+    """Return the options that read one part. A decision needs the scores of all labels, so its threshold is 0."""
     if isinstance(part, TextRecord):
         return replace(options, labels=(), parts=(), part=part)
     prompt = " ".join(filter(None, (options.instruction, part.question)))
@@ -266,10 +250,8 @@ def run_alike(
     run: Run[M],
     preparation: Preparation | None = None,
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, with the tokenised texts that have these options. Returns one
-    result per text, in the order of the texts; an error takes the place of a result.
-
-    Raises only errors of the whole device: out of memory, or a lost device.
+    """Call `run` once for each set of equal options, with its tokenised texts. Return one result or error per text, in
+    order. Raises only errors of the whole device: out of memory, or a lost device.
     """
     prepared = preparation or Preparation()
     return by_options(texts, options, lambda some, option: run(some, option, prepared.pop_or_make(some, option, make)))
@@ -278,9 +260,9 @@ def run_alike(
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, with the inputs that have these options. If it raises a SIEError,
-    this error is the result of each of these inputs; after any other error, they run again one by one. Returns results
-    in the order of the inputs. Raises the same errors as `run_alike`.
+    """Call `run` once for each set of equal options, with its inputs. A SIEError is the result of each of these inputs;
+    after any other error, they run again one by one. Return results in the order of the inputs. Raises the errors of
+    `run_alike`.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -289,7 +271,6 @@ def by_options(
 
 
 def _alike(options: Sequence[ExtractOptions]) -> list[tuple[ExtractOptions, list[int]]]:
-    """Return the distinct options, each with the indices of the inputs that have these options."""
     alike: dict[bytes, list[int]] = {}
     for index, option in enumerate(options):
         alike.setdefault(option.same(), []).append(index)
@@ -313,8 +294,8 @@ def _attempt(
 
 
 def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
-    """Return the number of positions without a token in these passes. Each element of `chosen` is a pass, which is
-    padded to its longest sequence.
+    """Return the number of positions without a token in these passes. `chosen`: for each pass the indices of its
+    sequences, which are padded to the longest.
     """
     return sum(
         len(part) * max(lengths[index] for index in part) - sum(lengths[index] for index in part) for part in chosen
@@ -322,11 +303,9 @@ def padding_of(lengths: Sequence[int], chosen: Iterable[Sequence[int]]) -> int:
 
 
 def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Yield passes, shortest sequences first. A pass is a list of indices of sequences that are padded to one length
-    and run together.
-
-    A pass has at most `budget` positions, padding included, and at most _WASTE positions for each token. A sequence
-    that is longer runs alone.
+    """Yield passes, shortest sequences first: lists of indices of sequences that are padded to one length and run
+    together. A pass has at most `budget` positions, padding included, and at most _WASTE positions for each token. A
+    longer sequence runs alone.
     """
     chosen: list[int] = []
     real = 0
@@ -342,9 +321,9 @@ def passes(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 
 def windows(sizes: Sequence[int], room: int, max_words: int, min_shared: int) -> Iterator[tuple[int, int]]:
-    """Yield the windows of a text, each as its first word and its last word + 1. `sizes`: the number of tokens of each
-    word. A window has at most `max_words` words and `room` tokens, but at least one word. An eighth of its words, at
-    least `min_shared` but at most half of them, are also in the next window.
+    """Yield the windows of a text, as (first word, last word + 1). `sizes`: the tokens of each word. A window has at
+    most `max_words` words and `room` tokens, but at least one word. An eighth of its words, at least `min_shared` but
+    at most half of them, are also in the next window.
     """
     start, stop, tokens = 0, 0, 0
     while start < len(sizes):
@@ -369,9 +348,9 @@ class TextWindow:
 
 
 def own_ranges(spans: Sequence[TextWindow]) -> list[tuple[int, int]]:
-    """Return for each window of a text a range of words, begin and end. An entity that a window finds counts only if
-    its first word is in the range of this window. Windows overlap; the ranges of two windows meet in the middle of
-    their overlap, so each entity counts in the window that has more words around it.
+    """Return for each window a range of words (begin, end): an entity that this window finds counts only if its first
+    word is in the range. The ranges of two windows meet in the middle of their overlap, so each entity counts in the
+    window that has more words around it.
     """
     middles = [(following.start + window.stop) // 2 for window, following in pairwise(spans)]
     return list(zip([0, *middles], [*middles, spans[-1].stop], strict=True)) if spans else []
@@ -381,8 +360,8 @@ def words_with_tokens(
     tokenizer: Tokenizer, split: Sequence[tuple[str, int, int]], longest: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[str, int, int]]]:
     """Return the ids of the words, the number of tokens of each word, and the rows of `split` (word, start, end). Words
-    without tokens, such as a variation selector, are left out, since they give the model no input. Only the first
-    `longest` characters of a word are tokenised.
+    without tokens, such as a variation selector, are left out: they give the model no input. Only the first `longest`
+    characters of a word are tokenised.
     """
     counted = [
         tokens_of(tokenizer, [word[:longest] for word, _, _ in split[begin : begin + _WORDS_PER_COUNT]])
@@ -418,14 +397,11 @@ def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Re
 
 
 def scores_not_finite() -> InferenceFailed:
-    """Return the error of a text whose scores are not finite."""
     return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")
 
 
 def absolute_positions(encoder: Any) -> int:
-    """Return the number of tokens for which the encoder has a position in its table; 0 for an encoder without a
-    table.
-    """
+    """Return the number of tokens in the encoder's table of absolute positions; 0 if it has none."""
     table = getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)
     if table is None:
         return 0
@@ -433,31 +409,28 @@ def absolute_positions(encoder: Any) -> int:
 
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
-    """Set the length at which a transformers tokenizer truncates, and return it, in tokens with special tokens.
-
-    The length is the smaller of the tokenizer's own limit and the encoder's number of absolute positions. For encoders
-    without a table of positions, `otherwise` replaces this number.
+    """Set the length at which a transformers tokenizer truncates, and return it, in tokens with special tokens: the
+    smaller of the tokenizer's own limit and the encoder's absolute positions, or `otherwise` for an encoder without
+    them.
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)
 
 
 def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None:
-    """Remove `auto_map` from the configuration of a backbone, unless `trusted`: the packages would import the code that
-    it names.
-    """
+    """Remove `auto_map` from a backbone's configuration unless `trusted`: packages would import the code it names."""
     if config is not None and not trusted:
         config.pop("auto_map", None)
 
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
-    """Replace the name of a backbone, `raw[name]`, by the path of its local folder. The folder is below the model's
-    folder, or else in the hub cache. If the backbone's configuration `raw[part]` is missing, read it from this folder.
-    Raises ModelLoadFailed NOT_FOUND if the folder does not exist.
+    """Replace the name of a backbone, `raw[name]`, by the path of its folder below the model's folder, or else in the
+    hub cache. Read its configuration `raw[part]` from there if missing. Raises ModelLoadFailed NOT_FOUND without such a
+    folder.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
-        # if the model is in a hub cache, its backbones are searched in the same cache
+        # a model in a hub cache has its backbones in the same cache
         cache = folder.parents[2] if folder.parent.name == "snapshots" else None
         try:
             backbone = Path(snapshot_download(raw[name], cache_dir=cache, local_files_only=True))
@@ -473,8 +446,8 @@ def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, e
 
 
 def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOptions) -> None:
-    """Remove references to code from the configuration of a backbone. Raises ModelLoadFailed INCOMPATIBLE for a model
-    type that transformers does not have.
+    """Remove references to code from a backbone's configuration. Raises ModelLoadFailed INCOMPATIBLE for a model type
+    that transformers does not have.
     """
     if config is None:
         return
@@ -518,8 +491,8 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if `names` are keys of weights that do not fit the model. `misfit`: the kind
-    of fault, for the message. Keys of a pooler, which never runs, and of position ids do not count.
+    """Raise ModelLoadFailed INCOMPATIBLE if `names` has keys of weights other than those of a pooler, which never runs,
+    and of position ids. `misfit`: the fault of the keys, for the message.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise load_failed(
@@ -528,9 +501,7 @@ def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None
 
 
 def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:
-    """Return the reason why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they
-    fit.
-    """
+    """Return why the tokenizer's ids do not fit the encoder's table of embeddings; an empty string if they do."""
     return fault(tokenizer, encoder.get_input_embeddings().num_embeddings)
 
 

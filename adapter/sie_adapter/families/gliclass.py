@@ -1,12 +1,12 @@
-"""GLiClass, by the package `gliclass`: scores for the classes that a request names. One prompt contains the labels and
-the text.
+"""GLiClass, by the package `gliclass`: scores for the classes of a request. One prompt contains the labels and the
+text.
 
     text, labels ──► the package's prompt ──► ids; only the text may be truncated ──► passes of equal length ──►
     softmax or sigmoid
 
-The prompt may also have an instruction, and `examples` of texts with their labels, which models of the kind instruct
-were trained with. A score depends on all labels and their order. Scores are a softmax over the labels of a request;
-with `multi_label` each label has a sigmoid instead.
+The prompt may also have an instruction, and `examples` of texts with their labels, for which the models named instruct
+were trained. A score depends on all labels and their order. Scores are a softmax over the labels of a request; with
+`multi_label` each label has a sigmoid instead.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut o
 
 @dataclass(frozen=True)
 class GliclassTexts:
-    """Tokenised texts. `results`: a result for each text; a forward pass replaces the results of its texts. `passes`:
-    for each pass the indices of its texts, and their padded ids. `padding`: number of positions without a token.
+    """Tokenised texts. `results`: a result for each text, until a pass replaces it. `passes`: for each pass the indices
+    of its texts, and their padded ids. `padding`: number of positions without a token.
     """
 
     results: list[Result]
@@ -59,9 +59,7 @@ class GliclassTexts:
 
 @dataclass(frozen=True)
 class _Around:
-    """Parts of a prompt other than labels and text: the instruction and the examples. `examples`: maps with `text` and
-    `labels`.
-    """
+    """Instruction and examples of a prompt. `examples`: maps with `text` and `labels`."""
 
     examples: tuple[dict[str, Any], ...]
     instruction: str
@@ -74,26 +72,20 @@ class GliclassModel(Extractor[GliclassTexts]):
     """Loaded GLiClass of the uni-encoder kind. `extract` may run on several threads at once.
 
     A result is `{"classifications": [{label, score}]}`, best first: all labels whose score reaches the threshold
-    (default 0). A text of white space has no classifications. Instead of a result, an input gets an InvalidInput if the
-    labels cannot be used, or if the text contains a token that separates the parts of the prompt. It gets an
-    InferenceFailed if the scores are not finite.
+    (default 0). A text of white space has no classifications. An input gets an InvalidInput if the labels cannot be
+    used, or if the text contains a token that separates the parts of the prompt, and an InferenceFailed if the scores
+    are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens; longer
-    texts are cut.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit with labels and special tokens; longer texts are
+    cut.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         encoder = empty_gliclass(folder, entry, entry.load).model.encoder_model
         return tokenizer_fault(bare_tokenizer(read_tokenizer(folder)), encoder)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         from gliclass.pipeline import UniEncoderZeroShotClassificationPipeline
 
         self._device = compute.device
@@ -106,8 +98,7 @@ class GliclassModel(Extractor[GliclassTexts]):
             self._model, self._tokenizer, max_length=self.max_tokens, device=compute.device, progress_bar=False
         )
         self._describe(self._model, encoder, bare_tokenizer(self._tokenizer))
-        # one thread at a time: a fast tokenizer raises if a second thread calls it while its padding or truncation is
-        # being set
+        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
         self._tokenizing = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GliclassTexts:
@@ -137,8 +128,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return results
 
     def _passes(self, lengths: list[int]) -> list[list[int]]:
-        """Return the texts of each pass, as indices. The package includes padding in the pooling, except with the
-        pooling `first`. So with other poolings, all texts of a pass have the same length.
+        """Return the texts of each pass, as indices. They have one length, because the package pools padding too; with
+        the pooling `first` it does not, and lengths may differ.
         """
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         if self._model.config.pooling_strategy == "first":
@@ -150,9 +141,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         ]
 
     def _prompt_tokens(self, labels: list[str], around: _Around) -> int:
-        """Return the number of tokens of a request without its text. Raises InvalidInput for labels, examples or an
-        instruction that cannot be used.
-        """
+        """Count the tokens of a request without its text. Raises InvalidInput for an unusable part of it."""
         if not labels:
             raise labels_refused("expected at least one")
         limit = self._pipeline._resolve_max_num_classes(labels, True) or self._model.config.max_num_classes
@@ -177,8 +166,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return prompt
 
     def _encoded(self, texts: list[str], labels: list[str], around: _Around, prompt: int) -> list[list[int]]:
-        """Return the token ids of each text with its labels, at most `max_tokens`. If labels or examples follow the
-        text, the text is truncated here, because the package would truncate the labels or examples.
+        """Return the ids of each text with its labels, at most `max_tokens`. A text before labels or examples is
+        truncated here, because the package would truncate the labels or examples.
         """
         if not texts:
             return []
@@ -196,8 +185,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """Return the text. Of a very long text, return only the first words, with more tokens than the model reads, so
-        that the rest of the text is not tokenised.
+        """Return a text; of a very long one only its first words, with more tokens than the model reads, so that the
+        others are not tokenised.
         """
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
@@ -229,9 +218,7 @@ def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) 
 
 
 def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`, without weights. Names and shapes of the weights are compared as in a load,
-    with the same errors.
-    """
+    """Build the model on the device `meta`, compare the weights' names and shapes, and raise the errors of a load."""
     return _from_files(folder, entry, load, {"device_map": "meta"})
 
 

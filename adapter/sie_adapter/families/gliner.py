@@ -1,5 +1,5 @@
-"""GLiNER, by the package `gliner`: entities of the types that a request names. Models score spans or tokens, and have
-one or two encoders.
+"""GLiNER, by the package `gliner`: entities of the types in a request. Models score spans or tokens, with one or two
+encoders.
 
     text ──► words that have tokens ──► windows of at most max_len words that overlap ──► passes of equal length
          ──► the package's collator, model and decoder ──► spans of words ──► joined over the windows ──► character
@@ -45,14 +45,14 @@ from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
-# largest number of tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass
-# need about 0.2 MB per word at a width of 512
+# limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
+# about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 # a word is cut to this number of characters per token of a pass, since the model reads only its first token
 _CHARACTERS_PER_TOKEN = 16
-# largest number of candidates of a window that are decoded, best first: the decoder compares each candidate with all
-# selected ones, or in a token-level model each start with each end
+# limit for the candidates of a window that are decoded, best first: the decoder compares each with all selected ones,
+# or in a token-level model each start with each end
 _CANDIDATES = 2048
 # the same limit for flat entities with one label each, of which the decoder selects few
 _FLAT_CANDIDATES = 8192
@@ -65,9 +65,7 @@ Span = tuple[int, int, str, float]  # entity in a text: first word, last word, l
 
 @dataclass(frozen=True)
 class _GlinerWords:
-    """Words of one text that have tokens. `sizes`: the number of tokens of each word. `starts` and `ends`: the offsets
-    of each word in the text, in characters.
-    """
+    """Words of a text that have tokens. `sizes`: the tokens of each. `starts`, `ends`: its offsets in characters."""
 
     strings: list[str]
     sizes: list[int]
@@ -77,9 +75,7 @@ class _GlinerWords:
 
 @dataclass(frozen=True)
 class GlinerTexts:
-    """Tokenised texts. `passes`: for each pass its windows of texts, and their ids as the package's collator returns
-    them, on the host.
-    """
+    """Tokenised texts. `passes`: for each pass its windows, and the result of the package's collator, on the host."""
 
     labels: list[str]
     words: list[_GlinerWords]
@@ -101,8 +97,8 @@ class GlinerModel(Extractor[GlinerTexts]):
     """Loaded GLiNER. `extract` may run on several threads at once.
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start. Offsets are code points of the
-    text, `end` is exclusive. A text without words has no entities. Instead of a result, an input gets an InvalidInput
-    if the labels cannot be used. It gets an InferenceFailed if the scores are not finite.
+    text, `end` is exclusive. A text without words has no entities. An input gets an InvalidInput if the labels cannot
+    be used, and an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels and special tokens;
     longer texts take several windows.
@@ -110,11 +106,6 @@ class GlinerModel(Extractor[GlinerTexts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         model = empty_gliner(folder, entry, entry.load)
         layers, processor = model.model.token_rep_layer, model.data_processor
         cause = tokenizer_fault(bare_tokenizer(processor.transformer_tokenizer), layers.bert_layer.model)
@@ -123,7 +114,6 @@ class GlinerModel(Extractor[GlinerTexts]):
         return cause
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         self._device = compute.device
         self.precision = compute.precision
         self._gliner = load_gliner(folder, entry, load, compute)
@@ -135,8 +125,8 @@ class GlinerModel(Extractor[GlinerTexts]):
             return_tokens=True,
             return_id_to_classes=True,
             prepare_labels=False,
-            # the collator must prepare labels for a token-level bi-encoder, although they are not read: the processor
-            # counts them
+            # the collator must also prepare labels for a token-level bi-encoder, which does not read them: the
+            # processor counts them
             prepare_entities=self._is_token_level,
         )
         layers = self._gliner.model.token_rep_layer
@@ -146,8 +136,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.max_tokens = bound_length(
             self._processor.transformer_tokenizer, encoder, TOKENS_PER_WORD * self._max_words
         )
-        # one thread at a time: a fast tokenizer raises if a second thread calls it while its padding or truncation is
-        # being set
+        # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
         self._tokenizing = threading.Lock()
         self._label_vectors: _LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
@@ -207,9 +196,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """Return the number of tokens of a window without the text. Raises InvalidInput for labels that cannot be
-        used.
-        """
+        """Return the number of tokens of a window without the text. Raises InvalidInput for unusable labels."""
         prompt = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         encoding = self._counter.encode(prompt, is_pretokenized=True)
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
@@ -220,7 +207,6 @@ class GlinerModel(Extractor[GlinerTexts]):
         return len(encoding.ids)
 
     def _words(self, text: str) -> _GlinerWords:
-        """Split a text into words in the same way as the package."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         _, sizes, words = words_with_tokens(self._counter, list(self._processor.words_splitter(text)), longest)
         return _GlinerWords(
@@ -234,9 +220,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
     def _spans(self, words: list[list[str]], batch: Any, request: _GlinerRequest) -> list[list[Span] | SIEError]:
-        """Run one pass over the words that the package's collator prepared. Return the entities of each row; their
-        positions count the words of the row.
-        """
+        """Run one pass over the collator's batch. Return the entities of each row, in positions of its words."""
         inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
@@ -250,9 +234,7 @@ class GlinerModel(Extractor[GlinerTexts]):
     def _decoded(
         self, logits: Tensor, words: list[str], classes: dict[int, str], request: _GlinerRequest
     ) -> list[Span] | SIEError:
-        """Decode the logits of one window: [words, widths, labels], or [words, labels, (start, end, inside)] for a
-        token-level model.
-        """
+        """Decode a window's logits: [words, widths, labels], if token-level [words, labels, (start, end, inside)]."""
         if not bool(torch.isfinite(logits).all()):
             return scores_not_finite()
         threshold = request.threshold
@@ -294,9 +276,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return {"entities": entities}
 
     def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: _GlinerRequest) -> list[Span]:
-        """Return the entities of the whole text from the entities of its windows. Of entities that overlap, the
-        package's decoder selects.
-        """
+        """Join the entities of a text's windows. The package's decoder selects from those that overlap."""
         joined: list[Span] = []
         last: list[Span] = []
         ranges = own_ranges([window for window, _ in by_window])
@@ -314,8 +294,6 @@ class GlinerModel(Extractor[GlinerTexts]):
 
 
 class _LabelVectors:
-    """Cache of the vectors that a bi-encoder computes for labels. It keeps the most recently used labels."""
-
     def __init__(self, layers: Any, tokenizer: Any, tokenizing: threading.Lock, device: torch.device) -> None:
         self._layers = layers
         self._tokenizer = tokenizer
@@ -325,8 +303,8 @@ class _LabelVectors:
         self._lock = threading.Lock()
 
     def encode(self, labels: list[str], *, keep: bool) -> Tensor:
-        """Return the vectors of labels, [labels, width], before the model combines them with the text. If `keep` is
-        false, all labels are encoded and no vector is cached.
+        """Return the vectors of labels, [labels, width], as they are before the model combines them with the text.
+        Without `keep`, the cache is not used.
         """
         with self._lock:
             vectors = {label: self._kept[label] for label in labels if label in self._kept} if keep else {}
@@ -353,8 +331,8 @@ class _LabelVectors:
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join neighbouring entities of one label that have at most one character between them; the joined entity has the
-    better score. Source: model card of NuNER_Zero.
+    """Join neighbouring entities of one label with at most one character between them; the better score stays. Source:
+    model card of NuNER_Zero.
     """
     merged: list[dict[str, Any]] = []
     last: dict[str, dict[str, Any]] = {}

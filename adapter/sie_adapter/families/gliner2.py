@@ -1,5 +1,5 @@
-"""GLiNER2, by the package `gliner2`, for models that score spans of words: entities of the types that a request names.
-If the entry has the output classifications, a model returns scores for the classes of a request instead.
+"""GLiNER2, by the package `gliner2`, for models that score spans of words: entities of the types that a request names,
+or scores for the classes of a request, if the entry has the output classifications.
 
     text ──► words that have tokens ──► windows that overlap, each after the prompt with all labels ──► passes of equal
          length ──► the package's model ──► scores [labels, words, widths] ──► the best spans of each label, over all
@@ -9,8 +9,8 @@ The package's own `batch_extract` is not called. It reads a text of any length a
 stop that it adds to a text. For a word without tokens it reads the token that follows, and it keeps the words of texts
 in memory. For texts where none of this occurs, the results are equal.
 
-Classes share a prompt that begins with the name of their task (parameter `task`). A text is then one window: the rest
-of a longer text is not read.
+Classes share a prompt that begins with the name of their task (parameter `task`). Only the first window of a text is
+classified.
 
 A record of a schema is a structure of the package: its properties are the labels, and the model predicts how many
 objects a window has. The choices of an object are words before the text.
@@ -62,23 +62,23 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
-# largest number of tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass
-# need about 0.1 MB per word at a width of 768
+# limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
+# about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # a word is cut to this number of characters per token of a pass
-_CANDIDATES = 16384  # limit for the candidate entities of a window; the best are kept
+_CANDIDATES = 16384  # largest number of candidate entities of a window; the best are kept
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
 Kind = Literal["entities", "classifications", "json_structures"]
-_TASK = "category"  # name of the classification task, if neither the request nor the entry has a name
+_TASK = "category"  # name of the classification task if neither the request nor the entry names one
 
 
 @dataclass(frozen=True)
 class _Gliner2Words:
     """Words of one text that have tokens. Word i has the tokens `ids[places[i]:places[i + 1]]` and the characters
-    `starts[i]` to `ends[i]`. `closed`: whether the word ends a sentence. `is_stopped`: a full stop is added after the
-    last word.
+    `starts[i]` to `ends[i]`. `closed`: whether it ends a sentence. `is_stopped`: a full stop is added after the last
+    word.
     """
 
     ids: NDArray[np.int32]
@@ -91,10 +91,10 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """Tokens before each text. `kind`: the task in the terms of the package. `marks`: the positions of the tokens whose
-    states represent the task and the labels. `words`: the words of the prompt in the form of the package. `owners`: the
-    index of the word of each token. `before`: the tokens of the words with choices, which precede the words of a text.
-    `choices`: for each label the positions of its choices among these words.
+    """Tokens before each text. `kind`: the package's name of the task. `marks`: the positions of the tokens whose
+    states represent the task and the labels. `words`: the prompt as words. `owners`: the index of the word of each
+    token. `before`: the tokens of the words with choices, which precede the words of a text. `choices`: for each label
+    the positions of its choices among these words.
     """
 
     kind: Kind
@@ -122,8 +122,8 @@ class _Spans:
 
 @dataclass(frozen=True)
 class Gliner2Texts:
-    """Tokenised texts. `passes`: for each pass its windows of texts, and the package's batch, on the host. `errors`:
-    index of a text that is not run -> its error.
+    """Tokenised texts. `passes`: for each pass its windows, and the package's batch, on the host. `errors`: index of a
+    text that is not run -> its error.
     """
 
     labels: list[str]
@@ -139,9 +139,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     A result is `{"entities": [{text, label, score, start, end}]}` in order of start and end. Offsets are code points of
     the text, `end` is exclusive. Entities of one label do not overlap; entities of two labels may. A text without words
-    has no entities. Instead of a result, an input gets an InvalidInput if the labels cannot be used, or if the text
-    holds a token that the model reserves. It gets an InferenceFailed if a state or score is not finite. With the output
-    `classifications`, a result is that of GliclassModel.
+    has no entities. An input gets an InvalidInput if the labels cannot be used, or if the text holds a token that the
+    model reserves, and an InferenceFailed if a state or score is not finite. With the output `classifications`, a
+    result is that of GliclassModel.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of one window, with labels; longer texts are read
     in several windows.
@@ -149,11 +149,6 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         weights = read_weights(folder, entry)
         with torch.device("meta"):
             model = _built(folder, entry, entry.load, weights, eager=False)
@@ -161,7 +156,6 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         return tokenizer_fault(bare_tokenizer(model.processor.tokenizer), model.encoder)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         weights = read_weights(folder, entry)
         self._model = _built(folder, entry, load, weights, eager=compute.backend == "eager")
         fill(self._model, weights, entry)
@@ -243,7 +237,6 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     def _records(
         self, texts: Sequence[str], options: ExtractOptions, record: TextRecord, prepared: Gliner2Texts
     ) -> list[Result]:
-        """Return the objects of each text."""
         errors = dict(prepared.errors)
         by_text: list[dict[TextWindow, list[FieldCandidates]]] = [{} for _ in texts]
         least, by_path = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
@@ -298,9 +291,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
-        """Return the prompt of these words, which have marks for some descriptions. Raises InvalidInput for labels that
-        cannot be used.
-        """
+        """Return the prompt; `descriptions` of its words have a mark. Raises InvalidInput for unusable labels."""
         parts = self._ids([*words, self._processor.SEP_TEXT])
         words_before = self._ids(before) if before else []
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
@@ -327,7 +318,6 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _ids(self, words: Sequence[str]) -> list[NDArray[np.int32]]:
-        """Return the tokens of each word. Each word is tokenised separately."""
         ids, sizes = tokens_of(self._counter, words)
         return np.split(ids, np.cumsum(sizes)[:-1])
 
@@ -335,8 +325,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # words that begin in the text: after a URL at the end of a text, the splitter counts the added full stop as
-        # part of the URL; otherwise it is a separate word
+        # only words that begin in the text: the full stop that the package adds is a separate word, or part of a URL
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -349,9 +338,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         )
 
     def _record(self, prompt: _Gliner2Prompt, words: _Gliner2Words, at: TextWindow, room: int) -> Any:
-        """Return the record that the package's model reads for one window. If a single word is too long for the model,
-        its end is cut off.
-        """
+        """Return one window as the package's model reads it. A word that is too long for the model is cut."""
         from gliner2.processor import TransformedRecord
 
         first = words.places[at.start]
@@ -398,7 +385,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
 
 def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -> _Spans | SIEError:
     """Return the spans whose score reaches the threshold of their label, at most _CANDIDATES. `logits`: [1, labels,
-    words, widths]. They may have one word more than the window: the added full stop.
+    words, widths], perhaps with one word more than the window: the added full stop.
     """
     if logits is None:
         none = np.zeros(0, np.int64)
@@ -422,7 +409,6 @@ def _above(logits: Tensor | None, at: TextWindow, thresholds: Sequence[float]) -
 def _entities(
     text: str, words: _Gliner2Words, by_window: dict[TextWindow, _Spans], labels: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the best spans of each label that do not overlap, as entities."""
     if not by_window:
         return []
     order = sorted(by_window, key=lambda at: at.start)
@@ -450,11 +436,9 @@ def _entities(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str, Tensor], *, eager: bool) -> Any:
-    """Build the package's model from its configurations, with random weights. The number of embeddings is the number in
-    `weights`.
-
-    The package itself would import code in the encoder's configuration, and would create random embeddings for tokens
-    that are missing in the weights.
+    """Build the package's model with random weights, and with as many embeddings as `weights` has. The package itself
+    would import code in the encoder's configuration, and create random embeddings for tokens that are missing in the
+    weights.
     """
     from gliner2.configuration import ExtractorConfig
     from gliner2.inference.engine import SpanExtractor
@@ -475,13 +459,13 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         {**encoder, "vocab_size": len(tokenizer)}
     )
     config = ExtractorConfig.from_dict(raw)
-    # sdpa is set explicitly, because the package would fall back to eager
+    # set explicitly, because the package would fall back to eager
     config.attn_implementation = "eager" if eager else "sdpa"
     with construction():
         model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
-    # a table with more rows than tokens is accepted here; the check of the tokenizer reports a table with too few rows
+    # a table with more rows than tokens is accepted; `fault_of_files` reports one with too few rows
     if name in weights and len(weights[name]) != len(table.weight):
         rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
         model.encoder.set_input_embeddings(rows)
@@ -489,8 +473,8 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
 
 def _tokenizer(folder: Path) -> Any:
-    """Read the tokenizer of `folder`. Older folders have a list of extra tokens where transformers expects a map of
-    names. Such a list is replaced by an empty map.
+    """Read the tokenizer of `folder`. The list of extra tokens in older folders is replaced by an empty map of names,
+    which transformers expects.
     """
     listed = isinstance(read_json(folder / "tokenizer_config.json").get("extra_special_tokens"), list)
     options: dict[str, Any] = {"extra_special_tokens": {}} if listed else {}

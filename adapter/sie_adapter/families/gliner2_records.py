@@ -19,7 +19,7 @@ from sie_adapter.families.extraction import TextWindow, own_ranges, scores_not_f
 from sie_contracts.errors import SIEError
 from sie_contracts.models.output_schemas import TextField, TextRecord
 
-_CANDIDATES = 256  # largest number of spans of one property of one object that are compared, best first
+_CANDIDATES = 256  # limit for the spans of one property of one object that are compared, best first
 
 FieldCandidates = dict[str, list[FieldSpan]]
 
@@ -34,8 +34,8 @@ class WordPlaces(Protocol):
 
 
 def words_of_choices(processor: Any, record: TextRecord) -> tuple[list[str], list[list[int]]]:
-    """Return the words with the choices of a record as the package puts them before a text, and for each property the
-    positions of its choices among them.
+    """Return the words that the package puts before a text for a record's choices, and for each property the positions
+    of its choices among them.
     """
     structure = {
         text_field.name: {"value": "", "choices": list(text_field.labels)} if text_field.labels else ""
@@ -82,7 +82,7 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # a property of the answer itself has its best value in another window, perhaps
+        if record.path:  # for a record without a path, the best value of a property may lie in another window
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):
@@ -115,7 +115,6 @@ def _spans(
 
 
 def _without_overlaps(rows: Sequence[FieldSpan]) -> list[FieldSpan]:
-    """Return the spans that overlap no span before them."""
     chosen: list[FieldSpan] = []
     for row in rows:
         if all(_begin(row) >= (own["end"] or 0) or (row["end"] or 0) <= _begin(own) for own in chosen):
@@ -130,8 +129,8 @@ def _begin(span: FieldSpan) -> int:
 def joined_objects(
     record: TextRecord, words: WordPlaces, by_window: Mapping[TextWindow, Sequence[FieldCandidates]]
 ) -> list[FieldCandidates]:
-    """Return the objects of a text in the order of its windows. Properties of the answer itself are joined over all
-    windows.
+    """Return the objects of a text in the order of its windows. Properties at the root of the answer (a record without
+    a path) are joined over all windows.
     """
     order = sorted(by_window, key=lambda at: at.start)
     starts = [0, *(words.starts[begin] for begin, _ in own_ranges(order)[1:])]

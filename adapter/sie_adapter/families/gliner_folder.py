@@ -1,5 +1,5 @@
-"""Load of a GLiNER folder as the package's model: without a network, only from the configurations in the folder, and
-with exactly its weights.
+"""Load of a GLiNER folder as the package's model: offline, only from the configurations in the folder, with exactly its
+weights.
 
     gliner_config.json (+ config.json and tokenizer of the backbones) ──► package class ──► strict weights ──►
     precision, device
@@ -32,10 +32,8 @@ from sie_contracts.models.load_errors import load_failed
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
     """Load a `gliner.model.BaseEncoderGLiNER` for inference. `max_len` of the entry's parameters, in words, replaces
-    the value of the folder.
-
-    Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit, NOT_FOUND for a backbone that is
-    not on this machine.
+    the value of the folder. Raises ModelLoadFailed: INCOMPATIBLE for weights or kinds of model that do not fit,
+    NOT_FOUND for a backbone that is not on this machine.
     """
     model = _built(folder, entry, load, eager=compute.backend == "eager")
     fill(model.model, read_weights(folder, entry), entry)
@@ -48,9 +46,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
 
 
 def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
-    """Build the model on the device `meta`, without weights. Names and shapes of the weights are compared in the same
-    way as in a load, with the same errors.
-    """
+    """Build the model on the device `meta`, compare the weights' names and shapes, and raise the errors of a load."""
     with torch.device("meta"):
         model = _built(folder, entry, load, eager=False)
     compare(model.model.state_dict(), read_weights(folder, entry), entry)
@@ -58,7 +54,6 @@ def empty_gliner(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -> Any:
-    """Build the model from its configurations, with random weights."""
     from gliner import GLiNER, GLiNERConfig
     from gliner.model import BaseBiEncoderGLiNER
 

@@ -3,8 +3,8 @@
     text ──► words ──► the words of each entity ──► the package's collator and model ──► scores [pairs, labels] ──► the
     best labels of each pair
 
-A score depends on all labels and their order. The package's own `predict_relations` is not called. Its input is words
-instead of a text. It drops the words beyond its limit, accepts entities that are not in the text, and fails without
+A score depends on all labels and their order. The package's own `predict_relations` is not called: it reads words
+instead of a text, drops the words beyond its limit, accepts entities that are not in the text, and fails without
 entities.
 """
 
@@ -67,26 +67,20 @@ class GlirelModel(Extractor[GlirelTexts]):
     A result is `{"entities": [{text, label, score, start, end}], "relations": [{head, tail, relation, score}]}`. The
     entities are copied from the request, with a score of 1. For each pair of entities, the relations are the `top_k`
     best labels with a score above the threshold; all relations are sorted, best first. Fewer than two entities have no
-    relation. Instead of a result, an input gets an InvalidInput if labels or entities cannot be used, or if an entity
-    ends after the last word that the model reads. It gets an InferenceFailed if the scores are not finite.
+    relation. An input gets an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
+    word that the model reads, and an InferenceFailed if the scores are not finite.
 
     `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         model = _built(folder, entry, entry.load, torch.device("cpu"))
         compare(model.state_dict(), read_weights(folder, entry), entry)
         backbone = model.token_rep_layer.bert_layer
         return tokenizer_fault(bare_tokenizer(backbone.tokenizer), backbone.model)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed, and ImportError without the package."""
         self._device = compute.device
         self._model = _built(folder, entry, load, compute.device)
         fill(self._model, read_weights(folder, entry), entry)
@@ -99,7 +93,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         self._around = len(self._counter.encode("").ids)
         self.max_tokens = entry.max_tokens
         self._max_words: int = self._model.base_config.max_len
-        # one pass at a time, because the model's pass calls its tokenizer, which is not thread-safe
+        # one pass at a time, because it calls the model's tokenizer, which is not thread-safe
         self._running = threading.Lock()
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlirelTexts:
@@ -124,9 +118,7 @@ class GlirelModel(Extractor[GlirelTexts]):
         return results
 
     def _prompt_tokens(self, labels: list[str]) -> int:
-        """Return the number of tokens of a request without its text. Raises InvalidInput for labels that cannot be
-        used.
-        """
+        """Return the number of tokens of a request without its text. Raises InvalidInput for unusable labels."""
         if not labels:
             raise labels_refused("expected at least one")
         model = self._model
@@ -141,8 +133,8 @@ class GlirelModel(Extractor[GlirelTexts]):
         return tokens
 
     def _read(self, text: str, mentions: Sequence[Mention], prompt: int) -> tuple[list[str], list[Span]] | InvalidInput:
-        """Return the words that the model reads, up to its limit, and the first and last word of each entity. Return an
-        InvalidInput if an entity contains no word, or ends after the last word that the model reads.
+        """Return the words that the model reads, and the first and last word of each entity; an InvalidInput if an
+        entity contains no word, or ends after the last word that the model reads.
         """
         split = [(match.group(), match.start(), match.end()) for match in _WORDS.finditer(text)]
         longest = self.max_tokens * 16
@@ -167,15 +159,15 @@ class GlirelModel(Extractor[GlirelTexts]):
         return words, spans
 
     def _scores(self, words: list[str], spans: list[Span], labels: list[str]) -> Tensor:
-        """Return scores [pairs, labels], float32 on the host. A pair is an ordered pair of two different entities;
-        pairs are in the order of the entities.
-        """
+        """Return scores [pairs, labels], float32 on the host, for the ordered pairs of two different entities."""
         entities = [[first, last, "", ""] for first, last in spans]
         with self._running:
             batch = self._model.collate_fn([{"tokenized_text": list(words), "ner": entities}], list(labels))
             scores: Tensor = self._model.compute_score(batch)[0][0]
         if scores.shape != (len(spans) * (len(spans) - 1), len(labels)):
-            raise RuntimeError(f"the model gave scores of the shape {tuple(scores.shape)}")
+            raise RuntimeError(
+                f"expected scores [ordered pairs of entities, labels], got the shape {tuple(scores.shape)}"
+            )
         return torch.sigmoid(scores.float()).cpu()
 
 
@@ -206,10 +198,8 @@ def _relations(
 
 
 def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.device) -> Any:
-    """Build the package's model from its configurations, with random weights.
-
-    The package first loads the backbone's own weights, from the folder or repository that the configuration names. The
-    weights of the model replace them later, so the package gets a folder without weights.
+    """Build the package's model with random weights. The package first loads the weights that the configuration names
+    for the backbone; it gets a folder without weights, because the model's weights replace them later.
     """
     from glirel import GLiREL
 

@@ -1,5 +1,5 @@
-"""Model classes of Qwen3-VL for the module `vision_language`: one for embeddings, one for scores. The images are part
-of the prompt of a text.
+"""Model classes of Qwen3-VL for `vision_language`, one for embeddings and one for scores. Images are part of the
+prompt.
 
 Both read the state of the last token of a conversation, which ends with the begin of the model's answer.
 """
@@ -29,7 +29,7 @@ from sie_contracts.wire.ipc import Rows
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
 # end of the user's turn, and begin of the answer, after every text of an encoder; a long text is truncated before them
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
-_NOTHING = "NULL"  # text that replaces an input with neither text nor image, as in the training of the model
+_NOTHING = "NULL"  # replaces an input with neither text nor image, as in the training of the model
 
 
 class _Qwen3(QwenVL):
@@ -39,9 +39,7 @@ class _Qwen3(QwenVL):
 
 
 class Qwen3Encoder(_Qwen3):
-    """Model class of Qwen3-VL-Embedding in `vision_language`: the vector is the state of the last token. Source: the
-    vendor's code.
-    """
+    """Model class of Qwen3-VL-Embedding: the vector is the state of the last token. Source: the vendor's code."""
 
     output = "dense"
 
@@ -53,9 +51,7 @@ class Qwen3Encoder(_Qwen3):
         self.heads: dict[str, Head] = {"dense": DenseHead("last", None, compute.device)}
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer with a post-processor that adds the end of the turn to every text. A long text is
-        truncated before the end of the turn is added.
-        """
+        """Return the tokenizer that adds the end of the turn after every text, also after a truncated one."""
         ids = tokenizer.encode(_TURN, add_special_tokens=False).ids
         tokens = [tokenizer.id_to_token(number) for number in ids]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -68,9 +64,7 @@ class Qwen3Encoder(_Qwen3):
 
 
 class Qwen3Reranker(_Qwen3):
-    """Model class of Qwen3-VL-Reranker in `vision_language`: the score is P(yes) for the token after the last one.
-    Source: the vendor's code.
-    """
+    """Model class of Qwen3-VL-Reranker: the score is P(yes) for the next token. Source: the vendor's code."""
 
     output = "score"
     width = 0
@@ -95,9 +89,7 @@ class Qwen3Reranker(_Qwen3):
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
-        """Return the rows of the output layer for these ids, float32. A model without an output layer of its own uses
-        the input embeddings.
-        """
+        """Return the output layer's rows for these ids, float32, or without such a layer the input embeddings."""
         if stored := _stored_rows(folder, LANGUAGE_HEAD, ids):
             return torch.stack(stored)
         config: Any = self.model.config
@@ -107,9 +99,7 @@ class Qwen3Reranker(_Qwen3):
         return rows
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: the pieces of the template contain these
-        tokens.
-        """
+        """Return the tokenizer without special tokens around a text: the template contains them."""
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         return tokenizer
 
@@ -118,9 +108,7 @@ class Qwen3Reranker(_Qwen3):
 
 
 def _stored_rows(folder: Path, name: str, ids: list[int]) -> list[Tensor]:
-    """Return some rows of one matrix, float32; an empty list if no file has the matrix. Only these rows are read from
-    the file.
-    """
+    """Return the rows `ids` of a matrix, float32, without reading others; an empty list if no file has the matrix."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             if name in file.keys():  # noqa: SIM118  not a mapping

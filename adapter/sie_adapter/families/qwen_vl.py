@@ -1,8 +1,8 @@
-"""Code that models based on Qwen2.5-VL and Qwen3-VL share, for the module `vision_language`: images of any size, and
-positions on three axes.
+"""Base of the model classes of Qwen2.5-VL and Qwen3-VL for `vision_language`: images of any size, positions on three
+axes.
 
-images ──► patches of all images ──► tower ──► features of each block ──► replace the image tokens
-                                                      └──► `axes_of`: positions of images and texts
+  images ──► patches of all images ──► tower ──► features of each block ──► replace the image tokens
+                                                        └──► `axes_of`: positions of images and texts
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ _BEFORE_PAGE, _AFTER_PAGE = (
     "<|vision_end|>Describe the image.<|im_end|><|endoftext|>",
 )
 _PROJECTION = "custom_text_proj"
-LANGUAGE_HEAD = "lm_head.weight"  # name of the output layer's weight, of which only a few rows are read from the file
-# cost of a block of an image, in tokens: the image encoder takes about as long for its four patches as the language
-# model for one token
+LANGUAGE_HEAD = "lm_head.weight"  # the output layer's weight, of which only a few rows are read from the file
+# cost of a block of an image, in tokens: its four patches take about as long in the image encoder as one token in the
+# language model
 _BLOCK_TOKENS = 1
 
 
 class QwenVL:
-    """Base of the Qwen model classes in `vision_language`."""
-
     consumed: tuple[str, ...] = (LANGUAGE_HEAD,)
 
     @classmethod
@@ -120,8 +118,8 @@ class ColQwen(QwenVL):
 
 
 class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Module that has the layers which a LoRA of ColQwen changes, under the names that the LoRA uses. Its forward pass
-    is the projection to token vectors.
+    """Module with the layers that a LoRA of ColQwen changes, under the LoRA's names. Its forward pass is the projection
+    to token vectors.
     """
 
     def __init__(self, language: Any, projection: nn.Linear) -> None:
@@ -129,7 +127,6 @@ class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips tor
         self.layers, self.custom_text_proj = language.layers, projection
 
     def forward(self, states: Tensor) -> Tensor:
-        """Project states, float32 [.., width], to token vectors [.., width of a token vector]."""
         vectors: Tensor = self.custom_text_proj(states)
         return vectors
 

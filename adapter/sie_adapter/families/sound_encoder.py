@@ -78,7 +78,7 @@ class _Clap:
         float32.
 
         A model with fusion fuses the views of every sound, like transformers for a single sound. In a batch,
-        transformers fuses only long sounds, or one random sound if no sound is long.
+        transformers fuses only long sounds, or one random sound if none is long.
         """
         more = {}
         if self._fused:
@@ -88,8 +88,8 @@ class _Clap:
 
 
 def _roberta(source: Any) -> Any:
-    """Return the text encoder of CLAP as a RobertaModel with the same weights, because only RobertaModel passes the
-    bounds of packed sequences to attention.
+    """Return CLAP's text encoder as a RobertaModel with the same weights: only that class passes the bounds of packed
+    sequences to attention.
     """
     config = source.config
     own = RobertaConfig(**{name: getattr(config, name) for name in _OF_ROBERTA})
@@ -103,39 +103,26 @@ def _roberta(source: Any) -> Any:
 
 
 class _Float32(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Layer that runs in float32 in a model of another precision: 16 bits are not precise enough for levels in
-    decibels.
-    """
+    """Layer that runs in float32 in a model of another precision: 16 bits are too imprecise for levels in decibels."""
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer, self._dtype = layer, dtype
 
     def forward(self, values: Tensor) -> Tensor:
-        """Run the layer on values [sounds, bins, frames, views]."""
         output: Tensor = self.layer(values.float())
         return output.to(self._dtype)
 
 
 class SoundEncoder(TwoTowers):
-    """Loaded model of texts and sounds; `backbone` is the text encoder."""
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         _recipe(folder, entry)
         model: Any = empty_model(AutoModel, folder, entry.load)
         table = model.text_model.get_input_embeddings().num_embeddings
         return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
-        entry.
-        """
         recipe = _recipe(folder, entry)
         super().__init__(entry, compute)
         self._device = compute.device
@@ -172,8 +159,8 @@ class SoundEncoder(TwoTowers):
 
 
 def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
-    """Return the recipe that turns sounds into features, from the files. Raises ModelLoadFailed for a recipe that
-    cannot be reproduced, or that does not fit the sound tower.
+    """Return the recipe that turns sounds into features. Raises ModelLoadFailed for a recipe that cannot be reproduced,
+    or that does not fit the sound tower.
     """
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:

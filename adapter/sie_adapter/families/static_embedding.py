@@ -1,9 +1,8 @@
-"""Static embeddings: the vector of a text is the mean of the stored vectors of its tokens. The model has no forward
-pass.
+"""Static embeddings: the vector of a text is the mean of the stored vectors of its tokens, without a forward pass.
 
-    files                                               read in the same way as by
-    modules.json: StaticEmbedding, then Dense, ...      sentence-transformers
-    config.json of model2vec, without modules.json      the package model2vec
+files                                               read in the same way as by
+modules.json: StaticEmbedding, then Dense, ...      sentence-transformers
+config.json of model2vec, without modules.json      the package model2vec
 """
 
 from __future__ import annotations
@@ -35,17 +34,15 @@ _FILE = "tokenizer.json"
 
 
 class StaticEmbedding:
-    """Table with a vector for each token. `encode` may run on several threads at once. A text without a token gets an
-    error.
-    """
+    """Table with a vector for each token. `encode` may run on several threads. A text without a token gets an error."""
 
     rows: ClassVar = {"encode": Rows("raw")}
     precision, attention = "float32", "none"
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for a table
-        or layers that cannot be read.
+        """Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for an
+        unreadable table or layer.
         """
         modules = read_modules(folder)
         table = read_table(modules.folder)

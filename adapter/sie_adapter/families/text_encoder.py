@@ -1,9 +1,9 @@
 """Models that run on packed sequences, without padding: encoders and decoders of text, and the heads that compute
 outputs from their hidden states. `PackedModel` is also the base of models that read images.
 
-items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
+  items ──► prepare ──► pack ──► forward ──► heads (`heads_for`) ──► answer
 
-folder + entry ──text_model──► Backbone + Parts ──► TextEncoder: ids ──► hidden states ──► heads ──► answers
+  folder + entry ──text_model──► Backbone + Parts ──► TextEncoder: ids ──► hidden states ──► heads ──► answers
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# number of additional short sequences in the trial of the packed path (its comparison with the stock path at load), for
-# a model that ranks or has int8 weights. Its scores are also compared by rank, which needs many sequences.
+# Number of additional short sequences for the comparison of the packed path with the stock path at load, for a model
+# that ranks or has int8 weights: its scores are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
@@ -54,8 +54,8 @@ class PackedModel:
 
     `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
     the conversion of inputs to ids for each operation. `vocabulary`: all ids are below this number. `width`: the width
-    of a hidden state, or of the vectors of a model that has images. `attention`: the backend in use; `padded` follows
-    its name if the model runs on padded batches. `backbone`: the text model.
+    of a hidden state, or of the vectors of a model that has images. `attention`: the backend in use, with `padded`
+    appended if the model runs on padded batches. `backbone`: the text model.
     """
 
     heads: dict[str, Head]
@@ -71,13 +71,11 @@ class PackedModel:
         self.precision = compute.precision
 
     def _run_on(self, backbone: Backbone, model: Any, compute: Compute) -> None:
-        """Use `backbone` for the forward passes. `model` contains the text model that it runs."""
         self.backbone = backbone
         self.vocabulary, self.attention, self.engine_choice = backbone.vocabulary, backbone.attention, backbone.engine
         self.loras = self._loras(model, compute)
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
-        """Return the store for LoRAs that requests may name."""
         return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
     @staticmethod
@@ -91,17 +89,12 @@ class PackedModel:
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch after the changes that the model needs before a pass. `queries`: bool [items], True for
-        queries.
-        """
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the result of a head for an input that needs no forward pass; None for an input that needs one."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items one after the other, with the positions that the model's architecture uses."""
         return self.backbone.pack(batch, chosen)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -111,7 +104,6 @@ class PackedModel:
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads (output layers) whose results `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
@@ -125,8 +117,8 @@ class PackedModel:
         places: list[int],
     ) -> ItemResults:
         """Return one answer per input of the work item `group`. `query`: for each head, the results for the query to
-        which documents are compared. `rows`: for each head, the results for the inputs. `places`: the indices of the
-        inputs' rows in the batch.
+        which documents are compared. `rows`: for each head, the results for the inputs. `places`: the rows of the
+        inputs in the batch.
         """
         if message.operation == "score":
             return item_results.side_scores(group.options, query, rows, per_row=self.per_row)
@@ -134,15 +126,13 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Return the number of additional sequences in the trial of a model of this family: the argument `more_samples` of
-    `Backbone`.
-    """
+    """Return the number of additional sequences in the trial of a model of this family (`Backbone`)."""
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 
 def fault_of_tokenizer(tokenizer: Tokenizer, table: int) -> str:
-    """Return the reason why a tokenizer does not fit a model that reads images or sounds, or an empty string. `table`:
-    the number of ids for which the text model has embeddings.
+    """Return why a tokenizer does not fit a model of images or sounds, or an empty string. `table`: the number of ids
+    for which the text model has embeddings.
     """
     return fault(fitted(tokenizer, table)[0], table, TokenNeeds())
 
@@ -151,15 +141,8 @@ _OF_SGLANG = ", ".join(ARCHITECTURES)
 
 
 class TextEncoder(PackedModel):
-    """Loaded model that reads only texts."""
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, entry.load, modules.transformer)
         model: Any = empty_model(class_of(entry, folder), modules.folder, entry.load, consumed_by(entry))
@@ -169,9 +152,6 @@ class TextEncoder(PackedModel):
         return fault(fitted(tokenizer, table)[0], table, needs)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
-        entry.
-        """
         super().__init__(entry, compute)
         modules = read_modules(folder)
         tokenizer = load_tokenizer(modules.folder, load, modules.transformer)
@@ -213,9 +193,7 @@ class TextEncoder(PackedModel):
         self._check_limits(entry)
 
     def _beyond_sglang(self, builder: Builder) -> str:
-        """Return the reason why SGLang cannot run this model, for `EngineFacts.beyond_sglang`; an empty string if it
-        can.
-        """
+        """Return the reason why SGLang cannot run this model (`EngineFacts.beyond_sglang`), else an empty string."""
         dense = self._parts.heads.get("dense")
         extra_heads = self._parts.heads.keys() - {"dense", TOKEN_STATES}
         if extra_heads or not isinstance(dense, DenseHead) or not dense.is_last_state:
@@ -239,27 +217,21 @@ class TextEncoder(PackedModel):
         self.memory_bytes += nbytes
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return hidden states of the last layer, [tokens, width], in the precision of the weights, in packed order."""
         if self._twin is not None and packed.engine == "torch":
             return self._twin.forward(packed)
         return self.backbone.forward(packed)
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Pad the queries of a late-interaction model to their fixed length with mask tokens. `queries`: bool [items],
-        True for queries.
-        """
+        """Pad the queries of a late-interaction model to their fixed length with mask tokens."""
         filling = self._parts.filling
         return filling.expand(batch, queries) if filling else batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the sparse vector of an inference-free query, from a table of weights; None for an input that needs a
-        forward pass.
-        """
+        """Return the sparse vector of an inference-free query, from a table of weights; None for other inputs."""
         table = self._parts.query_weights
         return table.row(ids) if table and is_query and head == "sparse" else None
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads (output layers) whose results `answer` needs."""
         own = self._parts.reads.get(operation) if options.muvera is None else None
         return own or super().heads_for(operation, options)
 
@@ -271,7 +243,6 @@ class TextEncoder(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of the work item `group`."""
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)
         return super().answer(message, group, query, rows, places)

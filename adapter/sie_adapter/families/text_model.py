@@ -1,16 +1,16 @@
-"""Load of text models. From the files of a folder it creates the model without its head (backbone), the tokenizer, the
-heads, and the functions that turn the results of heads into answers.
+"""Load of text models: from the files of a folder, the model without its head (backbone), the tokenizer, the heads, and
+the functions that turn the results of heads into answers.
 
     folder + entry ──► the transformers class that the outputs need ──► Builder ──► Parts
 
-family                  transformers class            heads
-text-encoder            bare model, or masked LM      dense (and tokens), sparse, multivector
-cross-encoder           sequence classification       score
-decoder-reranker        causal LM                     answer
-zero-shot-classifier    sequence classification       label
-text-classifier         sequence classification       class
-token-classifier        token classification          token
-pruner                  sequence classification       score, keep
+  family                  transformers class            heads
+  text-encoder            bare model, or masked LM      dense (and tokens), sparse, multivector
+  cross-encoder           sequence classification       score
+  decoder-reranker        causal LM                     answer
+  zero-shot-classifier    sequence classification       label
+  text-classifier         sequence classification       class
+  token-classifier        token classification          token
+  pruner                  sequence classification       score, keep
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from sie_store.entry_faults import MODEL_FILE
 from sie_store.folder_files import read_json
 
 _logger = logging.getLogger("sie.adapter")
-# Function that returns the answers to the inputs of one work item. Arguments: the batch, the group of the work item,
-# the rows of its heads, and the numbers of these rows in the batch.
+# Returns the answers to the inputs of one work item. Arguments: the batch, the group of the work item, the rows of its
+# heads, and the numbers of these rows in the batch.
 Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 
@@ -65,9 +65,9 @@ class Parts:
     """Heads (output layers) of one model, and how their results become answers. `rows`: for each operation, how the
     texts of an input become rows of ids.
 
-    A model whose outputs are vectors has a head for each output; `per_row` is the argument of
-    `item_results.side_scores`. Any other model has `finish`, which computes answers from the results of heads. `reads`
-    has the names of these heads for an operation; for an operation that is not in it, the first head is used.
+    A model whose outputs are vectors has a head for each; `per_row` is the argument of `item_results.side_scores`.
+    Other models have `finish`, which computes answers from the results of the heads that `reads` names for an
+    operation, or else of the first head.
     """
 
     heads: dict[str, Head]
@@ -80,7 +80,6 @@ class Parts:
 
 
 def class_of(entry: ModelEntry, folder: Path) -> Any:
-    """Return the transformers class that loads the files of `folder`."""
     # the class with a masked-LM head is loaded only if that head computes the sparse output
     family = families.row(entry.family)
     if family.gives_vectors and "sparse" in entry.outputs and not (folder / "sparse_linear.pt").is_file():
@@ -92,15 +91,11 @@ def class_of(entry: ModelEntry, folder: Path) -> Any:
 
 
 def consumed_by(entry: ModelEntry) -> tuple[str, ...]:
-    """Return the names of tensors in the files that a head reads itself, because the transformers class does not have
-    them.
-    """
+    """Return the names of tensors that a head reads from the files, because the transformers class lacks them."""
     return ("linear.weight",) if "multivector" in entry.outputs else ()
 
 
 class Builder:
-    """Loader of the model of one catalogue entry. It also creates the model's heads (output layers)."""
-
     def __init__(
         self, modules: Modules, entry: ModelEntry, load: LoadOptions, compute: Compute, tokenizer: Tokenizer
     ) -> None:
@@ -133,9 +128,7 @@ class Builder:
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:
-        """Create the heads of the model's family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the
-        entry.
-        """
+        """Create the heads of the family. Raises ModelLoadFailed INCOMPATIBLE for files that do not fit the entry."""
         return {
             "text-encoder": self._text_encoder,
             "cross-encoder": self._cross_encoder,
@@ -145,8 +138,6 @@ class Builder:
             "token-classifier": self._token_classifier,
             "pruner": self._pruner,
         }[self.entry.family]()
-
-    # methods for the heads of the family text-encoder
 
     def _text_encoder(self) -> Parts:
         outputs = self.entry.outputs
@@ -198,7 +189,7 @@ class Builder:
         self._expect_width("sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
-            # tokens that get no weight, the same as in FlagEmbedding
+            # FlagEmbedding gives these tokens no weight either
             unused = special_ids(self.modules.folder, self.load, ("cls", "eos", "pad", "unk"))
             return TokenWeightHead(layer, vocabulary, unused)
         assert self.head is not None
@@ -217,8 +208,8 @@ class Builder:
         )
 
     def _query_weights(self) -> TokenTable | None:
-        """Return the table of token weights for queries that need no forward pass. Return None unless the entry
-        requests such queries, or the model's files route queries to a table.
+        """Return the token weights for queries that need no forward pass; None unless the entry requests such queries,
+        or the model's files route queries to a table.
         """
         stored = self.modules.query_weights
         requested = self.entry.head.query_encoder
@@ -280,9 +271,7 @@ class Builder:
         )
 
     def _marker(self, token: str) -> int:
-        """Return the id of the token that marks queries or documents; -1 if there is none. PyLate stores this token
-        with a space after it.
-        """
+        """Return the id of the token that marks queries or documents (PyLate adds a space to it); -1 for none."""
         if not token:
             return -1
         candidates = (name for name in (token, *token.split()[:1]) if self.tokenizer.token_to_id(name) is not None)
@@ -297,15 +286,11 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of these words, without words that become several tokens. The id of the unknown token is
-        returned only if one of the words is that token.
-        """
+        """Return the ids of words that are one token, and the unknown token's id only for that token itself."""
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)
         return frozenset(number for number in ids.values() if number is not None and number != outside)
-
-    # methods for heads that read a whole sequence, or each of its tokens
 
     def _cross_encoder(self) -> Parts:
         assert self.head is not None
@@ -334,8 +319,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Reduce the output layer to the rows of the answers no and yes. Operations of the model after this layer, such
-        as a scaling of logits, still apply.
+        """Reduce the output layer to the rows of the answers no and yes. Later operations, such as a scaling of logits,
+        still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")
@@ -403,9 +388,7 @@ class Builder:
         )
 
     def _pruner(self) -> Parts:
-        """Return the heads of a pruner: those of a cross-encoder, and one that scores each token of the text. The
-        higher the score, the more the token should be kept.
-        """
+        """Return the heads of a cross-encoder, and one that scores how much each token of the text should be kept."""
         scores = self._cross_encoder()
         keep = KeepHead.load(self.folder / "best.pt", self.config.hidden_size, self.compute.device, self.entry.id)
         self.head_bytes += keep.memory_bytes
@@ -429,7 +412,7 @@ def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _saved_layer(path: Path) -> nn.Linear:
-    """Read a linear layer in a file of torch.save. Only tensors are read; no code in the file runs."""
+    """Read a linear layer in a file of torch.save, without running code in it."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
         raise load_failed("INCOMPATIBLE", f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")
@@ -437,9 +420,7 @@ def _saved_layer(path: Path) -> nn.Linear:
 
 
 def _special(folder: Path, name: str) -> str:
-    """Return the special token for a role, from tokenizer_config.json or special_tokens_map.json; an empty string if
-    neither has it.
-    """
+    """Return the special token of a role in tokenizer_config.json or special_tokens_map.json, else an empty string."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(folder / file).get(name)
         if token:
@@ -465,9 +446,8 @@ def check_pair_prompt(folder: Path) -> None:
 
 
 def stored_activation(folder: Path, config: Any) -> str:
-    """Return the activation by the rules of sentence-transformers. It is read from config_sentence_transformers.json,
-    else from config.json, else it is sigmoid. Raises ModelLoadFailed INCOMPATIBLE for another activation than sigmoid
-    or identity.
+    """Return the activation in config_sentence_transformers.json, else in config.json, else sigmoid, as
+    sentence-transformers does. Raises ModelLoadFailed INCOMPATIBLE for another activation than sigmoid or identity.
     """
     named = read_json(folder / "config_sentence_transformers.json").get("activation_fn")
     named = named or (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")

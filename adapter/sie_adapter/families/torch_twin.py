@@ -1,5 +1,5 @@
-"""Copy of a model's weights in torch, for a model that runs as an OpenVINO graph. It is loaded with the first LoRA,
-because a graph cannot apply a LoRA to a single pass.
+"""Torch copy of a model that runs as an OpenVINO graph. It is loaded with the first LoRA, because a graph cannot apply
+a LoRA to a single pass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sie_adapter.packed.packing import PackedBatch
 
 
 class TorchTwin:
-    """Torch copy of a model that runs as a graph. `build_model` reads the weights again. `add_bytes` is called with the
-    number of bytes of the copy. Thread-safe.
+    """Torch copy of a model that runs as a graph. `build_model` reads the weights again. `add_bytes` gets the bytes of
+    the copy. Thread-safe.
     """
 
     def __init__(
@@ -42,11 +42,9 @@ class TorchTwin:
         return self._both()[0]
 
     def forward(self, packed: PackedBatch) -> Tensor:
-        """Return the states of a batch from the copy, like `Backbone.forward`."""
         return self._both()[1].forward(packed)
 
     def sampled(self) -> Tensor:
-        """Return the states of the copy for two short sequences, like `Backbone.sampled`."""
         return self._both()[1].sampled()
 
     def _both(self) -> tuple[PreTrainedModel, Backbone]:

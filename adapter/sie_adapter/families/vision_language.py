@@ -45,11 +45,10 @@ Seen = Sequence[Sequence[Shown]]  # images of each sequence of a forward pass, i
 
 
 class VisionLanguageKind(Protocol):
-    """Model class of a vision-language model. It is created from a folder, and loads the weights.
+    """Model class of a vision-language model. Its constructor loads the weights.
 
     `model`: the whole model. `language`: its text model. `adapted`: the module that LoRAs change. `towers`: the modules
-    that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 means an output
-    without a width.
+    that read images. `output`, `width`: the name and width of its output in an entry; a width of 0 means none.
     """
 
     model: Any
@@ -66,20 +65,18 @@ class VisionLanguageKind(Protocol):
 
     @staticmethod
     def table_of_files(folder: Path, entry: ModelEntry) -> int:
-        """Return the number of ids for which the files have embeddings, without loading weights. Raises ModelLoadFailed
-        for tensors that do not fit the model class.
+        """Return the number of ids with embeddings, without loading weights. Raises ModelLoadFailed for tensors that do
+        not fit the model class.
         """
 
     def framed(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer with the special tokens that the model expects before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return the ids that represent an image in the prompt: the id that its features replace, their number, and the
-        ids before and after them.
-        """
+        """Return an image's ids in the prompt: the id that its features replace, their number, the ids around them."""
 
     def priced(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the cost of an image, which is a number of tokens of the language model."""
+        """Return the recipe with the cost of an image, in tokens of the language model."""
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         """Return for each operation how inputs become rows of token ids."""
@@ -104,24 +101,14 @@ class _ImagePass(PackedBatch):
 
 
 class VisionLanguage(PackedModel):
-    """Loaded model of images and texts; `backbone` is the language model."""
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         reader = _reader(folder, entry)
         processor_of(folder, entry)
         table = reader.table_of_files(folder, entry)
         return fault_of_tokenizer(load_tokenizer(folder, entry.load), table)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`. Raises ModelLoadFailed INCOMPATIBLE for weights, limits or files that do not fit the
-        entry.
-        """
         kind = _reader(folder, entry)
         super().__init__(entry, compute)
         recipe, normalisation = processor_of(folder, entry, load)
@@ -149,7 +136,6 @@ class VisionLanguage(PackedModel):
         self._difference = entry.head.score == "difference"
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
-        """Lay out the chosen items one after the other, with the images of each item."""
         packed = self.backbone.pack(batch, chosen)
         if batch.images is None:
             return packed
@@ -170,7 +156,6 @@ class VisionLanguage(PackedModel):
         rows: Mapping[str, Sequence[Row]],
         places: list[int],
     ) -> ItemResults:
-        """Return one answer per input of the work item `group`."""
         if "answer" in self.heads:
             return item_results.answer_scores(group.options, rows["answer"], difference=self._difference)
         return super().answer(message, group, query, rows, places)

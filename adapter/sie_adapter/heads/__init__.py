@@ -1,6 +1,6 @@
-"""Heads, which turn the hidden states of a pass into one output for each sequence. Each kind is in a separate file.
+"""Heads, which turn the hidden states of a pass into one output for each sequence. Each module has one type of head.
 
-hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and a mask of the usable ones
+hidden [tokens, width] ──► Head.reduce ──► Reduced: one value per sequence, and whether it is finite
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ class States:
     inner: NDArray[np.bool_] | None = None
 
     def span(self, sequence: int) -> slice:
-        """Return the slice with the tokens of one sequence."""
         return slice(int(self.packed.bounds[sequence]), int(self.packed.bounds[sequence + 1]))
 
     def ids(self, sequence: int) -> Int64:
-        """Return the token ids of a sequence."""
         return self.packed.ids[self.span(sequence)]
 
 
@@ -73,14 +71,12 @@ class Head(Protocol):
 
 @runtime_checkable
 class JoiningHead(Head, Protocol):
-    """Head whose result for a chunk of a text can be joined from parts. Each part is computed from the tokens of the
-    chunk in one window.
-    """
+    """Head whose result for a chunk of a text can be joined from parts, each from the chunk's tokens in one window."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the part of the output for each sequence. A sequence is a segment of a chunk."""
+        """Return the part of the output for each sequence, a segment of a chunk."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the
-        pooling that the batch requests; empty for the model's own pooling.
+        pooling that the batch requests; empty for the model's own.
         """

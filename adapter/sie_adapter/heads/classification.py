@@ -16,10 +16,8 @@ from sie_adapter.packed.packing import Int64
 
 class SequenceHead:
     """Head of any `ForSequenceClassification`: float32 logits [labels] of each sequence. `width`: width of a hidden
-    state.
-
-    Most of these heads read only the first token. A trial call in the constructor detects this: these heads are then
-    called once for sequences of all lengths, other heads once for each length.
+    state. Most of these heads read only the first token, which a trial call in the constructor detects. They are called
+    once for sequences of all lengths, other heads once for each length.
     """
 
     def __init__(self, head: TransformersHead, width: int, device: torch.device) -> None:
@@ -59,13 +57,12 @@ class TokenHead:
 
 
 def _trial_states(width: int, device: torch.device) -> Tensor:
-    """Return hidden states of two sequences of three tokens."""
     return torch.randn(2, 3, width, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 class LastTokenHead:
-    """Head of a decoder at the last token of each sequence: float32 logits [labels]. With `pad`, the last token is the
-    last one with another id than `pad`.
+    """Head of a decoder at the last token of each sequence: float32 logits [labels]. With `pad`, tokens with this id at
+    the end are skipped.
 
     Sources: transformers' GenericForSequenceClassification, which detects padding only by the id; model cards of
     Qwen3-Reranker and mxbai-rerank-v2, whose labels are the answers no and yes.

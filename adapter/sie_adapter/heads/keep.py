@@ -1,4 +1,4 @@
-"""Head of a pruner: a small network over the state of each token computes which tokens of a passage should be kept.
+"""Head of a pruner: a small network scores by the state of each token whether the passage should keep it.
 
 best.pt ──► two layers, detected by the shapes of its tensors ──► float32 logits [tokens] of each sequence
 """
@@ -19,18 +19,15 @@ from sie_contracts.models.load_errors import load_failed
 
 
 class KeepHead:
-    """Head of a pruner: it computes for each token how much it should be kept, as a logit. `layers`: from states
-    [tokens, width] to logits [tokens, 1], float32.
-    """
+    """Head of a pruner. `layers`: from states [tokens, width] to logits [tokens, 1], float32, of keeping the token."""
 
     def __init__(self, layers: nn.Module, device: torch.device) -> None:
         self._layers = layers.to(device)
 
     @classmethod
     def load(cls, path: Path, width: int, device: torch.device, model: str) -> KeepHead:
-        """Load the two layers in `path`: from `width` to any width, GELU, and from this width to 1. No other file
-        describes them. Raises ModelLoadFailed: NOT_FOUND if the file is missing, INCOMPATIBLE if its tensors do not
-        form these layers.
+        """Load the two layers in `path`: from `width` to any width, GELU, and from there to 1. No other file describes
+        them. Raises ModelLoadFailed: NOT_FOUND without the file, INCOMPATIBLE if its tensors do not form these layers.
         """
         if not path.is_file():
             cause = f"{model}: {path} is missing: copy the head, best.pt, beside the weights of the reranker"

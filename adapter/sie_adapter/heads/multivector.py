@@ -1,6 +1,4 @@
-"""Head of late interaction: it computes one vector per token, for the tokens whose vectors are scored. Source:
-ColBERTv2 (arXiv 2112.01488).
-"""
+"""Head of late interaction: a vector for each token that counts in scores. Source: ColBERTv2 (arXiv 2112.01488)."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ class MultivectorHead:
         return Reduced(self._pooled(reduced.rows, states, sequences, reduced.usable), reduced.usable)
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the token vectors of each segment before similar vectors are merged. One gather reads the states of
-        all segments.
-        """
+        """Return the token vectors of each segment, not merged. One gather reads the states of all segments."""
         packed, hidden = states.packed, states.hidden
         count = len(packed.order)
         owners = np.repeat(np.arange(count), packed.lengths)
@@ -68,9 +64,7 @@ class MultivectorHead:
         return Reduced(rows, usable)
 
     def join(self, parts: Sequence[Sequence[Tensor]], lengths: Sequence[Int64], pooling: str) -> Sequence[Tensor]:
-        """Return the token vectors of each chunk: the vectors of its parts, in order, merged like the vectors of a
-        document.
-        """
+        """Return the token vectors of each chunk: those of its parts, in order, merged like a document's vectors."""
         rows = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]
         is_pooled = self._pooling is not None and self._pooling.documents
         return [self._pooling(own) for own in rows] if is_pooled and self._pooling is not None else rows

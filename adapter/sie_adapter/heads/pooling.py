@@ -20,11 +20,10 @@ from sie_contracts.models.entries import JOINABLE_POOLINGS, POOLINGS, Pooling, i
 
 
 def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
-    """Return one float32 vector per sequence, in packed order.
+    """Return one float32 vector per sequence, in packed order. `hidden`: [tokens, width] of any float type.
 
     `mean` includes special tokens. `last` is the last token of a sequence. `weighted` is the mean with the weights 1,
-    2, 3, ... (SGPT, arXiv 2202.08904). `sqrt` is the sum divided by the square root of the length. `hidden`: [tokens,
-    width] of any float type.
+    2, 3, ... (SGPT, arXiv 2202.08904). `sqrt` is the sum divided by the square root of the length.
     """
     if pooling == "cls":
         return hidden[to_device(packed.bounds[:-1], hidden.device).long()].float()
@@ -32,7 +31,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
     if (
         pooling in ("mean", "max") and hidden.device.type == "cuda"
-    ):  # one kernel for all sequences; other devices lack this kernel, or are faster with a view per length
+    ):  # one kernel for all sequences; other devices lack it, or are faster with a view per length
         return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
     pooled = []
     for first, sequences, length, *_ in packed.groups.tolist():
@@ -52,8 +51,8 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
 
 
 class DenseHead:
-    """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`. Layers are
-    float32. `pooling`: a pooling, or several joined by `+`.
+    """Head that pools the hidden states, or the outputs of `token_layers` for them, then applies `layers`, in float32.
+    `pooling`: a pooling, or several joined by `+`.
     """
 
     def __init__(
@@ -69,9 +68,7 @@ class DenseHead:
         return self.pooling == "last" and self._layers is None and self._token_layers is None
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return vectors, float32 [width] each. Raises InvalidInput if the batch requests an unknown pooling, or a
-        pooling whose vectors have another width.
-        """
+        """Return vectors, float32 [width] each. Raises InvalidInput for an unknown pooling, or one of another width."""
         return self._finished(self._pooled(states, sequences))
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
@@ -114,7 +111,6 @@ class DenseHead:
 
 
 def _joined(parts: Sequence[Tensor], lengths: Int64, pooling: str) -> Tensor:
-    """Return the pooled states of a chunk from the pooled states of its segments."""
     if len(parts) == 1:
         return parts[0]
     weights = to_device(lengths.astype(np.float32), parts[0].device)

@@ -40,8 +40,8 @@ class MaskedLanguageHead:
         max_entries: int = 0,
         sums: bool = False,
     ) -> None:
-        """Create the head. `twice`: the activation is log1p(log1p(relu(x))) instead of log1p(relu(x)). `dropped`: ids
-        that get no weight. `max_entries`: only this number of the largest weights of a row is returned; 0 means all.
+        """`twice`: the activation is log1p(log1p(relu(x))) instead of log1p(relu(x)). `dropped`: ids without a weight.
+        `max_entries`: number of the largest weights of a row that are returned; 0 means all.
         """
         self._head, self._vocabulary, self._twice, self._max_entries = head, vocabulary, twice, max_entries
         self._sums = sums
@@ -52,8 +52,8 @@ class MaskedLanguageHead:
         usable: list[Tensor] = []
         waiting: list[Tensor] = []
         block = max(1, BLOCK_BYTES // (self._vocabulary * 4))
-        # on a GPU, counting entries waits for the device, so it is done for many rows at once; a CPU counts while the
-        # rows of a block are in its cache
+        # on a GPU, counting entries waits for the device, so many rows are counted at once; a CPU counts while the rows
+        # of a block are in its cache
         most = 1 if states.hidden.device.type == "cpu" else _rows_at_once(self._vocabulary)
         for part in _blocks(states.packed.lengths[sequences], block):
             chosen = sequences[part]
@@ -73,9 +73,7 @@ class MaskedLanguageHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the sparse vector of each chunk: the largest weight of each id in its parts. At most `max_entries`
-        weights are returned.
-        """
+        """Return the sparse vector of each chunk: the largest weight of each id in its parts, for `max_entries` ids."""
         return [_largest(own, self._max_entries) for own in parts]
 
     def _short(self, states: States, chosen: Int64) -> Tensor:
@@ -106,8 +104,8 @@ class MaskedLanguageHead:
         return weights.log1p_() if self._twice else weights
 
     def _activated(self, peaks: Tensor) -> list[Row]:
-        """Return the sparse rows of `peaks` [sequences, vocabulary]: for each sequence, the largest logit of each id,
-        or with `sums` the sum of its weights.
+        """Return the sparse rows of `peaks` [sequences, vocabulary]: the largest logit of each id, or with `sums` the
+        sum of its weights.
         """
         weights = peaks if self._sums else self._activated_logits(peaks)
         weights.index_fill_(1, self._dropped, 0.0)
@@ -118,14 +116,13 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return the number of rows whose nonzero entries are searched in one call, so that the result needs at most twice
-    BLOCK_BYTES: the position of an entry has 16 bytes.
+    """Return how many rows are searched for nonzero entries in one call: a result has 16 bytes per entry, and may need
+    twice BLOCK_BYTES.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 
 
 def _rows(weights: Tensor) -> list[Row]:
-    """Return for each row of a matrix [rows, vocabulary] the ids and the weights of its positive numbers."""
     row, column = torch.nonzero(weights > 0, as_tuple=True)
     counts = torch.bincount(row, minlength=len(weights)).tolist()
     return list(zip(column.int().split(counts), weights[row, column].split(counts), strict=True))
@@ -144,9 +141,7 @@ def _blocks(lengths: Int64, tokens: int) -> Iterator[slice]:
 
 
 class TokenWeightHead:
-    """Head of BGE-M3: relu of one linear output per token, then the maximum for each id. `dropped` ids get
-    no weight.
-    """
+    """Head of BGE-M3: relu of a linear output per token, then the maximum for each id. `dropped` ids get no weight."""
 
     def __init__(self, layer: nn.Linear, vocabulary: int, dropped: frozenset[int]) -> None:
         self._layer, self._vocabulary = layer, vocabulary
@@ -172,14 +167,11 @@ class TokenWeightHead:
     parts = reduce
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
-        """Return the sparse vector of each chunk: the largest weight of each id in its parts."""
         return [_largest(own, 0) for own in parts]
 
 
 def _largest(rows: Sequence[Row], max_entries: int) -> Row:
-    """Return the largest weight of each id in several rows; with `max_entries`, only this number of the largest
-    weights.
-    """
+    """Return the largest weight of each id in several rows; with `max_entries`, only the largest of these weights."""
     if len(rows) == 1:
         return rows[0]
     ids, place = torch.cat([ids for ids, _ in rows]).unique(return_inverse=True)
@@ -192,18 +184,15 @@ def _largest(rows: Sequence[Row], max_entries: int) -> Row:
 
 
 class TokenTable:
-    """Table with the weights of inference-free queries: a query gets the weights of its distinct ids. The table is on
-    the host, like the ids of a query.
-    """
+    """Table on the host with the weights of inference-free queries: a query gets the weights of its distinct ids."""
 
     def __init__(self, weights: Tensor, max_entries: int = 0) -> None:
-        """Store `weights`, float32 [vocabulary], in the memory of the host. Only the `max_entries` largest weights of a
-        row are returned; 0 means all.
+        """Store `weights`, float32 [vocabulary], on the host. Only the `max_entries` largest weights of a query are
+        returned; 0 means all.
         """
         self._weights, self._max_entries = weights, max_entries
 
     def row(self, ids: Int64) -> Row:
-        """Return the sparse vector (ids, weights) of a query from its token ids."""
         distinct = torch.from_numpy(np.unique(ids))
         weights = self._weights[distinct]
         if 0 < self._max_entries < len(weights):

@@ -22,9 +22,9 @@ MAX_ROWS = 8192  # largest number of rows of a sequence; the distances of all th
 
 @dataclass(frozen=True)
 class TokenPooling:
-    """Settings for the reduction of token vectors. The first `protected` vectors of an item are not changed. Of its
-    other vectors, about one of `factor` remains. `normalizes`: all vectors get length 1 afterwards. `queries`,
-    `documents`: whether the vectors of queries, and of documents, are reduced.
+    """Settings for the reduction of token vectors. The first `protected` vectors of an item are not changed. Of the
+    others, about one in `factor` remains. `normalizes`: all vectors get length 1 afterwards. `queries`, `documents`:
+    whether the vectors of queries, and of documents, are reduced.
     """
 
     factor: float
@@ -34,9 +34,7 @@ class TokenPooling:
     documents: bool
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return the reduced token vectors of one item. `rows`: its token vectors, finite float32 [tokens, width]; the
-        result is on the same device.
-        """
+        """Return the reduced token vectors of one item on its device. `rows`: finite float32 [tokens, width]."""
         rest = rows[self.protected :]
         clusters = max(int(len(rest) // self.factor), 1)
         if self.factor > 1 and clusters < len(rest):
@@ -55,7 +53,7 @@ def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
         )
     tasks = config.get("tasks", ["document"])
     tasks = [tasks] if isinstance(tasks, str) else tasks
-    # False is the library's value for a file without this field
+    # the library's value for a file without this field
     normalizes = bool(config.get("normalize_embeddings", False))
     return TokenPooling(float(factor), protected, normalizes, "query" in tasks, "document" in tasks)
 

@@ -10,12 +10,11 @@ from sie_adapter.packed.packing import Int64
 
 
 class TokenStatesHead:
-    """Head that returns the states of the tokens of any backbone. Special tokens are included. The states are not
-    normalised, and later layers of the model are not applied.
+    """Head that returns the states of all tokens, special ones included. They are not normalised, and later layers of
+    the model are not applied.
     """
 
     def reduce(self, states: States, sequences: Int64) -> Reduced:
-        """Return rows, float32 [tokens, width] each."""
         lengths = states.packed.lengths[sequences]
         vectors = torch.cat([states.hidden[states.span(int(sequence))] for sequence in sequences]).float()
         owners = np.repeat(np.arange(len(sequences)), lengths)

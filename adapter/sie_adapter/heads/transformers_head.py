@@ -1,6 +1,4 @@
-"""Head of any transformers class `For...` without its backbone: it is called with hidden states that were computed
-elsewhere.
-"""
+"""Head of any transformers class `For...` without its backbone: it is called with hidden states computed elsewhere."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from sie_adapter.packed.linear import BlockedLinear, block_linears
 
 
 class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Placeholder for the backbone. It returns `inputs_embeds` as the last states, and the output of the backbone's
-    pooler for them.
-    """
+    """Placeholder for the backbone: it returns `inputs_embeds` as the last states, with their pooler output."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -30,12 +26,8 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 
 class TransformersHead:
-    """Layers of `model` after its backbone, as a function of hidden states."""
-
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Remove the backbone from `model`, which is then only the head. `self.backbone` is the backbone without its
-        pooler.
-        """
+        """Remove the backbone from `model`, which is then only the head. `self.backbone` has no pooler."""
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
         if pooler is not None:  # the pooler moves to the head, so that it has the head's precision and runs once
@@ -55,7 +47,6 @@ class TransformersHead:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of the head's weights, without weights that it shares with the backbone."""
         own = [
             int(parameter.nbytes) for parameter in self._model.parameters() if parameter.data_ptr() not in self._shared
         ]
@@ -64,23 +55,21 @@ class TransformersHead:
         )
 
     def block(self) -> None:
-        """Replace the linear layers by layers with blocked weights (`packed.linear`), on a CPU. This is faster if the
-        head is as large as the head of a language model. The weight of a tied decoder is copied.
+        """Replace linear layers by layers with blocked weights (`packed.linear`), on a CPU: this is faster if the head
+        is as large as a language model's. The weight of a tied decoder is copied.
         """
         block_linears(self._model)
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return logits of `states` [sequences, length, width], of sequences of equal length, in the precision of the
-        head.
-        """
+        """Return logits of `states` [sequences, length, width], all of one length, in the precision of the head."""
         inputs = states.float() if self._in_float32 else states
         logits: Tensor = self._model(inputs_embeds=inputs).logits
         return logits
 
 
 def per_group(head: TransformersHead, hidden: Tensor, groups: list[list[int]]) -> Tensor:
-    """Return the logits of all sequences in packed order, float32 [sequences, ..]. The head is called once for all
-    sequences of one length, so its input never has padding.
+    """Return the logits of all sequences in packed order, float32 [sequences, ..]. The head is called once for each
+    length, so its input never has padding.
     """
     parts = [
         head(hidden[first : first + count * length].unflatten(0, (count, length)))

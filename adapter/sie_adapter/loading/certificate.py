@@ -1,4 +1,4 @@
-"""Checks that a loaded model computes correct numbers, before it serves requests. If a model fails a check, it does not
+"""Checks that a loaded model computes correct numbers, before it serves requests. A model that fails a check does not
 become ready. The results of the checks are the model's certificate.
 
     digests   SHA-256 of its files against the catalogue entry
@@ -46,8 +46,8 @@ TAU, TAU_8 = 0.98, 0.95
 
 
 class LoadCertificate(msgspec.Struct, frozen=True):
-    """Results of the checks of a load. `packed`: the lowest cosine of each output. `golden`: the lowest cosine, None if
-    there are no golden vectors to compare.
+    """Results of the checks of a load. `packed`: the lowest cosine of each output. `golden`: the lowest cosine, None
+    without golden vectors.
     """
 
     digests: tuple[str, ...]
@@ -57,9 +57,7 @@ class LoadCertificate(msgspec.Struct, frozen=True):
 
 
 def certify(model: Any, folder: Path, resolved: Resolved, compute: Compute) -> LoadCertificate:
-    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE, which names the failed check and the
-    value that differs.
-    """
+    """Check a model that was just loaded. Raises ModelLoadFailed CERTIFICATE, which names the failed check."""
     started = time.perf_counter()
     entry = resolved.entry
     digests = check_files(folder, entry, resolved.load)
@@ -78,7 +76,7 @@ def _refuse(entry: ModelEntry, cause: str) -> Exception:
 
 def check_files(folder: Path, entry: ModelEntry, load: LoadOptions) -> tuple[str, ...]:
     """Return the names of the files whose digests match the entry. Raises ModelLoadFailed CERTIFICATE for a file with
-    another digest, and for an entry that contradicts a file.
+    another digest, or an entry that contradicts a file.
     """
     digests = _check_digests(folder, entry)
     if (mismatch := entry_faults.fault(folder, entry, load)) is not None:
@@ -103,7 +101,7 @@ def _check_digests(folder: Path, entry: ModelEntry) -> tuple[str, ...]:
 
 
 def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
-    """Check that the tokenizer fits the model. A model without a table of embeddings uses it only to count tokens, so
+    """Check that the tokenizer fits the model. Without a table of embeddings a model uses it only to count tokens, so
     only its format is checked.
     """
     try:
@@ -135,9 +133,8 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
-    """Run the sequences of the backbone's trial on the packed path, and compare each output of the model with the same
-    output on the stock path, which is padded. The states of the stock path were computed at load. Return the lowest
-    cosine of each output.
+    """Run the sequences of the backbone's trial on the packed path, and compare each output of the model with that of
+    the stock path, which is padded and ran at load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)
@@ -145,8 +142,8 @@ def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, 
     queries = np.zeros(len(sequences), bool)
     worst = {}
     for name, head in model.heads.items():
-        # token states are not compared: no entry has them as an output, and in 16 bit single tokens of a correct model
-        # may deviate
+        # not compared: no entry has token states as an output, and in 16 bit single tokens of a correct model may
+        # deviate
         if name == TOKEN_STATES:
             continue
         expected = head.reduce(States(reference, packed, queries), sequences).rows
@@ -179,7 +176,7 @@ def _agree(entry: ModelEntry, subject: str, expected: Sequence[Row], actual: Seq
 
 
 def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
-    """Return two rows as dense vectors of equal width; rows of dense vectors are returned unchanged."""
+    """Return two rows as dense vectors of equal width. Rows of dense vectors are returned unchanged."""
     if not isinstance(left, tuple):
         return left, right
     width = 1 + max((int(ids.max()) for ids, _ in (left, right) if len(ids)), default=0)
@@ -192,8 +189,8 @@ def _dense(left: Row, right: Row) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(left: Tensor, right: Tensor) -> float:
-    """Return the cosine of two vectors, or the mean over matching rows, since in 16 bit single tokens of a correct
-    model may deviate. Two zero vectors have the cosine 1.
+    """Return the cosine of two vectors; two zero vectors have 1. For matrices with a vector per token, return the mean
+    over the tokens, since in 16 bit single tokens of a correct model may deviate.
     """
     left, right = left.cpu().double(), right.cpu().double()
     if left.ndim > 1:
@@ -209,16 +206,13 @@ def _scores(rows: Sequence[Row]) -> Tensor:
 
 
 def _similarities(rows: Sequence[Row]) -> Tensor:
-    """Return the cosine of each pair of vectors."""
     vectors = F.normalize(torch.stack(list(rows)).cpu().double())
     left, right = torch.triu_indices(len(vectors), len(vectors), 1)
     return (vectors @ vectors.T)[left, right]
 
 
 def _tau(left: Tensor, right: Tensor, dtype: torch.dtype) -> float:
-    """Return Kendall's tau. It counts only pairs whose difference in `left` is larger than the rounding errors of
-    `dtype`.
-    """
+    """Return Kendall's tau over the pairs whose difference in `left` exceeds the rounding errors of `dtype`."""
     left_gaps, right_gaps = left[:, None] - left[None], right[:, None] - right[None]
     resolution = float(left.abs().max()) * torch.finfo(dtype).eps * 4
     counted = left_gaps.abs() > resolution
@@ -261,9 +255,7 @@ def _check_golden(model: Any, entry: ModelEntry, compute: Compute) -> float:
 
 
 def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
-    """Return the text of a golden case in the form that is tokenised: with the prompt for queries or for documents if
-    it has `is_query`, else without a prompt.
-    """
+    """Return the text of a golden case as it is tokenised: with the prompt that `is_query` selects, if present."""
     if "is_query" not in case:
         return str(case["text"])
     template = entry.prompts.get("query" if case["is_query"] else "document", "{text}")
@@ -273,7 +265,6 @@ def _prompted(entry: ModelEntry, case: dict[str, Any]) -> str:
 
 
 def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
-    """Return the dense vectors of texts, tokenised in the same way as in the sidecar."""
     tokenizer = Tokenizer.from_buffer(model.tokenizer)
     tokenizer.enable_truncation(entry.max_tokens)
     ids = [np.array(encoding.ids, np.int32) for encoding in tokenizer.encode_batch_fast(list(texts))]
@@ -287,5 +278,4 @@ def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
 
 
 def as_map(certificate: LoadCertificate) -> dict[str, Any]:
-    """Return the certificate as a map for the models API."""
     return msgspec.to_builtins(certificate)  # type: ignore[no-any-return]

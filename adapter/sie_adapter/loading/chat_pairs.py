@@ -44,14 +44,14 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
 
 
 def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, structured: bool) -> str:
-    """Return the text of a pair. It is empty if query or document do not occur exactly once and unchanged."""
+    """Return the text of a pair, or an empty string unless query and document each occur once and unchanged."""
     sides = {role: f" {field} " for role, field in zip(_ROLES, _FIELDS, strict=True)}
     try:
         spaced = _render(tokenizer, sides, options, instructed, structured)
         text = _render(tokenizer, {role: side.strip() for role, side in sides.items()}, options, instructed, structured)
     except Exception:  # noqa: BLE001  a template may raise anything; then it does not have this form
         return ""
-    # a template that expects plain strings prints a structured content as Python's repr, with 'type' in it
+    # a template for plain strings prints structured content as Python's repr, with 'type' in it
     shown = all(text.count(field) == 1 and f" {field} " in spaced for field in _FIELDS) and "'type'" not in text
     return text if shown and text.count("{instruction}") == (1 if instructed else 0) else ""
 

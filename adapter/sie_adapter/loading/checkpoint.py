@@ -1,8 +1,8 @@
-"""Load of a transformers model from its folder. The module `tokenizer` reads its tokenizer; the module `modules` reads
-later modules of sentence-transformers.
+"""Load of a transformers model from its folder. The module `tokenizer` reads its tokenizer, and the module `modules`
+reads later modules of sentence-transformers.
 
-The load is strict: it refuses weights that are missing, unexpected, of another shape or newly initialised, since a
-model with a random part still returns plausible answers.
+The load refuses weights that are missing, unexpected, of another shape or newly initialised, since a model with a
+random part still returns plausible answers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
 from sie_contracts.models.load_errors import load_failed
 
-# While transformers constructs a model, it changes torch for the whole process. It changes the default dtype, which
-# would change the results of other threads' passes if it is not float32. It also replaces functions of torch, which two
-# concurrent loads would restore in the wrong order.
+# While transformers constructs a model, it changes torch for the whole process: the default dtype, which would change
+# the results of other threads' passes if it is not float32, and functions of torch, which two concurrent loads would
+# restore in the wrong order.
 _CONSTRUCTION = threading.Lock()
 _POOLER = "pooler."
-_COUNTED = "position_ids"  # names of tensors that the class computes itself, so they may be missing in files
+_COUNTED = "position_ids"  # tensors that the class computes itself, so files may lack them
 # top-level names of the tensors of language-model heads: files may have them although the loaded class has no such head
 _LANGUAGE_HEADS = frozenset(
     {
@@ -54,7 +54,6 @@ ENCODERS: Mapping[str, str] = {"mt5": "MT5EncoderModel", "t5": "T5EncoderModel",
 
 @contextmanager
 def construction() -> Iterator[None]:
-    """Acquire the lock under which one thread at a time constructs a model in this process."""
     with _CONSTRUCTION:
         yield
 
@@ -71,7 +70,7 @@ def load_model(
     decodes: bool = False,
 ) -> PreTrainedModel:
     """Return the model of `folder` as `auto_class`, on the device, for inference. `consumed`: names of weights that the
-    caller reads itself. `changes`: settings that replace settings of its configuration. `decodes`: the caller runs the
+    caller reads itself. `changes`: replacements for settings of its configuration. `decodes`: the caller runs the
     decoder of a model with encoder and decoder.
 
     With `float32_head` only the backbone is in the precision of `compute`; all later parts, the pooler included, are
@@ -95,8 +94,8 @@ def empty_model(
     changes: Mapping[str, Any] = MappingProxyType({}),
     decodes: bool = False,
 ) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without the weights. Names and shapes are compared in the same way as
-    in a load. Raises the same errors as `load_model`.
+    """Return the same model on the device `meta`, without weights. Names and shapes are compared as in `load_model`,
+    with the same errors.
     """
     return _from_files(auto_class, folder, load, consumed, {"device_map": "meta"}, changes, decodes=decodes)
 
@@ -157,8 +156,8 @@ def _from_files(
 
 
 def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message: str) -> PreTrainedModel:
-    """Return a model with exactly these tensors, for a checkpoint that transformers cannot read. Raises ModelLoadFailed
-    INCOMPATIBLE that begins with `message` if tensors are missing, additional or of another shape.
+    """Return a model with these tensors, for a checkpoint that transformers cannot read. Raises ModelLoadFailed
+    INCOMPATIBLE, which begins with `message`, for missing tensors, additional tensors and other shapes.
     """
     with construction():
         model: PreTrainedModel = model_class(config)
@@ -170,7 +169,6 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message
 
 
 def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
-    """Move the model to the device, prepare it for inference, and return it."""
     if compute.backend == "eager":
         model.set_attn_implementation("eager")
     _cast(model, compute.dtype)
@@ -178,9 +176,9 @@ def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
-    """Convert weights to `dtype`, except weights that the architecture keeps in float32. Buffers keep their dtype: a
+    """Convert weights to `dtype`, except those that the architecture keeps in float32. Buffers keep their dtype: a
     rotary base in 16 bit would change the results. The weights of a batch normalisation keep their dtype too, since
-    torch accepts them in 16 bit only together with 16-bit statistics, which are buffers.
+    torch accepts them in 16 bit only with 16-bit statistics, which are buffers.
     """
     # a model inside of this model may have its own setting
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -217,7 +215,6 @@ def stored_rows(folder: Path, name: str) -> int:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a float32 linear layer with these weights."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.float(), requires_grad=False)
     if bias is not None:

@@ -1,5 +1,5 @@
-"""Checks of a model's files without a load of its weights: the files are complete, they fit the class, and the
-tokenizer fits the weights.
+"""Checks of a model's files without a load of its weights: they are complete, they fit the class, and the tokenizer
+fits the weights.
 
     weight files ──► read once: complete, no NaN
     class of the entry, on the device `meta` ──► names and shapes of tensors ──► table of embeddings ──► tokenizer
@@ -23,10 +23,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def compare_files(folder: Path, entry: ModelEntry) -> list[str]:
-    """Raise ModelLoadFailed if a load of `entry` from `folder` would be refused. Return the parts that could not be
-    checked, each with the reason.
-
-    No code of the folder is run, whatever the entry allows.
+    """Raise ModelLoadFailed if a load of `entry` from `folder` would be refused. No code of the folder is run. Return
+    the parts that could not be checked, each with the reason.
     """
     if entry.family not in FAMILIES:
         return [f"its files: the family {entry.family} comes from another package"]

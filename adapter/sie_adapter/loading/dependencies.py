@@ -1,6 +1,4 @@
-"""Comparison of the packages that a worker's bundle requires with the installed ones, before any of them is
-imported.
-"""
+"""Comparison of the packages that a worker's bundle requires with the installed ones, before any is imported."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ def check(settings: Settings) -> None:
     """Check the installed packages against the requirements of SIE_BUNDLE. Raises SettingError that names each
     distribution that is missing or has another version.
 
-    A bundle is described by a file in the package, or in `bundles/` of a local SIE_MODELS_DIR. A bundle without a
-    description is not checked.
+    A file in the package, or in `bundles/` of a local SIE_MODELS_DIR, describes a bundle. Without it nothing is
+    checked.
     """
     bundle = _described(settings)
     if bundle is None:
@@ -37,7 +35,6 @@ def check(settings: Settings) -> None:
 
 
 def lacking(bundle: BundleEntry) -> list[str]:
-    """Return a sentence for each package whose installed version does not meet the bundle's requirement."""
     faults = []
     for text in bundle.requires:
         try:

@@ -8,13 +8,13 @@ from typing import Any
 
 from sie_store.folder_files import read_json
 
-# tokens; a larger limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
+# tokens above which a limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
 UNLIMITED = 1 << 24
 _GLINER_WORDS = 384
-# estimated tokens per word, for the longest window of words if the encoder has no limit. The package has no limit
-# either, and counts a Chinese clause as one word.
+# tokens assumed per word, for the longest window of words if the encoder has no limit; the package has none either, and
+# counts a Chinese clause as one word
 TOKENS_PER_WORD = 8
-_WINDOW = 512  # limit for the tokens of a window if the model's files have none
+_WINDOW = 512  # tokens of a window if the model's files have no limit
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class Described:
 
 
 def described_by_package(folder: Path, raw: dict[str, Any]) -> Described | None:
-    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`. Return None unless an extraction
-    package reads this kind of folder.
-    """
+    """Return part of an entry for `folder`, whose config.json is `raw`; None unless an extraction package reads it."""
     if (folder / "gliner_config.json").is_file():
         return _gliner(folder)
     if raw.get("model_type") == "extractor" or "GLiNER2" in (raw.get("architectures") or ()):
@@ -78,7 +76,7 @@ def _gliner2(folder: Path, raw: dict[str, Any]) -> Described:
 
 
 def _table(encoder: dict[str, Any]) -> int | None:
-    """Return the number of positions of an encoder; None for DeBERTa, which has no table of positions."""
+    """Return the number of positions of an encoder; None for DeBERTa, which has no table of them."""
     kind = encoder.get("model_type", "deberta-v2")
     return None if kind == "deberta-v2" else encoder.get("max_position_embeddings")
 

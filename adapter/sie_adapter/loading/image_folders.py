@@ -31,8 +31,8 @@ _BOTH = ["text", "image"]
 
 
 def described_by_image_model(folder: Path, raw: Mapping[str, Any]) -> Described | None:
-    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`. Return None unless a family runs
-    its image or sound model.
+    """Return the part of a catalogue entry for `folder`, whose config.json is `raw`; None unless a family runs its
+    image or sound model.
     """
     if is_open_clip(folder):
         return _open_clip(folder)
@@ -114,9 +114,7 @@ def _pages(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
-    """Return the part of a catalogue entry for the base model of ColQwen2.5. A Qwen2.5-VL without the projection to
-    token vectors gets none.
-    """
+    """Return part of an entry for ColQwen2.5; None for a Qwen2.5-VL without a projection to token vectors."""
     if not (width := stored_rows(folder, "custom_text_proj.weight")):
         return None
     return {
@@ -132,9 +130,7 @@ def _qwen_pages(config: Any, folder: Path) -> dict[str, Any] | None:
 
 
 def _qwen_vectors(config: Any, folder: Path) -> dict[str, Any]:
-    """Return an entry of Qwen3-VL-Embedding. A folder of Qwen3-VL-Reranker gets this entry too, since its files have
-    the same form.
-    """
+    """Return an entry of Qwen3-VL-Embedding, also for Qwen3-VL-Reranker, whose files have the same form."""
     return {
         "description": "Texts, images and both together, Qwen3-VL.",
         "family": "multimodal-encoder",
@@ -196,7 +192,7 @@ def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(folder: Path) -> list[str]:
-    """Return the tokens of Donut that begin an output: tokens without a closing token."""
+    """Return the tokens of Donut that begin an output: those without a closing token."""
     names = read_tokenizer(folder).get_added_vocab()
     opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)
     return sorted(opened, key=names.__getitem__)

@@ -39,11 +39,11 @@ from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.manifest import MANIFEST
 from sie_store.weights.selection import FILES, PICKLED
 
-# patterns of the files that influence results: all files that a load downloads, except the model card
+# files that influence results: all that a load downloads, except the model card
 _DECIDING = tuple(pattern for pattern in FILES if pattern != "README.md")
 _PARTS = ("text_config", "vlm_config")  # sections of config.json that may have their own dtype
-# prefixes of the model_type of models whose states overflow in float16. Source: the model card of EmbeddingGemma; the
-# language model of ColPali is a Gemma; T5 was trained in bfloat16.
+# prefixes of the model_type of models whose states overflow in float16: Gemma (model card of EmbeddingGemma; ColPali
+# has one as its language model), and T5, which was trained in bfloat16
 _OVERFLOWING = ("gemma", "colpali", *ENCODERS)
 _INSTRUCTION = re.compile(r"(Instruct: )([^{}]+)(\nQuery: ?)")
 # fields of config.json that only models with encoder and decoder have, such as T5
@@ -63,7 +63,7 @@ class Inspection:
 
 
 def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: ModelEntry | None = None) -> Inspection:
-    """Return the entry of `model`, whose files are in `folder`. `weights` is the source from which a load reads them.
+    """Return the entry of `model`, whose files are in `folder`. `weights`: the source from which a load reads them.
 
     With `current`, an entry of the catalogue for the same model, its options are kept and only the weights are new.
     Raises ModelLoadFailed that names the fault: NOT_FOUND for a folder without a model; INCOMPATIBLE for a model that
@@ -82,7 +82,7 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
-    if "hub" in weights:  # of a model from the hub, the folder has only the downloaded files and their manifest
+    if "hub" in weights:  # the folder of a model from the hub has only the downloaded files and their manifest
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
     if licence := _licence(folder):
@@ -107,9 +107,7 @@ def _describe(folder: Path, report: Inspection) -> None:
 
 
 def _needs_bfloat16(raw: Mapping[str, Any]) -> str:
-    """Return the reason why a GPU must not compute a model with this config.json in float16, its default; empty if it
-    may.
-    """
+    """Return the reason why a GPU must not compute this model in float16, its default; empty if it may."""
     if str(raw.get("model_type")).startswith(_OVERFLOWING):
         return f"states of {'Gemma' if raw['model_type'] not in ENCODERS else 'T5'} are too large for float16"
     parts = [raw, *(raw[name] for name in _PARTS if isinstance(raw.get(name), dict))]
@@ -136,9 +134,7 @@ def _module_folders(folder: Path) -> list[Path]:
 
 
 def _choices(current: ModelEntry, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an entry other than its weights. Golden vectors belong to one commit, so a new revision
-    drops them.
-    """
+    """Return an entry's fields except its weights. Golden vectors are of one commit: a new revision drops them."""
     fields: dict[str, Any] = msgspec.to_builtins(current)
     dropped = {"id", "weights", *(("golden",) if weights.get("revision") != current.weights.revision else ())}
     return {name: value for name, value in fields.items() if name not in dropped}
@@ -166,9 +162,6 @@ def _static(folder: Path, report: Inspection) -> None:
         report.entry["max_tokens"] = int(limit)
         report.findings.append(f"max_tokens {limit}: config.json, or the default of model2vec")
     _prompts(folder, report)
-
-
-# functions for transformers models
 
 
 def _transformer(folder: Path, report: Inspection) -> None:
@@ -281,7 +274,6 @@ def _config(folder: Path) -> PretrainedConfig:
 
 
 def _check_quantisation(config: PretrainedConfig) -> None:
-    """Refuse quantised weights that need a package or a device that this machine does not have."""
     if (quantised := getattr(config, "quantization_config", None)) is None:
         return
     try:
@@ -293,9 +285,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
-    """Return the backbone's class on the device `meta`, to read the sizes of its tables in the same way as in a
-    load.
-    """
+    """Return an empty backbone on the device `meta`, to read the sizes of its tables."""
     try:
         with construction(), torch.device("meta"):
             if config.model_type in ENCODERS:
@@ -362,7 +352,7 @@ def _max_tokens(modules: Modules, config: PretrainedConfig, report: Inspection) 
         name: getattr(config, name, None) for name in ("model_type", "max_position_embeddings", "pad_token_id")
     }  # read by getattr, which also finds a length that the model type stores under another name
     limits: dict[str, int | None] = {"max_position_embeddings of config.json": positions(stored)}
-    if modules.transformer.max_tokens:  # max_seq_length replaces the tokenizer's limit, even if that is lower
+    if modules.transformer.max_tokens:  # max_seq_length replaces the tokenizer's limit, even a lower one
         limits[f"max_seq_length of {modules.transformer.file}"] = modules.transformer.max_tokens
     else:
         limits["model_max_length of tokenizer_config.json"] = tokenizer_limit(modules.folder)
@@ -401,8 +391,8 @@ def _head(
 
 
 def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: Inspection) -> None:
-    """Set `pair` in the entry of a reranker that inserts its texts into a chat template. Refuse any other model that
-    uses a chat template.
+    """Set `pair` in the entry of a reranker that inserts its texts into a chat template. Refuse other models with a
+    chat template.
     """
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     # sentence-transformers inserts the texts of these models into the chat template of the tokenizer
@@ -436,8 +426,8 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
-    """Return the options of late interaction as fields of an entry if they are equivalent to the model's own files,
-    else an empty map: then the files decide.
+    """Return the options of late interaction as fields of an entry if they are equivalent to the model's files, else an
+    empty map: then the files decide.
     """
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)

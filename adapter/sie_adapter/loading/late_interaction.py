@@ -3,8 +3,7 @@
     artifact.metadata (Stanford) < config_sentence_transformers.json (PyLate) < modules (sentence-transformers) <
     catalogue entry (a source replaces the settings of the sources on its left)
 
-The rules are the rules of sentence_transformers.MultiVectorEncoder (6.2), including its defaults for the two older
-formats.
+Source: sentence_transformers.MultiVectorEncoder (6.2), with its defaults for the two older formats.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class LateInteraction:
     """Settings of late interaction. Markers are tokens; an empty marker means none. Lengths are the largest number of
     tokens of a row, special tokens included; 0 means the model's own limit.
 
-    `expanded`: the number of tokens that queries are padded to with the token `filler` (empty: the mask token); 0 means
-    no padding. `attends`: the query's tokens attend to the padding. Tokens of documents that are in `skipped` get no
+    `expanded`: the number of tokens to which queries are padded, with the token `filler` (empty: the mask token); 0
+    means no padding. `attends`: the query's tokens attend to the padding. Tokens of documents in `skipped` get no
     vector.
     """
 
@@ -67,17 +66,15 @@ class Filling(NamedTuple):
     attended: bool
 
     def expand(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch with its queries padded. `queries`: bool [items], True for queries."""
         if not queries.any():
             return batch
         return expanded(batch, np.where(queries, self.length, 0), self.filler, attended=self.attended)
 
 
 def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) -> LateInteraction:
-    """Return the settings of a model. `is_stanford`: the files have Stanford's format, in which the projection is
-    stored with the transformer's weights.
-
-    Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not compute.
+    """Return the settings of a model. `is_stanford`: the files have Stanford's format, which stores the projection with
+    the transformer's weights. Raises ModelLoadFailed INCOMPATIBLE for a scoring mask that this adapter does not
+    compute.
     """
     settings = {
         **(_stanford(modules.root) if is_stanford else {}),
@@ -109,7 +106,7 @@ def late_interaction(modules: Modules, head: HeadOptions, *, is_stanford: bool) 
 
 def _expansion(settings: dict[str, Any], head: HeadOptions) -> dict[str, Any]:
     """Return the fields of sentence-transformers' QueryExpansionConfig: length, and optionally strategy, attend, token.
-    Return an empty map if there is no query expansion.
+    Return an empty map without query expansion.
     """
     expansion = dict(settings.get("expansion") or {})
     if head.query_expansion is False:

@@ -1,9 +1,8 @@
 """Load of a model: a resolved catalogue entry becomes an object of its family.
 
-entry ──► folder of its weights ──► family ──► Loaded
+  entry ──► folder of its weights ──► family ──► Loaded
 
-A family that is not built in may come from another distribution: by an entry point of the group `sie.adapters` with the
-family's name.
+A family of another distribution is an entry point of the group `sie.adapters` with the family's name.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def _facts(files: Iterable[Path]) -> list[str]:
 
 
 def family_of(name: str) -> Any:
-    """Return the class of a family. Raises ModelLoadFailed INCOMPATIBLE if no such family exists, ImportError if its
-    library is missing.
-    """
+    """Return a family's class. Raises ModelLoadFailed INCOMPATIBLE if unknown, ImportError without its library."""
     if name in FAMILIES:
         module, _, attribute = FAMILIES[name].implementation.partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -80,9 +77,7 @@ def _family(resolved: Resolved) -> Any:
 
 @contextlib.contextmanager
 def classed(entry: ModelEntry) -> Iterator[None]:
-    """Convert any exception of a load, inside the context, to a ModelLoadFailed. The loss of the device is not
-    converted.
-    """
+    """Convert exceptions of a load, inside the context, to ModelLoadFailed, except the loss of the device."""
     try:
         yield
     except SIEError:
@@ -103,26 +98,22 @@ def classed(entry: ModelEntry) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loader:
-    """Loader of models by their catalogue entries, for one device, with the settings of this process."""
-
     device: torch.device
     sources: WeightSources
     settings: Settings
     outputs: TowerOutputs = field(default_factory=TowerOutputs)
     certificates: dict[tuple[str, ...], LoadCertificate] = field(default_factory=dict)
-    # weight files that were already checked; each key has paths, sizes and times of the files
+    # (paths, sizes, times) of weight files that were already checked
     _checked: set[tuple[str, ...]] = field(default_factory=set)
     _reported: set[tuple[str, str]] = field(
         default_factory=set
-    )  # (model, reason) pairs that were already logged: the model has another precision than requested
+    )  # (model, reason for another precision than requested) that was already logged
     # locks on the files of models that are being loaded, by `Resolved.residency`; a locked file is not removed from the
     # cache
     _leases: dict[str, Lock] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
-        """Return the settings with which models of this precision run on the device. `precision`: the precision in the
-        entry, None for the default.
-        """
+        """Return the settings for models of this precision on the device. `precision`: None for the default."""
         default = cast(Precision, self.settings.default_compute_precision)
         lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
         dtype, reason = resolve_precision(precision, default, self.device.type, lacks=lacks)
@@ -144,18 +135,18 @@ class Loader:
             int8=resolved.load.precision == "int8",
         )
         choice = engines.choose(resolved.load.engine, facts)
-        # temporary files of the load can be as large as the weights: they would exceed the limit for /tmp of a pod,
-        # which would then be evicted
+        # temporary files of the load can be as large as the weights: in a pod they would exceed the limit of /tmp, and
+        # the pod would be evicted
         cache = self.settings.cache_folder
         scratch = cache if os.access(cache, os.W_OK) else None
         return dataclasses.replace(compute, model=facts, engine=choice, scratch=scratch, int8=facts.int8)
 
     def needed_bytes(self, resolved: Resolved) -> int:
         """Return the bytes of the weights during the load: a CPU loads in float32, and a graph needs several copies.
-        Fetches the files if necessary. Raises the same errors as `load`.
+        Fetches missing files. Raises the errors of `load`.
         """
         with classed(resolved.entry):
-            # the family is checked first, so that a model without a family is refused before its files are downloaded
+            # the family is checked first, so that no files of a model without one are downloaded
             _family(resolved)
             compute = self._compute_of(resolved)
             dtype = torch.float32 if self.device.type == "cpu" else compute.dtype
@@ -168,9 +159,7 @@ class Loader:
         return located
 
     def ended(self, resolved: Resolved) -> None:
-        """Release the lock that a load holds on the model's files. A loaded model has a lock of its own, until it is
-        unloaded.
-        """
+        """Release the lock of a load on the model's files. A loaded model has another lock until it is unloaded."""
         self._leases.pop(resolved.residency, None)
 
     def load(self, resolved: Resolved) -> Any:
@@ -188,8 +177,8 @@ class Loader:
             return model
 
     def _certified_model(self, family: Any, folder: Path, resolved: Resolved, compute: Compute) -> Any:
-        """Return the model on the engine that the rules select. If that engine does not support the model, or the model
-        then fails its checks, return the model on torch.
+        """Return the model on the engine that the rules select, or on torch if that engine does not support it, or the
+        model then fails its checks.
         """
         try:
             model = family(folder, resolved.entry, resolved.load, compute)
@@ -217,9 +206,7 @@ class Loader:
         return model
 
     def _check_weights(self, folder: Path, entry: ModelEntry) -> None:
-        """Check the weight files, once for the same files: a reload does not read them twice. The files of a family
-        from another package are not checked.
-        """
+        """Check the weight files, only once while they stay unchanged, and not for families of other packages."""
         facts = (str(folder), *_facts(safetensors_of(folder)))
         if entry.family in FAMILIES and facts not in self._checked:
             check_weights(folder)
@@ -228,9 +215,7 @@ class Loader:
             self._checked.add(facts)
 
     def _note_precision(self, model: Any, resolved: Resolved, compute: Compute) -> None:
-        """Store the requested precision with the model. Log a warning once if its entry or profile requests another
-        precision than the one in use.
-        """
+        """Store the requested precision with the model. Warn once if it is another one than the one in use."""
         reason = compute.precision_reason
         if model.precision != compute.precision:
             reason = f"the family {resolved.entry.family} computes in {model.precision}"
@@ -247,9 +232,7 @@ class Loader:
             )
 
     def _certified(self, model: Any, folder: Path, resolved: Resolved, compute: Compute) -> dict[str, Any]:
-        """Return the results of the checks of a model. The checks run once for the same files, entry and device: a
-        reload does not repeat them.
-        """
+        """Return a model's check results, cached for a reload with the same files, entry and device."""
         entry = resolved.entry
         golden = [certificate.golden_file(entry)] if entry.golden else []
         read = [path for path in (*sorted(folder.rglob("*")), *golden) if path.is_file()]

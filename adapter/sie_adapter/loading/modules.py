@@ -2,8 +2,8 @@
 
     modules.json ──► stock classes, in order ──► settings of each file ──► Modules
 
-Every setting is either applied or refused by name. `FIELDS` lists the settings that are read. Any other setting is
-refused, so a setting of a newer library is never silently ignored.
+`FIELDS` lists the settings that are read. Any other setting is refused by name, so a setting of a newer library is
+never silently ignored.
 
 Source: sentence-transformers 6.2 (base/model.py, base/modules, sentence_transformer/modules, sparse_encoder/modules).
 """
@@ -100,8 +100,7 @@ _TOKENS, _VECTOR = "token_embeddings", "sentence_embedding"
 @dataclass(frozen=True)
 class TransformerSettings:
     """Settings of a Transformer module. `max_tokens`: the limit in its files, 0 if they have none. `tokenizer`:
-    arguments of from_pretrained. `messages`: texts are inserted into the chat template of the folder, with
-    `chat_options`.
+    arguments of from_pretrained. `messages`: texts are inserted into the folder's chat template, with `chat_options`.
     """
 
     file: str = ""
@@ -117,7 +116,7 @@ class TransformerSettings:
 @dataclass(frozen=True)
 class Modules:
     """Modules in modules.json in addition to a transformer. `layers` are applied in order to pooled vectors, or to the
-    states of late interaction. `token_layers` are applied to states before pooling.
+    states of late interaction; `token_layers` to states before pooling.
 
     `root`: the folder of modules.json. `folder`: the folder of the transformer and its tokenizer. `query_weights`:
     weights of token ids in queries, float32 [ids], if queries need no pass. `normalizes`: the last module is a
@@ -139,12 +138,10 @@ class Modules:
     token_pooling: TokenPooling | None = None  # reduction of a document's token vectors for late interaction
 
     def width(self, hidden: int) -> int:
-        """Return the width of a vector of a model with hidden states of `hidden` numbers."""
         return pooled_width(self.token_layers, self.pooling, self.layers, hidden)
 
 
 def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the width of the vectors that `layers` compute from states with `hidden` numbers."""
     for layer in layers:
         if isinstance(layer, Truncation):
             hidden = min(hidden, layer.out_features)
@@ -154,17 +151,15 @@ def output_width(layers: Iterable[nn.Module], hidden: int) -> int:
 
 
 def pooled_width(token_layers: Iterable[nn.Module], pooling: str, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the width of the vectors that `pooling`, between two groups of layers, computes from states with `hidden`
-    numbers. An empty `pooling` does not change the width.
+    """Return the width of the vectors after token layers, pooling and layers, from states with `hidden` numbers. An
+    empty `pooling` does not change the width.
     """
     return output_width(layers, output_width(token_layers, hidden) * len(pooling.split("+")))
 
 
 class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips torch
     """Dense module of modules.json: activation(W x + b), with a residual if the file has one. float32 [.., in] -> [..,
-    out].
-
-    Source: sentence-transformers' and PyLate's Dense.
+    out]. Source: sentence-transformers' and PyLate's Dense.
     """
 
     def __init__(
@@ -182,18 +177,14 @@ class Projection(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class Normalization(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Normalize module of modules.json that is not the last module: scales rows to length 1. float32 [.., width], same
-    shape.
-    """
+    """Normalize module that is not the last module: scales rows to length 1. float32 [.., width], same shape."""
 
     def forward(self, states: Tensor) -> Tensor:
         return functional.normalize(states, p=2, dim=-1)
 
 
 class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Truncation of a vector to its first `out_features` numbers (truncate_dim). float32 [.., width] -> [..,
-    out_features].
-    """
+    """Truncation to the first `out_features` numbers (truncate_dim). float32 [.., width] -> [.., out_features]."""
 
     def __init__(self, out_features: int) -> None:
         super().__init__()
@@ -204,10 +195,9 @@ class Truncation(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def read_modules(folder: Path) -> Modules:
-    """Return the modules that the folder lists; an empty Modules without modules.json.
-
-    Raises ModelLoadFailed INCOMPATIBLE for a class, an order or a setting that this adapter does not support, NOT_FOUND
-    for a module whose files are missing.
+    """Return the modules that the folder lists; an empty Modules without modules.json. Raises ModelLoadFailed
+    INCOMPATIBLE for a class, an order or a setting that this adapter does not support, NOT_FOUND for a module whose
+    files are missing.
     """
     entries = read_value(folder / "modules.json")
     if entries is None and is_model2vec(folder):
@@ -302,7 +292,6 @@ def is_model2vec(folder: Path) -> bool:
 
 
 def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path]]:
-    """Return for each module in modules.json its class and its folder."""
     listed = []
     for entry in entries:
         place = folder / entry["path"]
@@ -313,8 +302,8 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
 
 
 def _stock_kind(name: str) -> str:
-    """Return the class name of a module of sentence-transformers or PyLate. A class of the model's repository would be
-    its own code, so it is refused whatever its name is.
+    """Return the class name of a module of sentence-transformers or PyLate. Any class of the model's repository is
+    refused: it would be the repository's own code.
     """
     if not name.startswith(_STOCK):
         raise _refused(
@@ -362,12 +351,9 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
             raise _refused(f"modules.json has a {kind} of {feature} {side} the Pooling, where it changes no vector")
 
 
-# functions for the Transformer module
-
-
 def read_transformer(folder: Path) -> TransformerSettings:
-    """Return the settings of the Transformer module whose files are in `folder`. Raises ModelLoadFailed INCOMPATIBLE
-    for a setting that this adapter does not apply.
+    """Return the settings of the Transformer module in `folder`. Raises ModelLoadFailed INCOMPATIBLE for a setting that
+    this adapter does not apply.
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
@@ -421,12 +407,9 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     return "message" in config
 
 
-# Readers of the other modules
-
-
 def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
-    """Return the modules for documents and the weights for queries, for a Router whose queries need no pass. Any other
-    Router is refused.
+    """Return the modules for documents and the weights for queries, for a Router whose queries need no pass. Refuse
+    other Routers.
     """
     router = read_json(folder / "router_config.json")
     kinds = {module: _stock_kind(name) for module, name in router.get("types", {}).items()}

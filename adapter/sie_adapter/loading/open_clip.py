@@ -1,5 +1,5 @@
-"""Conversion of a SigLIP model in the format of open_clip to a SiglipModel of transformers: tensors get other names,
-and some are split or joined. The package open_clip is not needed.
+"""Conversion of a SigLIP model in the format of open_clip to a SiglipModel of transformers, without the package
+open_clip: tensors get other names, and some are split or joined.
 
     open_clip_config.json ──► SiglipConfig, and the preparation of images
     open_clip_model.safetensors ──► renamed ──► SiglipModel, with a target for each tensor, and a tensor for each target
@@ -28,7 +28,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
-# names of the image encoders that are supported; their MLPs use an exact GELU
+# supported image encoders; their MLPs use an exact GELU
 _TOWER = re.compile(r"vit_(base|large)_patch\d+_siglip_\d+")
 _HEAD_WIDTH = 64  # width of an attention head in these image encoders; no tensor and no setting has this value
 _EPS = 1e-6  # epsilon of the layer norms of these image encoders
@@ -75,7 +75,7 @@ def is_open_clip(folder: Path) -> bool:
 
 def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer: Tokenizer) -> PreTrainedModel:
     """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for another kind of model, and
-    for missing tensors, additional tensors and tensors of another shape.
+    for missing tensors, additional tensors and other shapes.
     """
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file:
@@ -84,9 +84,7 @@ def load_open_clip(folder: Path, entry: ModelEntry, compute: Compute, tokenizer:
 
 
 def empty_open_clip(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises the same errors as
-    `load_open_clip`.
-    """
+    """Return the same model on the device `meta`, without reading values. Raises the errors of `load_open_clip`."""
     pad = _pad(folder, entry, tokenizer)
     with safe_open(folder / WEIGHTS, "pt") as file, torch.device("meta"):
         names = list(file.keys())
@@ -112,7 +110,6 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
 
 
 def _pad(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> int:
-    """Return the token id that pads texts."""
     pad_token = read_json(folder / "tokenizer_config.json").get("pad_token")
     number = tokenizer.token_to_id(pad_token["content"] if isinstance(pad_token, dict) else str(pad_token))
     if number is None:
@@ -179,7 +176,6 @@ def _layers(stored: Mapping[str, Tensor], prefix: str) -> int:
 
 
 def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tensor]:
-    """Return the tensors of the files under their names in transformers."""
     renamed: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in stored.items():
@@ -211,7 +207,5 @@ def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tenso
 
 
 def _at_least_one(tensor: Tensor) -> Tensor:
-    """Return the tensor with at least one dimension: open_clip may store the scale without dimensions, but transformers
-    has one.
-    """
+    """Return the tensor with a dimension: open_clip may store the scale without one, but transformers has one."""
     return tensor if tensor.ndim else tensor[None]

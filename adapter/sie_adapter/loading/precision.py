@@ -1,5 +1,4 @@
-"""Precision of a model: the precision in its entry, the precision that this device supports, and the reason for a
-difference.
+"""Precision of a model: the entry's, the one that this device supports, and the reason for a difference.
 
     precision of the entry, else SIE_DEFAULT_COMPUTE_PRECISION ──► resolve_precision ──► dtype, and the reason if it is
     not that precision
@@ -25,10 +24,10 @@ _DTYPES: dict[Precision, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "int8": torch.bfloat16,
 }
-# values of ONEDNN_MAX_CPU_ISA with which oneDNN does not use AVX512-BF16 (oneDNN's documentation, "CPU Dispatcher
-# Control"); oneDNN ignores an unknown value
+# values of ONEDNN_MAX_CPU_ISA that switch AVX512-BF16 off (oneDNN's documentation, "CPU Dispatcher Control"); oneDNN
+# ignores an unknown value
 _ONEDNN_BELOW = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
-# environment variables of oneDNN, which reads the first variable that is set
+# environment variables of oneDNN, which reads the first that is set
 _ONEDNN_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 
@@ -36,8 +35,8 @@ _ATEN_BELOW = frozenset({"DEFAULT", "AVX2"})
 def resolve_precision(
     own: Precision | None, default: Precision, device_type: str, *, lacks: str
 ) -> tuple[torch.dtype, str]:
-    """Return the precision that is used, and the reason why it differs from the entry's precision or the default; the
-    reason is empty if it does not differ.
+    """Return the precision in use, and the reason why it differs from the entry's precision or the default; empty if it
+    does not.
 
     A CPU computes 16-bit models in bfloat16 if it supports bfloat16, else in float32. `lacks`: the reason why this CPU
     does not compute in bfloat16, empty if it does; other devices ignore it.
@@ -52,16 +51,13 @@ def resolve_precision(
 
 @functools.cache
 def bfloat16_lacks() -> str:
-    """Return the reason why this process does not multiply bfloat16 matrices in hardware on its CPU; empty if it
-    does.
-    """
+    """Return the reason why this CPU does not multiply bfloat16 matrices in hardware; empty if it does."""
     return cpu_lacks_bfloat16(torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability(), os.environ)
 
 
 def cpu_lacks_bfloat16(instructions: Mapping[str, bool], capability: str, environ: Mapping[str, str]) -> str:
-    """Return the reason why a CPU does not multiply bfloat16 matrices in hardware; empty if it does. `instructions`:
-    the CPU's instructions. `capability`: the instructions that torch uses. `environ`: environment variables with the
-    limits.
+    """Return the reason why a CPU does not multiply bfloat16 matrices in hardware; empty if it does. `capability`: the
+    instructions that torch uses. `environ`: environment variables with limits.
     """
     if not (instructions.get("avx512_bf16") or instructions.get("amx_bf16")):
         return "this CPU has neither AVX512-BF16 nor AMX instructions"

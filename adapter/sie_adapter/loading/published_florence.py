@@ -74,7 +74,7 @@ _LAYERS = (
 )
 _TURNED = "image_projection"
 _BIAS = "language_model.final_logits_bias"
-# names under which the files contain the same table of embeddings, once or several times
+# names of the table of embeddings, which the files contain once or several times
 _TABLES = (
     "model.language_model.shared.weight",
     "model.language_model.encoder.embed_tokens.weight",
@@ -91,7 +91,7 @@ def is_published(folder: Path) -> bool:
 
 def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrainedModel:
     """Return the model on the device, for inference. Raises ModelLoadFailed INCOMPATIBLE for settings that the class of
-    transformers does not have, and for missing tensors, additional tensors and tensors of another shape.
+    transformers does not have, and for missing tensors, additional tensors and other shapes.
     """
     stored: dict[str, Tensor] = {}
     for path in _files(folder, entry):
@@ -107,9 +107,7 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
 
 
 def empty_published(folder: Path, entry: ModelEntry) -> PreTrainedModel:
-    """Return the same model on the device `meta`, without reading values. Raises the same errors as
-    `load_published`.
-    """
+    """Return the same model on the device `meta`, without reading values. Raises the errors of `load_published`."""
     stored: dict[str, Tensor] = {}
     with torch.device("meta"):
         for path in _files(folder, entry):
@@ -186,7 +184,6 @@ def _filled(folder: Path, entry: ModelEntry, weights: Mapping[str, Tensor]) -> P
 
 
 def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor under its name in transformers. A tensor with an unknown name is not renamed."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name == _TURNED:
@@ -197,8 +194,8 @@ def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _name(name: str) -> str:
-    """Return the name of a tensor in transformers. `vision_tower.convs.0.proj.weight`, for example, becomes
-    `model.vision_tower.convs.0.conv.weight`.
+    """Return a tensor's name in transformers: `model.vision_tower.convs.0.conv.weight` for
+    `vision_tower.convs.0.proj.weight`.
     """
     place = next((own + name.removeprefix(part) for part, own in _PARTS if name.startswith(part)), name)
     if ".vision_tower." not in place:

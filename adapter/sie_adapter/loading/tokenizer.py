@@ -3,7 +3,7 @@
     folder ──► check that files exist ──► transformers' tokenizer ──► bare tokenizer ──► fitted to the table of
     embeddings ──► fault: reason why it cannot be right
 
-A model with a wrong tokenizer, or without one, still returns plausible answers. transformers creates an empty tokenizer
+A model with a wrong tokenizer, or without one, still returns plausible answers: transformers creates an empty tokenizer
 if a folder has no tokenizer files, and assigns new ids to special tokens that are missing in the files.
 """
 
@@ -30,10 +30,10 @@ _FILES = (
     "*.model",
 )
 _REMEDY = "copy tokenizer.json and tokenizer_config.json from the repository that the weights come from"
-# fraction of a sentence's characters: if a larger fraction becomes known tokens, the tokenizer supports the sentence
+# a tokenizer supports a sentence if more than this fraction of its characters becomes known tokens
 _KNOWN = 0.5
 _UNKNOWN_SIGN = "\U00010600"  # a Linear A character, which is in no vocabulary
-# texts of which a right tokenizer knows at least one: a sentence in each script, and samples of notations for models of
+# texts of which a right tokenizer knows at least one: sentences in several scripts, and notations for models of
 # programs, proteins or molecules
 SAMPLES = {
     "Latin": "the river runs past the old town and into the sea",
@@ -62,8 +62,8 @@ SAMPLES = {
 
 
 class TokenNeeds(NamedTuple):
-    """Tokens that a model needs before and between its texts. `begins`: a special token before each text, since the
-    model reads the state of its first token. `separates`: a special token between the texts of a pair.
+    """Tokens that a model needs before and between its texts. `begins`: a special token before each text, whose state
+    the model reads. `separates`: a special token between the texts of a pair.
     """
 
     begins: bool = False
@@ -71,8 +71,8 @@ class TokenNeeds(NamedTuple):
 
     @classmethod
     def for_family(cls, family: str, pooling: str, *, is_decoder: bool) -> TokenNeeds:
-        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads its last token, and
-        reads a pair as one text.
+        """Return the needs of a family. `pooling`: the pooling of its vectors. A decoder reads its last token, and a
+        pair as one text.
         """
         row = families.row(family)
         return cls(
@@ -86,7 +86,6 @@ _NO_SETTINGS = TransformerSettings()
 
 
 def require_tokenizer(folder: Path) -> None:
-    """Raise ModelLoadFailed NOT_FOUND unless the folder has a vocabulary."""
     if not any(any(folder.glob(name)) for name in _FILES):
         listed = ", ".join(_FILES)
         raise load_failed("NOT_FOUND", f"{folder} has no tokenizer (none of {listed}): {_REMEDY}")
@@ -94,7 +93,7 @@ def require_tokenizer(folder: Path) -> None:
 
 def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """Return the transformers tokenizer of `folder`; `options` replace settings of its files. Raises ModelLoadFailed:
-    NOT_FOUND if the folder has no tokenizer, INCOMPATIBLE if it cannot be read.
+    NOT_FOUND without a tokenizer, INCOMPATIBLE for an unreadable one.
     """
     require_tokenizer(folder)
     try:
@@ -108,7 +107,7 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: 
 
 def bare_tokenizer(tokenizer: Any) -> Tokenizer:
     """Return a copy of the backend of a transformers tokenizer, without truncation and padding. Raises ModelLoadFailed
-    INCOMPATIBLE for a tokenizer without a fast backend.
+    INCOMPATIBLE without a fast backend.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -121,10 +120,8 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
-    sentence-transformers.
-
-    Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE if there is no usable tokenizer, CERTIFICATE if it adds tokens to
-    texts that its files do not have.
+    sentence-transformers. Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE without a usable tokenizer, CERTIFICATE if
+    it adds tokens to texts that its files do not have.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -139,7 +136,6 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
 
 
 def with_normalizers(tokenizer: Tokenizer, steps: Sequence[Any]) -> Tokenizer:
-    """Return the tokenizer with `steps` before its own normalizer."""
     own = [tokenizer.normalizer] if tokenizer.normalizer is not None else []
     tokenizer.normalizer = normalizers.Sequence([*steps, *own])
     return tokenizer
@@ -191,10 +187,8 @@ def _around(tokenizer: Tokenizer) -> list[int]:
 
 
 def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
-    """Return the tokenizer with `token` after each text.
-
-    Its own template is edited. A second template after it would replace the texts of a pair that the first one
-    prepared.
+    """Return the tokenizer with `token` after each text. Its own template is edited: a second one would replace the
+    texts of a pair that the first one prepared.
     """
     state = json.loads(tokenizer.to_str())
     processor = state["post_processor"]
@@ -220,9 +214,7 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
 
 
 def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> frozenset[int]:
-    """Return the ids of all special tokens, or of the special tokens in `roles`, for example pad. Roles without a token
-    are left out.
-    """
+    """Return the ids of all special tokens, or of those in `roles`, e.g. pad, without roles that have no token."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=load.trust_remote_code)
     named = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
     return (
@@ -234,9 +226,8 @@ def special_ids(folder: Path, load: LoadOptions, roles: Iterable[str] = ()) -> f
 
 def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
     """Return the tokenizer without the special tokens that have no row in a table of `table` embeddings, and the list
-    of these tokens.
-
-    Published models have such tokens, for example for images. If a text contains one, it is read as plain characters.
+    of these tokens. Published models have such tokens, for example for images. In a text they are read as plain
+    characters.
     """
     around = set(_around(tokenizer))
     beyond = {
@@ -257,9 +248,7 @@ def fitted(tokenizer: Tokenizer, table: int) -> tuple[Tokenizer, list[str]]:
 
 
 def fault(tokenizer: Tokenizer, table: int, needs: TokenNeeds = _NO_NEEDS) -> str:
-    """Return the reason why a tokenizer cannot belong to a model with `table` embeddings, with a fix; empty if no check
-    fails.
-    """
+    """Return why a tokenizer cannot belong to a model with `table` embeddings, with a fix; empty if no check fails."""
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     around = [number for number in _around(tokenizer) if number >= table]
     if largest >= table or around:
@@ -306,9 +295,7 @@ def _share(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _unread_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of special tokens and of the unknown token. A character with one of these ids is not read by the
-    model.
-    """
+    """Return the ids of special tokens and of the unknown token: a character with such an id is not read."""
     unread = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     unknown = getattr(tokenizer.model, "unk_token", None)
     if unknown is not None and (number := tokenizer.token_to_id(unknown)) is not None:

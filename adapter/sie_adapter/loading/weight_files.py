@@ -1,8 +1,6 @@
-"""Checks of the weight files of a model folder: they are complete, without NaN, and quantised as config.json says. The
-module `checkpoint` checks that no tensor of the class is missing.
-
-If a full disk or a broken copy truncated a file, or if a diverged training wrote it, the file is reported by name
-before it is used.
+"""Checks of the weight files of a model folder: they are complete, without NaN, and quantised as config.json says. A
+file that a full disk, a broken copy or a diverged training spoilt is named before it is used. (`checkpoint` checks that
+no tensor of the class is missing.)
 """
 
 from __future__ import annotations
@@ -23,19 +21,18 @@ from sie_store.folder_files import read_json
 _OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-# number of dimensions of a matrix; only matrices can be quantised weights, since attention masks are uint8 too and have
-# more dimensions
+# number of dimensions of a matrix: only matrices can be quantised weights, since attention masks are uint8 too, but
+# have more dimensions
 MATRIX = 2
-_CHUNK = 1 << 22  # number of values that are checked in one step
+_CHUNK = 1 << 22  # number of values in one step of a check
 _HEADER_BYTES = 8
 _INDEX = "model.safetensors.index.json"
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for a file of weights with one of these faults: it is truncated, one of its
-    other parts is missing, it contains NaN, or it contains quantised numbers whose scale is not in config.json.
-
-    Reads all weights once, through the page cache and not into memory of this process.
+    """Raise ModelLoadFailed INCOMPATIBLE for weights that are truncated, lack one of their files, contain NaN, or
+    contain quantised numbers whose scale is not in config.json. Reads all weights once, through the page cache and not
+    into memory of this process.
     """
     files = [*safetensors_of(folder), *(folder / name for name in _PICKLES if (folder / name).is_file())]
     _check_parts(folder)
@@ -63,7 +60,6 @@ def check_weights(folder: Path) -> None:
 
 
 def safetensors_of(folder: Path) -> list[Path]:
-    """Return the safetensors files of the folder and of its module folders."""
     below = [
         path
         for path in folder.glob("*/*.safetensors")
@@ -80,9 +76,7 @@ def _stored(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_length(file: Path) -> None:
-    """Raise ModelLoadFailed if the size of a safetensors file differs from the size that its header implies. Source:
-    the description of the format in its repository.
-    """
+    """Raise ModelLoadFailed if the size of a safetensors file differs from the size that its header implies."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(_HEADER_BYTES), "little")
@@ -103,9 +97,7 @@ def _broken(file: Path, why: str) -> Exception:
 
 
 def _check_parts(folder: Path) -> None:
-    """Raise ModelLoadFailed if a file that the index of the weights names is missing, unless a load does not read the
-    index.
-    """
+    """Raise ModelLoadFailed if a file in the index of the weights is missing, unless a load ignores the index."""
     if not (folder / _INDEX).is_file() or (folder / "model.safetensors").is_file():
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
@@ -117,9 +109,7 @@ def _check_parts(folder: Path) -> None:
 
 
 def _pickled(file: Path) -> Iterable[tuple[str, Tensor]]:
-    """Return the tensors in a file of torch.save. Other contents are left out: the family that reads the file refuses
-    them.
-    """
+    """Return the tensors in a file of torch.save. The family that reads the file refuses its other contents."""
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError:

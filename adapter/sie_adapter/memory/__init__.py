@@ -1,3 +1,1 @@
-"""Memory of the device: which models are loaded, measured limits for the tokens of a pass, and what is freed when
-memory runs out.
-"""
+"""Memory of the device: loaded models, measured limits for the tokens of a pass, and steps when memory runs out."""

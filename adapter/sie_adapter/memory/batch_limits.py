@@ -1,16 +1,14 @@
-"""Limits of the tokens of one pass, for each model on each device. They are learnt from passes that fitted and passes
-that ran out of memory.
+"""Limits of the tokens of one pass, for each model on each device, learnt from passes that fitted or ran out of memory.
 
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the other items
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
-The rule. After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a
-pass of n tokens had fitted before, less memory is free now, and the limit is n / 2. Old failures are not valid for
-ever, since another process may have used the memory at that time: for every WAIT_S without a new result, the limit
-rises by the factor RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is
-too small gets fewer and fewer attempts. If the pass fits, the wait begins again from that size. A failure that killed
-the process also cost its models and its other batches: half of its tokens count as failed as well, and the wait begins
-at KILLED_WAIT_S.
+After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of n
+tokens had fitted before, less memory is free now, and the limit is n / 2. A failure does not count for ever, since
+another process may have used the memory then: for every WAIT_S without a new result, the limit rises by the factor
+RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer
+and fewer attempts. If it fits, the wait begins again from that size. A failure that killed the process also cost its
+models and its other batches, so half of its tokens count as failed, and the wait begins at KILLED_WAIT_S.
 """
 
 from __future__ import annotations
@@ -62,20 +60,17 @@ class _LimitsFile(msgspec.Struct):
 
 
 def limits_key(fingerprint: str, precision: str, device: str) -> str:
-    """Return the key of a loaded model on a device: its fingerprint, the precision that it computes in, and the
-    device's label.
-    """
+    """Return the key of a loaded model on a device: its fingerprint, its precision in use, and the device's label."""
     return "/".join((fingerprint, precision, device.replace(" ", "-")))
 
 
 def learnt_folder(settings: Settings) -> Path:
-    """Return the folder of the files with learnt limits, which all adapters of a machine use."""
     return settings.cache_folder / "sie"
 
 
 def split_off(chosen: Int64, lengths: Int64, limit: int | None) -> tuple[Int64, Int64]:
-    """Return the items of the next pass, and the other items. The pass has at most `limit` tokens, but at least one
-    item of `chosen`; short items are first.
+    """Return the items of the next pass, short items first, and the other items. The pass has at most `limit` tokens,
+    but at least one item of `chosen`.
     """
     if limit is None or lengths[chosen].sum() <= limit:
         return chosen, chosen[:0]
@@ -89,10 +84,11 @@ def _believed(edge: BatchLimit) -> int:
 
 
 class DeviceLimits:
-    """Limits of this device, at most MAX_KEYS, stored in the file at `path`. Thread-safe. No method raises.
+    """Limits for the tokens of a pass on this device, for at most MAX_KEYS models, stored in the file at `path`.
+    Thread-safe. No method raises.
 
-    The file is read at the first use and not by the constructor, because a waiting process may have begun long before
-    it serves. `clock` is wall time, which stays valid after a restart.
+    The file is read at the first use, because a waiting process may have begun long before it serves. `clock` is wall
+    time, which stays valid after a restart.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -110,21 +106,18 @@ class DeviceLimits:
         return cls(learnt_folder(settings) / "frontier.json")
 
     def limit(self, key: str) -> int | None:
-        """Return the largest number of tokens that a pass should have now, at least 1; None while no pass has
-        failed.
-        """
+        """Return the most tokens that a pass should have now, at least 1; None while no pass has failed."""
         with self._lock:
             edge = self._edge(key)
             return self._limit(edge) if edge and edge.fail_tokens else None
 
     def fitted(self, key: str) -> int:
-        """Return the number of tokens of the largest pass that fitted; 0 while no pass has fitted."""
+        """Return the tokens of the largest pass that fitted; 0 while none has."""
         with self._lock:
             edge = self._edge(key)
             return edge.fit_tokens if edge else 0
 
     def fits(self, key: str, tokens: int) -> None:
-        """Record that a pass of `tokens` tokens fitted."""
         with self._lock:
             edge = self._edge(key) or self._add(key)
             if tokens <= edge.fit_tokens:
@@ -149,8 +142,8 @@ class DeviceLimits:
                 tokens = max(1, tokens // 2)
             if edge.fail_tokens:
                 if tokens > self._limit(edge):
-                    # no new information: the pass had a single item above the limit, or another device thread began it
-                    # before the limit was lowered
+                    # no new information: the pass had a single item above the limit, or began before another thread
+                    # lowered the limit
                     return
                 edge.wait_s = min(2 * edge.wait_s, MAX_WAIT_S) if tokens > _believed(edge) else edge.first_wait_s
             if killed:
@@ -163,7 +156,6 @@ class DeviceLimits:
             self._save()
 
     def save(self) -> None:
-        """Write the limits that are not written yet."""
         with self._lock:
             if self._dirty:
                 self._save()
@@ -173,7 +165,7 @@ class DeviceLimits:
 
     def _limit(self, edge: BatchLimit) -> int:
         believed, steps = _believed(edge), self._steps(edge)
-        # adds at least 1 per step, because int(1 * RAISE) is 1 for ever
+        # at least 1 per step, because int(1 * RAISE) is 1 for ever
         return max(int(believed * RAISE**steps), believed + steps)
 
     def _edge(self, key: str) -> BatchLimit | None:
@@ -226,7 +218,7 @@ class DeviceLimits:
 
 
 SLOTS = 64  # number of passes that can be recorded at the same time; there are fewer device threads
-# if a process ended without a known reason during a pass of fewer tokens, lack of memory is not assumed
+# tokens below which a pass is not blamed when a process ends during it without a known reason
 DOUBTED_TOKENS = 1024
 # head of a slot: tokens of the pass, 0 if the slot is free; tokens of the largest earlier pass that fitted; bytes of
 # the key
@@ -237,9 +229,7 @@ _FREE = bytes(_HEAD.size)
 
 @dataclass(frozen=True)
 class PassRecord:
-    """A pass that was still running when its process ended. `fitted_tokens`: tokens of the largest earlier pass of the
-    model that fitted.
-    """
+    """A pass that ran when its process ended. `fitted_tokens`: tokens of the model's largest earlier fitting pass."""
 
     key: str
     tokens: int
@@ -248,7 +238,7 @@ class PassRecord:
 
 class PassRecords:
     """Records, in a file, of the passes that one adapter is running. `during` may be called from any thread. No method
-    raises: without its file an adapter works too, but does not learn from a crash.
+    raises: without the file an adapter works, but learns nothing from a crash.
     """
 
     def __init__(self, path: Path) -> None:
@@ -259,7 +249,6 @@ class PassRecords:
 
     @classmethod
     def for_socket(cls, settings: Settings) -> PassRecords:
-        """Return the records of the adapter that serves on the socket of these settings."""
         name = hashlib.sha256(settings.ipc_socket_path.encode()).hexdigest()[:16]
         return cls(learnt_folder(settings) / f"passes-{name}")
 
@@ -319,20 +308,18 @@ def _record(slot: bytes) -> PassRecord | None:
 
 
 class CrashRecord:
-    """Reader of the records after a process ended: it lowers the limits of passes that killed the process. It runs in
-    the process that starts the next adapter.
+    """Reader of the records of an ended process: it lowers the limits of passes that killed it. It runs in the process
+    that starts the next adapter.
     """
 
     def __init__(self, pass_records: PassRecords, batch_limits: Callable[[], DeviceLimits]) -> None:
-        """Create the reader. `batch_limits` returns the limits from the file that the dead process wrote."""
+        """`batch_limits` returns the limits from the file that the dead process wrote."""
         self._pass_records = pass_records
         self._read_limits = batch_limits
         self._kills = control_group.oom_kills()
 
     def learn(self) -> None:
-        """Lower the limits of passes that ran when the previous process ended, if a lack of memory probably ended
-        it.
-        """
+        """Lower the limits of the passes that ran when the previous process ended, if memory probably ran out."""
         kills = control_group.oom_kills()
         is_known, self._kills = kills > self._kills, kills
         how = "was killed by the kernel for lack of memory" if is_known else "ended, probably for lack of memory,"

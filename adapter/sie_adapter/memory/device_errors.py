@@ -1,5 +1,5 @@
-"""Classification of the exceptions of torch. If memory ran out, the adapter frees memory and tries again. If the CUDA
-context is lost, the process must end.
+"""Classification of the exceptions of torch: after a lack of memory, the adapter frees memory and tries again; after
+the loss of the CUDA context, the process must end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from sie_contracts.errors import InternalFailure
 
 # Messages of failed allocations: by torch's allocator, by the mapping of a file, by oneDNN, by C++, for the stack of a
-# thread, and on CUDA by libraries and driver, for a handle or for the code of a kernel; the CUDA context survives such
-# a failure. Each error is a plain RuntimeError, so only its text identifies it.
+# thread, and on CUDA by libraries and driver, for a handle or for the code of a kernel; the CUDA context survives. Each
+# is a plain RuntimeError, so only its text identifies it.
 _ALLOCATION = (
     "DefaultCPUAllocator",
     "Cannot allocate memory",
@@ -24,18 +24,16 @@ _ALLOCATION = (
 )
 
 
-# oneDNN gives no reason. If the primitive's descriptor could be created, only memory for its code is missing. If it
-# could not, oneDNN lacks the operation, for example a product of two precisions.
+# oneDNN gives no reason. Only memory for the primitive's code is missing if its descriptor could be created. Otherwise
+# oneDNN lacks the operation, for example a product of two precisions.
 _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 
 def cancelled() -> InternalFailure:
-    """Return the error of a batch that was interrupted."""
     return InternalFailure("nobody waits for the answer any more", reason="cancelled")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether this exception means that an allocation failed."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -52,8 +50,7 @@ def is_primitive_refused(error: BaseException) -> bool:
     return _NO_PRIMITIVE.search(str(error)) is not None
 
 
-# CUDA could not start a kernel, for example a kernel of a package built for another card: no kernel ran, and the
-# context is intact.
+# CUDA could not start a kernel, for example one of a package built for another card; the context is intact
 _NOT_STARTED = (
     "no kernel image is available",
     "invalid device function",
@@ -63,9 +60,7 @@ _NOT_STARTED = (
 
 
 def is_device_fatal(error: BaseException) -> bool:
-    """Return whether the CUDA context is lost after this exception: an asynchronous CUDA error stays in the context
-    until the process ends.
-    """
+    """Return whether the CUDA context is lost: an asynchronous CUDA error stays in it until the process ends."""
     import torch
 
     survived = is_out_of_memory(error) or any(text in str(error) for text in _NOT_STARTED)

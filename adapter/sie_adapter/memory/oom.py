@@ -1,7 +1,7 @@
-"""Steps that are taken when device memory runs out, and counters of them. The sidecar exports the counters, because
-this process has no port for metrics.
+"""Steps when device memory runs out, and their counters, which the sidecar exports, because this process has no port
+for metrics.
 
-work ──► out of memory ──► clear the cache ──► evict models ──► halve the batch ──► refuse items that do not fit alone
+  work ──► out of memory ──► clear the cache ──► evict models ──► halve the batch ──► refuse items that do not fit alone
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ Remedy = Literal[
     "evictions_triggered",
     "batch_splits",
 ]
-# ways in which memory was freed after a failed allocation. `load_ended` is not counted, because no model and no output
-# was dropped.
+# ways in which memory was freed after a failed allocation; `load_ended` is not counted: no model or output was dropped
 Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of the ways in which memory was freed, by model, since the start of the process. Every method may be
-    called from any thread.
-    """
+    """Counters of the ways in which memory was freed, by model, since the start of the process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +47,6 @@ class OomCounters:
             self._counts.setdefault(model, Counter())[remedy] += 1
 
     def all(self) -> tuple[Shortages, ...]:
-        """Return the counters of each model for which memory ran out at least once."""
         with self._lock:
             return tuple(Shortages(model, **counts) for model, counts in self._counts.items())
 
@@ -59,12 +55,10 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-# oneDNN up to 3.13 stores the error of its code generator per thread and never clears it (its pull request 5907 clears
-# it). After one failed allocation, every primitive of a new shape fails on that thread, even with free memory.
+# oneDNN up to 3.13 stores the error of its code generator per thread and never clears it (its pull request 5907 does).
+# After one failed allocation, every primitive of a new shape fails on that thread, even with free memory.
 class ThreadState(threading.local):
-    """State of the calling thread. `is_unusable`: oneDNN failed on this thread for lack of memory, and would fail again
-    for every new shape.
-    """
+    """`is_unusable`: oneDNN ran out of memory on this thread, and would fail again for every new shape."""
 
     is_unusable = False
 
@@ -86,16 +80,14 @@ def on_usable_thread(
 
 
 def ran_out(error: RuntimeError | MemoryError) -> bool:
-    """Return whether this error of a pass on this thread means that memory ran out. Record whether the thread remains
-    usable.
-    """
+    """Return whether this error means that memory ran out. Record whether this thread remains usable."""
     thread_state.is_unusable = is_primitive_refused(error)
     return is_out_of_memory(error)
 
 
 def on_new_thread(work: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
     """Call `work` on a new thread, with this thread's inference mode and number of torch threads. Raises the errors of
-    `work`. If there is no memory for the thread, raises a RuntimeError for which `is_out_of_memory` is true.
+    `work`, or, without memory for the thread, a RuntimeError for which `is_out_of_memory` is true.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -123,19 +115,17 @@ Items = Int64  # indices of items in a batch
 
 
 def halved(items: Items) -> tuple[Items, Items]:
-    """Split items into two parts with equal numbers of items."""
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
 def exhausted() -> ResourceExhausted:
-    """Return the error of an item that does not fit into memory, even as the only item of a pass."""
     return ResourceExhausted("the device has too little memory for this item alone", reason="out_of_memory")
 
 
 @dataclass(frozen=True)
 class OomRecovery:
-    """Steps that are taken if memory of a device runs out. `make_room` frees memory and returns how, or None if nothing
-    can be freed. `count` is called with each way in which memory was freed.
+    """Steps when memory of a device runs out. `make_room` frees memory and returns how, or None if nothing can be
+    freed. `count` is called with each way in which memory was freed.
     """
 
     device: torch.device
@@ -153,10 +143,8 @@ class OomRecovery:
         is_tried: bool = False,
     ) -> None:
         """Run `work` on `items`, which may be empty, in as many parts as memory requires. Call `refuse` for each item
-        that does not fit alone.
-
-        `learn` is called for each part, with whether it fitted. `is_tried`: the caller already ran the work on all
-        items, and memory ran out. Raises the errors of `work`, except a lack of memory.
+        that does not fit alone, and `learn` for each part, with whether it fitted. `is_tried`: the caller already ran
+        the work on all items, and memory ran out. Raises the errors of `work`, except a lack of memory.
         """
         refused = 0
 
@@ -181,7 +169,6 @@ class OomRecovery:
         *,
         is_tried: bool = False,
     ) -> bool:
-        """Do the work of `run`. Return whether memory ran out in it."""
         if not len(items):
             return False
         tries = 0
@@ -211,8 +198,8 @@ class OomRecovery:
 
     @staticmethod
     def _fits(work: Callable[[Items], None], items: Items) -> bool:
-        # This is a separate function: after it returns, no frame refers to the tensors of a failed pass.
-        # Inside an `except` block, the traceback would still refer to these tensors.
+        # A separate function, so that no frame refers to the tensors of a failed pass after it returns. In an `except`
+        # block of the caller, the traceback would still refer to them.
         try:
             on_usable_thread(work, items)
         except (RuntimeError, MemoryError) as error:

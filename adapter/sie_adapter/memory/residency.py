@@ -7,10 +7,10 @@
     out of memory in a load ──► load alone ──► evict one model, and load again
     before any model is evicted: drop cached outputs that can be computed again (`tower_outputs`)
 
-The sidecar decides which models may be evicted. Each request carries its own permission, an ordered list of models, and
-its reply names the evicted models. The adapter stores no permission between requests.
+The sidecar decides which models may be evicted: each request has an ordered list of them, and its reply names the
+evicted models. The adapter stores no permission between requests.
 
-`ResidentModels` owns the state and guards it with one lock, which is never held during a load or a forward pass.
+`ResidentModels` guards its state with one lock, which is never held during a load or a forward pass.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LoadedWeights(Protocol):
 
 @dataclass
 class Resident:
-    """A loaded model. `resolved`: its catalogue entry; it is replaced if a changed entry needs no other weights."""
+    """A loaded model. `resolved`: its catalogue entry, which a changed entry that needs no other weights replaces."""
 
     model: str
     resolved: Resolved
@@ -71,7 +71,7 @@ class Resident:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the entry in use. It is cached, since every batch reads it."""
+        """Fingerprint of the entry in use, cached, since every batch reads it."""
         if self._fingerprinted is not self.resolved:
             entry, load = self.resolved.entry, self.resolved.load
             self._fingerprint = fingerprint(entry, load, self.weights.precision, self.weights.engine_choice.engine)
@@ -79,7 +79,6 @@ class Resident:
         return self._fingerprint
 
     def describe(self, now_s: float) -> LoadedModel:
-        """Return the message that describes this model to the sidecar."""
         entry, weights = self.resolved.entry, self.weights
         return LoadedModel(
             self.model,
@@ -116,11 +115,11 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: the models in `may_drop`, in that order. It is created when the
-    request arrives: a model that was used after that time is not evicted.
+    """Models that may be evicted for one request: those in `may_drop`, in that order, unless they were used after the
+    request arrived, when this object is created.
 
     `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were already dropped for the
-    request. They are dropped only once, since the request may compute some of them again.
+    request. This happens only once, since the request may compute some of them again.
     """
 
     may_drop: tuple[str, ...]
@@ -129,7 +128,6 @@ class Permission:
     has_shed: bool = False
 
     def record_drop(self, model: str) -> None:
-        """Record that `model` was unloaded."""
         self.dropped += (model,)
 
 
@@ -146,13 +144,12 @@ class DeviceMemory:
     shed: Callable[[], bool] = lambda: False
 
     def is_short(self, more_bytes: int = 0) -> bool:
-        """Return whether the device would be above the threshold with `more_bytes` bytes more."""
         return self.held(more_bytes).percent > self.threshold_percent
 
     def fits(self, more_bytes: int) -> bool:
-        """Return whether a cache may use `more_bytes` bytes more. The memory in use may rise to the middle between the
-        threshold, above which models are evicted, and the whole memory. If it would rise above that, cached outputs and
-        free memory of the allocator are freed first.
+        """Return whether a cache may use `more_bytes` bytes more. The limit is the middle between the threshold, above
+        which models are evicted, and the whole memory. Above it, cached outputs and free memory of the allocator are
+        freed first.
         """
         limit_percent = (self.threshold_percent + 100.0) / 2
         if self.held(more_bytes).percent > limit_percent:
@@ -165,9 +162,9 @@ class ResidentModels:
     """Loaded models of this process. Thread-safe.
 
     `load` turns a resolved entry into weights and raises ModelLoadFailed. `needed_bytes` returns the bytes of the
-    weights before a load, and fetches their files if necessary. `warm_up` runs the weights once, returns the peak of
-    the activations in bytes, and raises the same errors as `load`. A model is evicted under three conditions: memory is
-    above the threshold or has run out, the request permits it, and no batch runs on the model.
+    weights before a load, and fetches missing files. `warm_up` runs the weights once, returns the peak of the
+    activations in bytes, and raises the errors of `load`. A model is evicted only if memory is above the threshold or
+    has run out, the request permits it, and no batch runs on the model.
     """
 
     def __init__(
@@ -181,8 +178,8 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """Create the object without models. `count` is called, with the model, each time memory is freed because its
-        load ran out of memory. `ended` is called at the end of each load, successful or not.
+        """`count` is called, with the model, each time memory is freed because its load ran out of memory. `ended` is
+        called at the end of each load, successful or not.
         """
         self._load = load
         self._memory = memory
@@ -199,17 +196,14 @@ class ResidentModels:
         self._relieve_due_s = 0.0
 
     def permission(self, may_drop: tuple[str, ...] = ()) -> Permission:
-        """Return the permission to evict models for a request that begins now."""
         return Permission(may_drop, self._clock())
 
     def ensure(
         self, model: str, entry: ModelEntry, profile: str = "default", permission: Permission | None = None
     ) -> Resident:
         """Return the resident `model`; load it if it is not loaded or needs other weights. `permission` records the
-        models that were unloaded for it, even if this method raises.
-
-        Raises ModelLoadFailed: class OOM and reason no_room if the model does not fit in addition to the models that
-        have work.
+        models that were unloaded for it, even if this method raises. Raises ModelLoadFailed: class OOM and reason
+        no_room if the model does not fit beside the models that have work.
         """
         permission = permission or self.permission()
         resolved = Catalogue.resolve_profile(entry, profile, model)
@@ -218,7 +212,7 @@ class ResidentModels:
                 resident = self._residents.get(model)
                 if resident is not None and same_weights(resident.resolved, resolved):
                     resident.resolved = resolved
-                    # time of use: a permission that was created earlier does not evict a model that is requested now
+                    # a permission that was created earlier does not evict a model that is requested now
                     resident.last_used_s = self._clock()
                     return resident
                 pending = self._loads.get(model)
@@ -247,7 +241,7 @@ class ResidentModels:
     @contextlib.contextmanager
     def use(self, model: str, fingerprint: str = "") -> Iterator[Resident]:
         """Yield the resident `model` for one batch; it is not evicted while the batch runs. Raises ModelLoading if it
-        is not loaded, or if its fingerprint differs from `fingerprint`, since its entry was changed.
+        is not loaded, or has another fingerprint, since its entry was changed.
         """
         with self._lock:
             resident = self._residents.get(model)
@@ -270,10 +264,9 @@ class ResidentModels:
             self._collect()
 
     def relieve(self, permission: Permission) -> None:
-        """Drop models while memory is above the threshold. The check runs at most once per second for all callers.
-
-        The bytes of a running load are not added: this load freed its own memory, and its allocated bytes already count
-        as used. If they were added again, other models would be evicted without need.
+        """Drop models while memory is above the threshold, at most once per second for all callers. A running load
+        freed its own memory, and its allocated bytes already count as used: if they were added again, other models
+        would be evicted without need.
         """
         with self._lock:
             now_s = self._clock()
@@ -291,11 +284,11 @@ class ResidentModels:
         if self._evict_next(permission, "an allocation failed"):
             return "evictions_triggered"
         with self._lock:
-            # only a load whose size is known: another load still fetches its files, so it uses no memory yet and may
-            # take minutes
+            # only a load whose size is known: any other still fetches its files, so it uses no memory yet and may take
+            # minutes
             pending = next((self._loads[model] for model in self._arriving), None)
         if pending is not None:
-            # wait for the end of the load; its result is handled by the requests that need the model
+            # wait for the end of the load; requests that need the model handle its result
             pending.exception()
         return "load_ended" if pending is not None else None
 
@@ -321,9 +314,9 @@ class ResidentModels:
             )
 
     def _loaded_in_any_room(self, model: str, resolved: Resolved, permission: Permission) -> Resident:
-        """Load a model, with remedies if memory runs out. During a load, a model needs more memory than afterwards: for
-        a mapped file, it needs the copy too. If a load ran out of memory while other loads ran, it is tried again
-        alone, before any model is evicted for it. Otherwise loads could evict each other's models for ever.
+        """Load a model, with remedies if memory runs out: a load needs more memory than the loaded model, for example
+        for the copy of a mapped file. If other loads ran meanwhile, the load is first tried again alone. Otherwise
+        loads could evict each other's models for ever.
         """
         with self._loading.shared() as share:
             loaded = self._loaded_or_oom(model, resolved)
@@ -352,7 +345,7 @@ class ResidentModels:
         except ModelLoadFailed as error:
             if error.extras.get("error_class") != "OOM":
                 raise
-            # a copy of the error, because the frames of the original refer to the tensors that did not fit
+            # a copy of the error: the frames of the original refer to the tensors that did not fit
             return SIEError.from_info(error.info())
 
     def _loaded(self, model: str, resolved: Resolved) -> Resident:
@@ -376,8 +369,8 @@ class ResidentModels:
     def _evict_above_threshold(self, more_bytes: int, permission: Permission) -> None:
         if not self._memory.is_short(more_bytes):
             return
-        # before a model is evicted, free other memory: cached outputs, free memory of the allocator, and the memory of
-        # a model that was released while a batch ran on it
+        # first free cached outputs, free memory of the allocator, and the memory of a model that was released while a
+        # batch ran on it
         self._memory.shed()
         self._collect()
         why = f"device memory is above {self._memory.threshold_percent:g} %"
@@ -404,7 +397,6 @@ class ResidentModels:
         return True
 
     def _is_evictable(self, model: str, permission: Permission) -> bool:
-        """Return whether the model is loaded, no batch runs on it, and no request used it since this request began."""
         resident = self._residents.get(model)
         return resident is not None and not resident.running and resident.last_used_s <= permission.asked_s
 

@@ -8,17 +8,13 @@ from collections.abc import Iterator
 
 
 class Share:
-    """One thread's hold of the lock together with others. `was_alone`: no other thread held the lock during that time;
-    set when the hold ends.
-    """
+    """Hold of a lock by one thread. `was_alone`, set when the hold ends: no other thread held the lock meanwhile."""
 
     was_alone = True
 
 
 class SharedLock:
-    """Lock with many shared holders or one exclusive holder. Thread-safe. A waiting exclusive holder has priority over
-    later holders.
-    """
+    """Lock with many shared holders or one exclusive holder, which has priority over later ones while it waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -28,7 +24,6 @@ class SharedLock:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[Share]:
-        """Hold the lock together with other shared holders."""
         share = Share()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive)
@@ -46,7 +41,6 @@ class SharedLock:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold the lock exclusively."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_exclusive)
             self._is_exclusive = True

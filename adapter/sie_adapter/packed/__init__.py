@@ -1,3 +1,3 @@
-"""Transformers models on packed sequences: the texts of a batch one after the other, without padding. Also layers that
-several families use.
+"""Transformers models on packed sequences (the texts of a batch one after the other, without padding), and layers of
+several families.
 """

@@ -3,10 +3,10 @@
     model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► one opaque op ──► a kernel per group
     of sequences
 
-The bounds of the sequences are tensor keyword arguments of `model(...)`. So threads have no common state, and a
+The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads have no common state, and a
 compiled graph has one op. The registered mask function builds no mask: it passes the model's request to the attention
-function. In a trial pass (`sie_trial`) the attention function compares the requested mask with the pattern that it
-computes. A mask that is not causal, bidirectional or a window of these does not run packed.
+function, which in a trial pass (`sie_trial`) compares the requested mask with the pattern that it computes. A mask that
+is not causal, bidirectional or a window of these does not run packed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch import Tensor
 from sie_adapter.packed.packing import Int64, PackedBatch
 
 IMPLEMENTATION = "sie_packed"
-FAR = 1 << 30  # number of keys on a side of a window that has no limit on this side
-# limit for the scores of one block on a CPU, so that they fit the second-level cache. With more scores, each pass over
-# them waits for memory.
+FAR = 1 << 30  # number of keys on a side of a window that means no limit
+# limit for the scores of one block on a CPU, so that they fit the second-level cache; with more, each pass over them
+# waits for memory
 _BLOCK_SCORES = 1 << 18
 # limit for the scores of one block on a GPU, which computes them all at once: 128 MB in float32
 _BLOCK_SCORES_ELSEWHERE = 1 << 25
-# smallest length to which a row of scores is padded: one vector register. Softmax sums a shorter row number by number,
+# shorter rows of scores are padded to this length, one vector register. Softmax sums a shorter row number by number,
 # which took eight times as long.
 _SOFTMAX_ROW = 16
 
 
 class Kernel(IntEnum):
-    """Kernel that computes a group of sequences. The last column of a layout has this number."""
+    """Kernel that computes a group of sequences. Its number is in the last column of a layout."""
 
     SDPA = 0  # torch's fused kernel, for sequences of equal length
     BLOCKS = 2  # matrix products over blocks of queries, for sequences of equal length, with any window
@@ -47,7 +47,7 @@ class Kernel(IntEnum):
 
 
 class AttentionUnsupported(Exception):
-    """Raised for a model with an attention that the packed path cannot compute. The model must run padded."""
+    """Raised if the packed path cannot compute a model's attention. The model must run padded."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class MaskPattern:
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """Replacement for a mask: transformers' request for it, which the attention function gets instead."""
+    """Request of transformers for a mask, which the attention function gets instead of a mask."""
 
     allows: Callable[..., Any]  # transformers' mask_function: (batch, head, query, key) -> bool
     local_size: int | None
 
     def pattern(self) -> MaskPattern:
-        """Call the mask function of transformers for sample positions, and return which keys a query sees. Raises
+        """Return which keys a query sees: the mask function of transformers is called for sample positions. Raises
         AttentionUnsupported unless the mask is causal, bidirectional or a window of these.
         """
         size = min(4 * (self.local_size or 0) + 256, 16384)
@@ -88,9 +88,7 @@ class MaskRequest:
 
 @dataclass
 class Trial:
-    """Results of a trial pass: the number of attention calls, and the windows that they had."""
-
-    calls: int = 0  # number of calls of the attention function
+    calls: int = 0
     # values of `sie_edge` (see `packed_attention`) that the layers with a window need
     edges: set[int] = field(default_factory=set)
 
@@ -98,9 +96,7 @@ class Trial:
         self.calls += 1
 
     def edge(self) -> int:
-        """Return the value of `sie_edge` for every pass of this model. Raises AttentionUnsupported if its layers need
-        different values.
-        """
+        """Return the model's `sie_edge`. Raises AttentionUnsupported if its layers need different values."""
         if len(self.edges) > 1:
             raise AttentionUnsupported(f"windows whose masks show {sorted(self.edges)} keys more than the layers say")
         return next(iter(self.edges), 0)
@@ -109,7 +105,6 @@ class Trial:
 def requested_mask(
     *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
 ) -> MaskRequest:
-    """Mask function of the interface: returns the request instead of a mask."""
     if attention_mask is not None:
         raise AttentionUnsupported("a padding mask on the packed path")
     return MaskRequest(mask_function, local_size)
@@ -136,13 +131,12 @@ def packed_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads, tokens,
-    width].
+    width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an unknown keyword that is not None,
+    since it would change the numbers.
 
-    Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an unknown keyword that is not None, since it
-    would change the numbers. Windows are defined as in transformers' flash attention path: `sliding_window` counts the
-    token itself, and extends to both sides if the attention is not causal. If the model's mask shows another window,
-    the mask is used, as in stock eager and sdpa: `sie_edge` is the number of keys on a side that it shows beyond
-    `sliding_window`.
+    Windows are defined as in transformers' flash attention path: `sliding_window` counts the token itself, and extends
+    to both sides if the attention is not causal. If the model's mask shows another window, the mask is used, as in
+    stock eager and sdpa: `sie_edge` is the number of keys on a side that it shows beyond `sliding_window`.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -159,8 +153,8 @@ def packed_attention(
         elif shown != pattern:
             raise AttentionUnsupported(f"a layer computes {pattern} and its mask says {shown}")
         sie_trial.called()
-    # torch's dispatch of an operator written in Python costs host time in every layer, so the operator is used only
-    # while compiling
+    # the operator is used only while compiling: torch's dispatch of one written in Python costs host time in every
+    # layer
     attend = torch.ops.sie.packed_attention if torch.compiler.is_compiling() else _attend
     output = attend(
         query[0].transpose(0, 1),
@@ -179,10 +173,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
     """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
-    `layout`: int64 [groups, 5] on the host.
-
-    Only the first `visible` tokens of each sequence are attended to. A kernel for all sequences at once is the only
-    group of its layout.
+    `layout`: int64 [groups, 5] on the host. Only the first `visible` tokens of each sequence are attended to. A kernel
+    for all sequences at once is the only group of its layout.
     """
     pattern = MaskPattern(left, right)
     groups = layout.tolist()
@@ -244,7 +236,7 @@ def _attend_in_blocks(
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
-        # float32 is also faster: the bfloat16 softmax of a CPU takes five times as long if the length of a row is not a
+        # float32 is also faster: a CPU's bfloat16 softmax takes five times as long if the length of a row is not a
         # multiple of 32
         scores = scores.float()
         if high - low < _SOFTMAX_ROW:
@@ -263,8 +255,8 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if it attends to all of them.
-    The block has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
+    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if there is none. The block
+    has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None
@@ -343,8 +335,7 @@ def layout_of(kernel: Kernel, packed: PackedBatch) -> Int64:
     tokens, and the kernel.
     """
     if kernel >= Kernel.VARLEN:
-        # the kernels for all sequences at once count windows from the last token, which is wrong if only the first
-        # tokens are visible
+        # these kernels count windows from the last token, which is wrong if only the first tokens are visible
         if packed.visible is None:
             longest = packed.groups[-1, 2]
             return np.array([[0, len(packed.order), longest, longest, kernel]], np.int64)

@@ -19,7 +19,7 @@ Backend = Literal["flash_attention_2", "sdpa", "eager"]
 @dataclass(frozen=True)
 class AttentionFacts:
     """Facts that determine the attention backend. `capability`: the compute capability of CUDA, (0, 0) without CUDA.
-    `flash_lacks`: the reason why the package flash-attn cannot be used; an empty string if it can.
+    `flash_lacks`: the reason why the package flash-attn cannot be used, else an empty string.
     """
 
     device_type: str
@@ -30,13 +30,12 @@ class AttentionFacts:
 
 
 def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
-    """Return the facts about this machine that determine its attention backend."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return AttentionFacts(
         device_type=device.type,
         capability=capability,
-        # flash-attn is imported as a test, since a package that was built for another torch is installed but unusable;
-        # without CUDA, no code would use the package
+        # imported as a test: a package that was built for another torch is installed but unusable. Without CUDA, no
+        # code uses it.
         flash_lacks=flash_import() if device.type == "cuda" else "the device is no GPU of NVIDIA",
         varlen_present=importlib.util.find_spec("torch.nn.attention.varlen") is not None,
         is_16_bit=dtype.itemsize == 2,
@@ -44,8 +43,8 @@ def attention_facts(device: torch.device, dtype: torch.dtype) -> AttentionFacts:
 
 
 def resolve_attention(requested: str, facts: AttentionFacts) -> tuple[Backend, str]:
-    """Return the attention backend, and the reason for it. `auto` means flash_attention_2 if the machine meets all its
-    requirements, else sdpa. If the machine cannot run the requested backend, sdpa replaces it.
+    """Return the attention backend, and the reason. `auto` means flash_attention_2 if the machine meets its
+    requirements, else sdpa. sdpa also replaces a requested backend that the machine cannot run.
     """
     lacks = _flash_lacks(facts)
     if requested == "eager":
@@ -71,7 +70,7 @@ def _flash_lacks(facts: AttentionFacts) -> str:
 
 @functools.cache
 def flash_import() -> str:
-    """Return the reason why flash-attn cannot be imported; an empty string if it can."""
+    """Return the reason why flash-attn cannot be imported, else an empty string."""
     try:
         importlib.import_module("flash_attn")
     except ModuleNotFoundError as error:
@@ -86,7 +85,5 @@ def flash_import() -> str:
 
 
 def uses_varlen_kernel(facts: AttentionFacts) -> bool:
-    """Return whether `sdpa` may run PyTorch's own variable-length kernel: on CUDA from capability 8.0 on,
-    in 16 bits.
-    """
+    """Return whether `sdpa` may run PyTorch's variable-length kernel: on CUDA from capability 8.0 on, in 16 bits."""
     return facts.device_type == "cuda" and facts.capability >= (8, 0) and facts.varlen_present and facts.is_16_bit

@@ -1,7 +1,7 @@
 """Packed engine: runs one transformers model, from token ids to one hidden state per token.
 
-A trial decides whether a model runs packed. The model must call the attention interface with a plain mask, and its
-packed states must equal its padded states. Otherwise it runs padded on its stock attention, and this is logged.
+A trial decides whether a model runs packed: it must call the attention interface with a plain mask, and its packed
+states must equal its padded states. Otherwise it runs padded on its stock attention, and this is logged.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ _TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
 _TRIAL_COSINE_INT8 = 0.95
 _BACKENDS = {Kernel.FLASH: "flash_attention_2", Kernel.REFERENCE: "eager"}
-# largest number of positions in a padded group of sequences, padding included, per token
+# largest number of positions per token in a padded group of sequences, padding included
 _PADDED_WASTE = 1.25
 
 
 class StateRunner(Protocol):
     """Engine other than torch that computes the hidden states of one model. Several threads may call `run` at once.
-
     `attention`: the name of its attention, for reports. `memory_bytes`: bytes of device memory in use.
     """
 
@@ -63,9 +62,7 @@ class StateRunner(Protocol):
         """Return the indices of the tokens whose states `run` computes."""
 
     def close(self) -> None:
-        """Free the engine. Must not be called during a pass. An engine without references is also freed when it is
-        garbage-collected.
-        """
+        """Free the engine; do not call this during a pass. Without references to it, the garbage collector frees it."""
 
 
 class Backbone:
@@ -73,8 +70,8 @@ class Backbone:
 
     `vocabulary`: all ids are below this number. `width`: the width of a hidden state. `crossover_tokens`: the length of
     a sequence at which attention takes as long as all other layers, by the model's configuration (`costs`).
-    `positions`: the length of the longest sequence, None if there is no limit. `attention`: the backend in use;
-    `padded` follows its name if the model runs on padded batches.
+    `positions`: the length of the longest sequence, None if there is no limit. `attention`: the backend in use, with
+    `padded` appended if the model runs on padded batches.
     """
 
     def __init__(
@@ -87,13 +84,12 @@ class Backbone:
     ) -> None:
         """Prepare the model: its attention is replaced, and on a CPU also its linear layers.
 
-        `more_samples`: number of additional short sequences in the trial of the packed path. `server` starts the engine
-        sglang, and raises SglangNotStarted. Raises Unserved if sglang cannot run the model, or ModelLoadFailed if the
-        entry demands sglang.
+        `more_samples`: additional short sequences in the trial of the packed path. `server` starts the engine sglang,
+        and raises SglangNotStarted. Raises Unserved if sglang cannot run the model, or ModelLoadFailed if the entry
+        demands it.
         """
         attention.register()
-        # switched off on the configuration of `model` itself, because a part of a larger model has a configuration of
-        # its own
+        # set on the configuration of `model` itself, because a part of a larger model has its own
         model.config.use_cache = False
         self._model = model
         self._compute = compute
@@ -128,8 +124,8 @@ class Backbone:
                 self._settle_on_torch()
 
     def run_padded(self) -> None:
-        """Run the model with its own attention on padded batches from now on, instead of packed sequences. Call this if
-        the packed path computes wrong states, and never during a pass.
+        """Run the model with its own attention on padded batches from now on, because the packed path computes wrong
+        states. Do not call this during a pass.
         """
         self._kernel = None
         self._model.set_attn_implementation(self._stock)
@@ -164,8 +160,8 @@ class Backbone:
         return self._run(tokens, bounds, layout, position_ids=places, sie_trial=trial, **inputs)[:real]
 
     def _run(self, tokens: Tensor, bounds: Tensor, layout: Int64, **inputs: Any) -> Tensor:
-        """Call the model, and return the states of its last layer. `tokens` [rows, tokens]: ids, positions and, if
-        there are any, token types. Arguments in `inputs` replace the arguments of the same name.
+        """Call the model, and return the states of its last layer. `tokens` [rows, tokens]: ids, positions and perhaps
+        token types. `inputs` replace arguments of the same name.
         """
         own = {} if "inputs_embeds" in inputs else {"input_ids": tokens[:1]}
         own |= {"position_ids": tokens[1:2]} | ({"token_type_ids": tokens[2:]} if len(tokens) > 2 else {})
@@ -173,9 +169,7 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the same states as `forward`, computed by the stock model: padded on the right, with a mask. The
-        packed path is compared with these states.
-        """
+        """Return the states of `forward`, from the stock model, padded on the right with a mask, to compare them."""
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
@@ -217,9 +211,8 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Compile the model to a graph that replaces torch from now on, if the states of the graph equal the states of
-        the stock path. The weights of torch are freed. If the states differ and the entry demands the engine, raises
-        ModelLoadFailed.
+        """Replace torch from now on by a graph of the model, if its states equal those of the stock path, and free the
+        weights of torch. Raises ModelLoadFailed if they differ and the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -238,8 +231,8 @@ class Backbone:
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
         """Start an SGLang server, and use it in place of torch if its hidden states equal those of the stock path. The
-        weights of torch are freed before the server starts, since a GPU may not have memory for both copies. Raises
-        Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        weights of torch are freed first, since a GPU may not have memory for both copies. Raises Unserved if the server
+        cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -278,8 +271,8 @@ class Backbone:
                 self.use_graphs(cuda_recorder(self._compute.device))
 
     def use_graphs(self, recorder: Recorder | None) -> None:
-        """Run small passes by CUDA graphs from now on; `recorder` captures these graphs. None: run all passes eagerly.
-        Must not be called during a pass.
+        """Run small passes from now on by CUDA graphs that `recorder` captures; None: run all passes eagerly. Do not
+        call this during a pass.
         """
         name, kernel, first = type(self._model).__name__, self._kernel, self._numbering.first
         self._graphs = None
@@ -337,9 +330,7 @@ class Backbone:
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """Return the sequences of the trial and their states on the stock path. They are removed from this object, so
-        this method may be called once.
-        """
+        """Remove and return the sequences of the trial and their states on the stock path. May be called once."""
         assert self._trial is not None
         trial, self._trial = self._trial, None
         return trial
@@ -362,18 +353,14 @@ class Backbone:
         return bool(torch.equal(before, after))
 
     def sample(self, lengths: tuple[int, ...]) -> PackedBatch:
-        """Return packed sequences of random ids, for trials. No id is the pad id, because stock code treats it as
-        padding.
-        """
+        """Return packed sequences of random ids, for trials, without the pad id, which stock code treats as padding."""
         counts = np.minimum(lengths, self._max_tokens).astype(np.int64)
         ids = np.random.default_rng(0).integers(0, self.vocabulary, int(counts.sum()), dtype=np.int32)
         ids[ids == self._pad] = (self._pad + 1) % self.vocabulary
         return self.pack(Items(counts, ids), np.arange(len(counts)))
 
     def sampled(self) -> Tensor:
-        """Return the states of two short sequences, to see whether a LoRA changes them. Without a LoRA they are equal
-        in each call.
-        """
+        """Return the states of two short sequences, which are constant unless a LoRA changes them."""
         return self._forward_eager(self.sample(_LORA_LENGTHS))
 
     @property
@@ -399,8 +386,8 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Raise ModelLoadFailed for rotary position tables that transformers changes with the longest text of a pass: the
-    states of a text would depend on other texts of its batch and on other threads.
+    """Raise ModelLoadFailed for rotary tables that transformers changes with the longest text of a pass: states would
+    depend on other texts of the batch and on other threads.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
@@ -424,9 +411,7 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. Models like RoBERTa count from the pad id on; they are recognised by
-    their method for this.
-    """
+    """Return how the model numbers positions. RoBERTa and models with its method count from the pad id on."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             return Positions(module.padding_idx + 1, module.padding_idx)
@@ -434,9 +419,7 @@ def _numbering(model: PreTrainedModel) -> Positions:
 
 
 def evenly_long(lengths: Int64) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences, shortest first, that can be padded to one length with at most _PADDED_WASTE positions
-    per token.
-    """
+    """Yield ranges of sequences, shortest first, that need at most _PADDED_WASTE positions per token when padded."""
     start, real = 0, 0
     for stop, length in enumerate(lengths.tolist(), 1):
         if (stop - start) * length > _PADDED_WASTE * (real + length):

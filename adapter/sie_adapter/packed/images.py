@@ -1,7 +1,7 @@
 """Input of image towers: passes of a bounded size over the uint8 pixels of a batch, normalised on the device.
 
-Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
-Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
+  Shown, of equal sizes ──► Tower: [images, 3, height, width], float ──► run
+  Shown, of any sizes ──► GridTower: [patches, values], float, with the grid of each image ──► run
 
 Outputs of a tower are cached (`tower_outputs`) if an image may be read again with another text. On a CPU, an image
 whose output is cached has a separate pass, so that its bits do not depend on other images of the batch.
@@ -27,27 +27,27 @@ from sie_contracts.models.load_errors import load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
-# largest number of images or sounds in one pass of a tower. A CPU is not faster with more images per pass; powers of
-# two keep the number of different sizes small.
+# Largest number of images or sounds in one pass of a tower. A CPU is not faster with more; powers of two keep the
+# number of different sizes small.
 _PER_PASS = {"cpu": 8}
 _PER_PASS_ELSEWHERE = 64
-# limit for the blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass; on
-# a CPU, each image has one.
+# Largest number of blocks of patches in one pass of a tower for images of any size. A larger image has a separate pass;
+# on a CPU, each image has one.
 _BLOCKS_PER_PASS = 16384
 
 
 def read_processor(folder: Path, part: str) -> dict[str, Any]:
     """Return the settings of the `image_processor` or `feature_extractor` of a folder: a section of
-    processor_config.json, which transformers 5 writes, else preprocessor_config.json. Return an empty map if neither
-    file exists. Source: transformers 5.23.
+    processor_config.json, which transformers 5 writes, else preprocessor_config.json, else an empty map. Source:
+    transformers 5.23.
     """
     return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns images into pixels, and the normalisation of the pixels. The pixel bounds of `load`
-    limit the recipe; if `load` is None, the bounds of the entry do. Raises ModelLoadFailed: NOT_FOUND without a
-    configuration, INCOMPATIBLE for a configuration that cannot be reproduced.
+    """Return the recipe that turns images into pixels, within the pixel bounds of `load`, else of the entry, and the
+    normalisation of the pixels. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one that
+    cannot be reproduced.
     """
     config = read_processor(folder, "image_processor")
     if not config:
@@ -62,8 +62,6 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = Non
 
 
 class _Levels:
-    """Conversion of uint8 pixels to normalised float32 values, on a device."""
-
     def __init__(self, normalisation: Normalisation, device: torch.device) -> None:
         self._device = device
         self._rescale = normalisation.rescale
@@ -73,7 +71,6 @@ class _Levels:
         )
 
     def normalised(self, pixels: UInt8) -> Tensor:
-        """Return the normalised float32 values of uint8 pixels [.., 3]."""
         return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
 
 
@@ -92,7 +89,6 @@ class Tower:
         self._most = 1 if keeps and compute.device.type == "cpu" else per_pass(compute)
 
     def forward(self, images: Sequence[Shown]) -> Tensor:
-        """Return the outputs of `run` for each image, in order."""
         if self._outputs is None:
             return self._read(images)
         outputs = self._outputs.for_images(images, lambda some: [(row,) for row in self._read(some)])
@@ -109,13 +105,12 @@ class Tower:
 
 
 def per_pass(compute: Compute) -> int:
-    """Return the largest number of images or sounds in one pass of an encoder on this device."""
     return _PER_PASS.get(compute.device.type, _PER_PASS_ELSEWHERE)
 
 
 def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each pass over images or sounds. The number of files in a pass is a power of two, at most
-    `most`, because a CPU keeps memory for each size that a pass has had.
+    """Yield begin and end of each pass over images or sounds. A pass has 1, 2, 4, ... of them, at most `most`, because
+    a CPU keeps memory for each size that a pass has had.
     """
     start = 0
     while start < images:
@@ -125,8 +120,8 @@ def passes(images: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Patches(NamedTuple):
-    """Sizes of the patches into which a tower for images of any size cuts an image. A patch is a square of `edge`
-    pixels; `merged` by `merged` patches make a block. Each patch is repeated `frames` times, like the frames of a film.
+    """Sizes of the patches that a tower for images of any size cuts: squares of `edge` pixels, of which `merged` by
+    `merged` make a block. Each patch is repeated `frames` times, like the frames of a film.
     """
 
     edge: int
@@ -135,15 +130,13 @@ class Patches(NamedTuple):
 
     @staticmethod
     def from_config(config: Any) -> Patches:
-        """Return the sizes in a vision_config."""
         return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
 
 
 class GridTower:
-    """Image encoder for images of any size. It calls `run` with a few images at a time. The arguments of `run` are
-    patches [patches, values] and the grid of each image, int64 [images, 3]: frames, rows and columns of patches. Its
-    result is tensors [blocks, width]. Patches are in the order of the image processors of Qwen2-VL: block by block.
-    Outputs are cached.
+    """Image encoder for images of any size, whose outputs are cached. It calls `run` with a few images at a time:
+    patches [patches, values] in the order of Qwen2-VL's image processors, block by block, and the grid of each image,
+    int64 [images, 3]: frames, rows and columns of patches. The result is tensors [blocks, width].
     """
 
     def __init__(
@@ -170,7 +163,6 @@ class GridTower:
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """Return the outputs of `run` for each image."""
         outputs: list[Output] = []
         for part in self._parts(images):
             blocks = [math.prod(self.grid(image)) for image in part]

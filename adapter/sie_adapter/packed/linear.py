@@ -1,10 +1,10 @@
 """Linear layers of a CPU with weights in the blocked order of oneDNN.
 
 Stock torch passes a float32 product to MKL, which is slow on CPUs of other vendors than Intel, and reorders a bfloat16
-weight on every call. If a weight is reordered only once, 64 rows from 384 to 1,536 took 287 us instead of 677 in
+weight on every call. With a weight that is reordered only once, 64 rows from 384 to 1,536 took 287 us instead of 677 in
 float32, and 8 rows 34 us instead of 54 in bfloat16 (AMD EPYC with AVX512-BF16, one thread, torch 2.13). On an Intel
 Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every suitable layer is
-blocked. A choice by measured time could differ between two starts, and change the last bits of every vector.
+blocked: a choice by measured time could differ between two starts, and change the last bits of every vector.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Linear layer for inference on a CPU, whose weight is in oneDNN's blocked order: [.., in] -> [.., out]. It has a
-    copy of the weight, so the weight of `source` may be freed.
-    """
+    """Linear layer for a CPU, with a copy of `source`'s weight in oneDNN's blocked order: [.., in] -> [.., out]."""
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
@@ -34,16 +32,15 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
         self.nbytes = source.weight.nbytes
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return the product of `states` and the weight, plus the bias, in the precision of the weight."""
         return self._in_few_sizes(states) if is_limited() else self._product(states)
 
     def _product(self, states: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(states, self._blocked, self.bias, "none", [], "")
 
     def _in_few_sizes(self, states: Tensor) -> Tensor:
-        """Return the product of `states` and the weight, for a process whose memory is limited. It is computed in parts
-        of at most _CHUNK rows, each padded to a power of two, because oneDNN keeps 0.5 to 1 MB for every number of rows
-        that a product had: 1 GB after 1,200 different numbers.
+        """Return the product of `states` and the weight, for a process whose memory is limited, in parts of at most
+        _CHUNK rows, each padded to a power of two. oneDNN keeps 0.5 to 1 MB for every number of rows that a product
+        had: 1 GB after 1,200 different numbers.
         """
         rows = states.reshape(-1, self.in_features)
         output = rows.new_empty((len(rows), self.out_features))
@@ -55,11 +52,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 
 def block_linears(model: nn.Module) -> int:
-    """Replace the linear layers of `model` by layers with blocked weights, if their results are exact enough. Returns
-    the number of replaced layers.
-
-    No other references to the layers may exist. A layer is not replaced if its weight is tied to an embedding, or if
-    its parent reads the weight.
+    """Replace the linear layers of `model` by layers with blocked weights, if their results are exact enough. Return
+    the number of replaced layers. No other references to the layers may exist. A layer stays if its weight is tied to
+    an embedding, or if its parent reads the weight.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
@@ -78,9 +73,7 @@ def block_linears(model: nn.Module) -> int:
 
 
 def _reads_weight(parent: nn.Module, name: str) -> bool:
-    """Return whether `parent` reads the weight of this layer. In T5 a parent compares the dtype of the weight with the
-    dtype of the states.
-    """
+    """Return whether `parent` reads the layer's weight. In T5 it compares the weight's dtype with the states' dtype."""
     return name == "wo" and type(parent).__name__.endswith(("DenseActDense", "DenseGatedActDense"))
 
 

@@ -4,8 +4,7 @@ of the base model never change.
     PEFT folder ──► pairs of matrices per layer ──► a trial: does it change the output? ──► stored; the least
     recently used LoRA is dropped first
 
-The active LoRA is a property of the computing thread, for one pass. So loading or dropping a LoRA does not affect a
-running pass.
+A pass uses the LoRA that its thread has activated, so loading or dropping a LoRA does not affect a running pass.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from sie_store.folder_files import read_json
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# fields of adapter_config.json that are supported, or that only describe the training.
-# Any other field changes the numbers in a way that the two matrices do not contain.
+# Supported fields of adapter_config.json, and those that only describe the training. Any other field changes the
+# numbers in a way that the two matrices do not contain.
 _UNDERSTOOD = frozenset(
     {
         "task_type",
@@ -72,7 +71,6 @@ _ACTIVE = _Active()
 
 
 def lora_acts() -> bool:
-    """Return whether a LoRA is active for the passes of this thread."""
     return _ACTIVE.pairs is not None
 
 
@@ -96,10 +94,8 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 class ModelLoras:
-    """LoRAs of one model. Thread-safe.
-
-    `adapted` returns the module that LoRAs change. `run` returns the states of a short sample, which are equal in each
-    call without a LoRA: a LoRA that does not change them is refused.
+    """LoRAs of one model. Thread-safe. `adapted` returns the module that LoRAs change. `run` returns the states of a
+    short sample, constant without a LoRA: a LoRA that does not change them is refused.
     """
 
     def __init__(self, adapted: Callable[[], nn.Module], compute: Compute, run: Callable[[], Tensor]) -> None:
@@ -110,10 +106,9 @@ class ModelLoras:
         self.leases: dict[str, Any] = {}  # locks on the files of loaded LoRAs, so that the files stay on the disk
 
     def load(self, name: str, folder: Path, most: int) -> str:
-        """Load a LoRA, unless it is loaded, and check that it changes the output. `most`: the largest number of loaded
-        LoRAs; the least recently used is dropped. Returns the SHA-256 of its files, in hex.
-
-        Raises LoraLoadFailed, which names the fault.
+        """Load a LoRA, unless it is loaded, and check that it changes the output. Return the SHA-256 of its files, in
+        hex. Raises LoraLoadFailed, which names the fault. `most`: the largest number of loaded LoRAs; the least
+        recently used is dropped.
         """
         with self._lock:
             if name in self._kept:
@@ -173,8 +168,8 @@ class ModelLoras:
         return {path: self._scaled(name, path, layers[path], matrices, config) for path, matrices in halves.items()}
 
     def _resolved(self, path: str, layers: Mapping[str, Any]) -> str:
-        """Return the path of a layer in this model; an empty string if there is no such layer. A LoRA may have the path
-        in the model that it was trained on, without the prefix of this model.
+        """Return the path of a layer in this model, else an empty string. A LoRA may have the path in the model that it
+        was trained on, without the prefix of this model.
         """
         prefix = f"{getattr(self._adapted(), 'base_model_prefix', '')}."
         bare = path.removeprefix("model.")
@@ -218,7 +213,6 @@ class ModelLoras:
 
 
 def _digest(folder: Path) -> str:
-    """Return a digest of the LoRA's files that influence its results."""
     whole = hashlib.sha256()
     for name in (_CONFIG, _WEIGHTS):
         with (folder / name).open("rb") as file:
@@ -244,7 +238,6 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def acting(pairs: Pairs) -> Iterator[None]:
-    """Run the passes of this thread with these matrices."""
     before, _ACTIVE.pairs = _ACTIVE.pairs, pairs
     try:
         yield

@@ -1,12 +1,11 @@
-"""Packing: from the bytes of a batch to the input of a packed forward pass.
+"""Packing: from the bytes of a batch to the input of a packed forward pass. Only numpy is used.
 
     lengths, ids (int32 bytes, item order) ──► Items ──► pack ──► PackedBatch (sequences by length, no padding,
     positions, bounds)
     images, pixels ──► BatchFiles, the images of each item
     sounds, features ──► BatchFiles, the sounds of each item
 
-Sequences are ordered by length, so that sequences of equal length are adjacent: a group of them is one view, without a
-copy. The module uses only numpy.
+Sequences are ordered by length, so that a group of equal length is one view, without a copy.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 # pairs (limit, step) that reduce the different numbers of tokens or rows: a number up to the limit is rounded up to a
 # multiple of the step; the last step is also used above its limit
 Steps = Sequence[tuple[int, int]]
-# steps for the tokens of a pass. Up to 64 tokens, no padding is added, because an added sequence took 1 ms of the 4.5
-# ms of a short text.
+# Steps for the tokens of a pass. There is no padding up to 64 tokens, because an added padding sequence took 1 ms of
+# the 4.5 ms of a short text.
 _STEPS: Steps = ((64, 1), (256, 16), (1024, 32), (2048, 64))
 UInt8 = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
@@ -37,12 +36,12 @@ Int64 = NDArray[np.int64]
 
 
 class MalformedBatch(Exception):
-    """Error of a batch whose parts, such as its lengths and ids, contradict each other."""
+    """Raised for a batch whose parts, such as its lengths and ids, contradict each other."""
 
 
 class Shown(NamedTuple):
     """Image of a batch. `pixels`: uint8 [height, width, 3], as the model reads them. `height`, `width`: size of the
-    submitted image, upright. `key`: images with an equal key have equal results, so a cached result may be used; empty:
+    upright submitted image. `key`: images with an equal key have equal results, so a cached result may be used; empty:
     the result is not cached.
     """
 
@@ -58,8 +57,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BatchFiles(Generic[T]):
-    """Images or sounds of a batch. `shown`: the files; the files of one item are adjacent. `rows` [files]: the item of
-    each file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
+    """Images or sounds of a batch. `shown`: the files; those of one item are adjacent. `rows` [files]: the item of each
+    file, ascending. `tokens` [files]: the cost of each file, as a number of tokens.
     """
 
     rows: Int64
@@ -67,12 +66,10 @@ class BatchFiles(Generic[T]):
     tokens: Int64
 
     def for_items(self, items: Int64) -> list[list[T]]:
-        """Return the images or sounds of each of these items."""
         starts, stops = np.searchsorted(self.rows, items), np.searchsorted(self.rows, items, side="right")
         return [list(self.shown[start:stop]) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
 
     def costs(self, items: int) -> Int64:
-        """Return the cost of the files of each item, as a number of tokens, [items]."""
         return np.bincount(self.rows, weights=self.tokens, minlength=items).astype(np.int64)
 
 
@@ -81,8 +78,7 @@ class Items:
     """Token ids of a batch in item order. `lengths`: [items], `ids`: [sum of lengths].
 
     `types`: token types, [sum of lengths], None if all are 0. `visible`: the number of tokens of each item that are
-    attended to, counted from its first token, [items]; None if all tokens are. `images`, `sounds`: None if no item has
-    any.
+    attended to, counted from its first token, [items]; None if all are. `images`, `sounds`: None if no item has any.
     """
 
     lengths: Int64
@@ -120,7 +116,6 @@ def items(
     images: BatchFiles[Shown] | None = None,
     sounds: BatchFiles[Heard] | None = None,
 ) -> Items:
-    """Return the items of a batch, decoded from its bytes. Raises MalformedBatch."""
     if len(lengths) % 4 or len(ids) % 4:
         raise MalformedBatch("lengths and ids are int32, their bytes do not divide by 4")
     counts = np.frombuffer(lengths, "<i4").astype(np.int64)
@@ -139,8 +134,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Decode the images of a batch, prepared by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Returns None if
-    the batch has no images. Raises MalformedBatch.
+    """Decode the images of a batch, prepared by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Return None if
+    it has none. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -169,9 +164,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Decode the sounds of a batch, prepared by `recipe`. Returns None if the batch has no sounds. Raises
-    MalformedBatch.
-    """
+    """Decode the sounds of a batch, prepared by `recipe`. Return None if it has none. Raises MalformedBatch."""
     if len(places) % 16 or len(features) % 4:
         raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
     if not places:
@@ -191,9 +184,8 @@ def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchF
 
 def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> Items:
     """Pad items with `filler` ids to at least `minimums` tokens, [items]. The added tokens attend to the other tokens;
-    with `attended`, the other tokens attend to the added ones too.
-
-    If no item is padded, `visible` stays None, since the kernels for all sequences at once do not support it.
+    with `attended`, the other tokens attend to the added ones too. If no item is padded, `visible` stays None, which
+    kernels for all sequences at once require.
     """
     lengths = np.maximum(batch.lengths, minimums)
     ids = np.full(int(lengths.sum()), filler, np.int32)
@@ -205,10 +197,8 @@ def expanded(batch: Items, minimums: Int64, filler: int, *, attended: bool) -> I
 
 @dataclass(frozen=True)
 class Positions:
-    """Numbering of the positions of a sequence, which depends on the architecture: from `first` on. Models like RoBERTa
-    give an id equal to `pad` the position `first - 1`.
-
-    Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
+    """Numbers of the positions of a sequence, from `first` on. Models like RoBERTa give an id equal to `pad` the
+    position `first - 1`. Source: transformers, RobertaEmbeddings.create_position_ids_from_input_ids.
     """
 
     first: int = 0
@@ -217,8 +207,7 @@ class Positions:
 
 class PlacedFeatures(NamedTuple):
     """Features that replace each id `token`, in packed order. `values` [places, width] is a tensor on the device.
-    `deeper`: features that the first layers of the model add at these positions, one tensor of the same shape for each
-    layer.
+    `deeper`: for each of the first layers of the model, a tensor of the same shape that the layer adds there.
     """
 
     token: int
@@ -231,8 +220,8 @@ class PackedBatch:
     """Sequences side by side, shortest first. `order[i]` is the item of packed sequence i.
 
     `padding`: computed positions without a token. `features`: features of images, for the positions of their tokens.
-    `axes`: positions in time, height and width, for models that have three axes; None: each axis has `positions`.
-    `engine`: the engine that runs the pass; None: the engine of the model.
+    `axes`: positions in time, height and width, for models with three axes; None: each axis has `positions`. `engine`:
+    the engine that runs the pass; None: the engine of the model.
     """
 
     ids: Int64  # shape [tokens]
@@ -257,9 +246,7 @@ class PackedBatch:
 
 
 def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """Lay out the `chosen` items one after the other, shortest first. `chosen`: indices of items with at least one
-    token.
-    """
+    """Lay out the `chosen` items (indices of items with at least one token) one after the other, shortest first."""
     if len(chosen) == 1:
         return _packed_alone(batch, chosen, numbering)
     if batch.visible is None:
@@ -286,7 +273,7 @@ def pack(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
 
 
 def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBatch:
-    """Lay out a single item, with less Python code than `pack`. This saves 5 % of the time of one short text, such as
+    """Lay out a single item, with less Python code than `pack`, which saves 5 % of the time of one short text, such as
     the query of a search box.
     """
     item = int(chosen[0])
@@ -310,11 +297,9 @@ def _packed_alone(batch: Items, chosen: Int64, numbering: Positions) -> PackedBa
 
 
 def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedBatch:
-    """Add a sequence of `filler` ids to the batch, so that its number of tokens is one of few possible numbers. `order`
-    does not contain the added sequence.
-
-    The reason: oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are
-    about 2 % of all rows.
+    """Add a sequence of `filler` ids, which is not in `order`, so that the batch's number of tokens is one of few.
+    oneDNN keeps about a megabyte for every number of rows that a product ever had. The added sequences are about 2 % of
+    all rows.
     """
     tokens = len(packed.ids)
     more = missing(tokens)
@@ -334,17 +319,15 @@ def filled_up(packed: PackedBatch, filler: int, numbering: Positions) -> PackedB
 
 
 def missing(count: int, steps: Steps = _STEPS) -> int:
-    """Return how many tokens (or rows) must be added to `count` to reach a number that `steps` allow. The default steps
-    are those for the tokens of a pass.
-    """
+    """Return how many tokens (or rows) must be added to `count` to reach a number that `steps` allow."""
     step = next((step for limit, step in steps if count <= limit), steps[-1][1])
     return -count % step
 
 
 class Padded(NamedTuple):
-    """Some sequences of a batch, padded to one length: [sequences, columns], each sequence at the left of its row.
-    `tokens`: the range of their tokens in the batch. `real`: True at positions with a token. `attended`: True at
-    positions that are attended to. `types`: token types, None if all are 0.
+    """Some sequences of a batch, padded to one length: [sequences, columns], each at the left of its row. `tokens`: the
+    range of their tokens in the batch. `real`: True at positions with a token. `attended`: True at positions that are
+    attended to. `types`: token types, None if all are 0.
     """
 
     tokens: slice
@@ -356,7 +339,7 @@ class Padded(NamedTuple):
 
 def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int, rows: int = 0) -> Padded:
     """Return the sequences from `start` to before `stop`, padded with `filler` ids to `columns` tokens, and to `rows`
-    rows. Added rows have `attended` True everywhere. The number of added positions is added to `packed.padding`.
+    rows; `attended` is True in added rows. Adds the number of added positions to `packed.padding`.
     """
     places = np.arange(columns)[None, :]
     real = _with_rows(places < packed.lengths[start:stop, None], rows, False)
@@ -374,7 +357,6 @@ def padded(packed: PackedBatch, start: int, stop: int, columns: int, filler: int
 
 
 def _with_rows(mask: NDArray[np.bool_], rows: int, filling: bool) -> NDArray[np.bool_]:
-    """Return the mask with at least `rows` rows; added rows have the value `filling`."""
     more = rows - len(mask)
     return mask if more <= 0 else np.concatenate([mask, np.full((more, mask.shape[1]), filling)])
 

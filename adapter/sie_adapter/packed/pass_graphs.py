@@ -4,9 +4,9 @@
                        ├─► second use: eager pass, capture, one replay that must equal the eager pass
                        └─► later: inputs copied to their fixed addresses, one replay, states copied out
 
-A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest sequence.
-Additional sequences fill a batch up to its bucket; their states are dropped. On an H200 with a slow host the 345
-launches of a pass of BERT large took 28 ms, and a replay of the same kernels 1.5 ms.
+A graph computes one bucket: a number of tokens, a number of sequences and the length of the longest. Additional
+sequences fill a batch up to its bucket; their states are dropped. On an H200 with a slow host the 345 launches of a
+pass of BERT large took 28 ms, and a replay of the same kernels 1.5 ms.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 _logger = logging.getLogger("sie.adapter")
 
 # Numbers of tokens of the buckets. Each number is at most twice the one before: a pass of BERT large with 128 tokens
-# takes as long as a pass with 16, since both wait for weights. Above 1,024 tokens there are no graphs, because the
-# kernels of large models then take as long as their launches on a fast host.
+# takes as long as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the kernels
+# of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)
-_BLOCK = 128  # rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
-# largest number of graphs of a model.
-# Their activations use common memory; the driver keeps about a kilobyte for each kernel of a graph.
+# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
+_BLOCK = 128
+# Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
+# of a graph.
 _MOST_GRAPHS = 16
-_LEAST_COSINE = 0.999  # smallest cosine between a token's states of the eager pass and of the replay, in 16 bits
+_LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
 _PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
 _WARM_UPS = 2
-# failed captures after which this process captures no more graphs, since each failed capture stays in memory
+# number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
 
 
@@ -58,8 +59,8 @@ class Bucket(NamedTuple):
 
 
 def bucket_of(packed: PackedBatch) -> Bucket | None:
-    """Return the smallest bucket with at least the tokens and sequences of a batch. Return None if the batch is too
-    large, or has other inputs than texts.
+    """Return the smallest bucket with at least the tokens and sequences of a batch; None if the batch is too large, or
+    has other inputs than texts.
     """
     if packed.visible is not None or packed.features is not None or packed.axes is not None:
         return None
@@ -77,7 +78,7 @@ class StaticInputs:
     """
 
     def __init__(self, bucket: Bucket, device: torch.device, filler: int, first: int, *, has_types: bool) -> None:
-        """Allocate the tensors. `filler`, `first`: id and position of padding."""
+        """`filler`, `first`: id and position of padding."""
         rows = 3 if has_types else 2
         ends = 1 + bucket.sequences + -(-bucket.tokens // _BLOCK)
         at = 8 * rows * bucket.tokens
@@ -108,7 +109,6 @@ class StaticInputs:
         self._buffer.copy_(torch.from_numpy(self._host), non_blocking=True)
 
     def layout(self, kernel: int) -> Int64:
-        """Return the layout for the attention op, see `attention.layout_of`."""
         return np.array([[0, len(self._ends) - 1, self._bucket.longest, self._bucket.longest, kernel]], np.int64)
 
 
@@ -121,9 +121,7 @@ class CapturedPass(Protocol):
 
 
 class Recorder(Protocol):
-    """Recorder of CUDA graphs for a device. `lock` is held during a capture, and during a replay until its output was
-    copied.
-    """
+    """Recorder of CUDA graphs of a device. `lock` is held during a capture, and a replay until its output is copied."""
 
     lock: threading.Lock
 
@@ -149,8 +147,8 @@ class _CudaPass:
 
 
 class CudaRecorder:
-    """Recorder of a CUDA device. All graphs use one workspace of the libraries, which belongs to the stream of the
-    captures, so two replays never run at the same time.
+    """Recorder of a CUDA device. All graphs use one workspace of the libraries, that of the captures' stream, so two
+    replays never run at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -158,7 +156,7 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._last: Any = None
-        # graphs of failed captures, kept because torch's allocator of pinned memory still uses them
+        # graphs of failed captures, which torch's allocator of pinned memory still uses
         self._failed: list[Any] = []
 
     def pool(self) -> Any:
@@ -174,7 +172,7 @@ class CudaRecorder:
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
-            # warm-up before the capture: libraries choose their kernels and allocate their workspaces
+            # warm-up: libraries choose their kernels and allocate their workspaces
             for _ in range(_WARM_UPS):
                 run()
             self._stream.synchronize()
@@ -185,8 +183,7 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], Tensor], pool: Any) -> CapturedPass:
         graph = torch.cuda.CUDAGraph()
-        # thread_local, because other threads may allocate memory during the capture, for example a thread that
-        # generates text
+        # thread_local, because other threads may allocate memory during the capture, for example to generate text
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             output = run()
@@ -198,21 +195,20 @@ class CudaRecorder:
         return _CudaPass(graph, output)
 
     def _end_capture(self, graph: Any, pool: Any) -> None:
-        """End a capture that failed. If CUDA returns no graph, torch does not end the allocation in the capture's
-        memory pool, and then refuses to return memory; this method ends it.
+        """End a capture that failed. If CUDA returns no graph, torch keeps allocating in the capture's memory pool, and
+        then refuses to return memory; this method ends the allocation.
         """
         try:
             graph.capture_end()
         except RuntimeError:
             index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            with contextlib.suppress(RuntimeError):  # the second call fails if torch had already ended the allocation
+            with contextlib.suppress(RuntimeError):  # raises if torch had already ended the allocation
                 torch._C._cuda_endAllocateToPool(index, pool)
                 torch._C._cuda_releasePool(index, pool)
 
 
 @functools.cache
 def cuda_recorder(device: torch.device) -> CudaRecorder:
-    """Return the recorder of a device. Later calls for this device return the same recorder."""
     return CudaRecorder(device)
 
 
@@ -221,7 +217,7 @@ class _ReadyPass(NamedTuple):
     recording: CapturedPass
 
     def replay(self, packed: PackedBatch) -> Tensor:
-        """Run the graph for a batch, and return its states in memory of their own."""
+        """Run the graph for a batch, and return a copy of its states."""
         self.inputs.fill(packed)
         self.recording.replay()
         return self.recording.output[: len(packed.ids)].clone()
@@ -247,21 +243,18 @@ class PassGraphs:
         first: int,
         has_types: bool,
     ) -> None:
-        """Create the graphs of a model. `model`: its name in the log. `kernel`: the attention kernel. `filler`,
-        `first`: id and position of padding.
-        """
+        """`model`: its name in the log. `kernel`: that of attention. `filler`, `first`: id and position of padding."""
         self._model, self._recorder, self._kernel = model, recorder, kernel
         self._inputs = functools.partial(StaticInputs, device=device, filler=filler, first=first, has_types=has_types)
         self._pool: Any = None
         self._uses: Counter[Bucket] = Counter()
         self._captured: OrderedDict[Bucket, _ReadyPass] = OrderedDict()
         self._paused_until_s = 0.0
-        self.is_eager = False  # True: no more CUDA graphs for this model, because a capture failed
+        self.is_eager = False  # True after a failed capture: the model gets no more CUDA graphs
         with _all_lock:
             _all.add(self)
 
     def __len__(self) -> int:
-        """Return the number of captured graphs."""
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
@@ -287,8 +280,8 @@ class PassGraphs:
             self._recorder.lock.release()
 
     def drop_all(self) -> bool:
-        """Drop all CUDA graphs of the model because memory is short, and capture none for _PAUSE_S seconds. Returns
-        whether there was a graph.
+        """Drop all CUDA graphs of the model because memory is short, and capture none for _PAUSE_S seconds. Return
+        whether there was one.
         """
         with self._recorder.lock:
             self._paused_until_s = time.monotonic() + _PAUSE_S
@@ -298,15 +291,13 @@ class PassGraphs:
         return had
 
     def _try(self, bucket: Bucket, packed: PackedBatch, expected: Tensor, run: RunStatic) -> None:
-        """Capture a graph for a bucket. If the capture fails or its replay is wrong, all later passes of the model run
-        eagerly.
-        """
+        """Capture a graph for a bucket. If that fails or a replay is wrong, later passes of the model run eagerly."""
         try:
             captured = self._capture(bucket, run)
             if captured is None:
                 return
-            # the graph was captured with padding, and this replay has a batch: a value that the capture stored as a
-            # constant would be wrong here
+            # the graph was captured with padding: a value that the capture stored as a constant would be wrong for this
+            # batch
             cosine = float(F.cosine_similarity(captured.replay(packed).float(), expected.float(), dim=1).min())
         except Exception as error:  # noqa: BLE001  model code, kernels and CUDA may raise anything
             expected.sum().item()  # waits for the device, so that a lost device raises here
@@ -340,7 +331,7 @@ class PassGraphs:
 
 
 def drop_graphs() -> bool:
-    """Drop the CUDA graphs of all models because memory is short. Returns whether there was a graph."""
+    """Drop the CUDA graphs of all models because memory is short. Return whether there was a graph."""
     with _all_lock:
         present = list(_all)
     return sum(graphs.drop_all() for graphs in present) > 0

@@ -1,7 +1,7 @@
 """Pruning of a passage: the parts that are relevant for a query, by the logits of the tokens.
 
-logits of tokens ──► probabilities ──► runs of tokens on one side of a threshold ──► spans: highlight, kept, pruned
-logit of the pair ──► the score of the summary, which is the kept spans in one text
+logits of tokens ──► probabilities ──► runs of tokens above, or below, a threshold ──► spans: highlight, kept, pruned
+logit of the pair of query and passage ──► the score of the summary, which is the kept spans in one text
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9
 
 
 def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
-    """Return the entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span, each kind in the
-    order of offsets. They are computed from the rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the batch's
-    rows `places`.
+    """Return the entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span, each type in the
+    order of offsets, from the rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the rows `places`.
 
     A token is kept from `prune_threshold` on, and highlighted from `highlight_threshold` on. The score of a span is the
-    mean probability of its tokens to be kept; the score of the summary is the score of the pair. Offsets are code
-    points; the summary has none.
+    mean probability of its tokens to be kept; the score of the summary is that of the pair. Offsets are code points;
+    the summary has none.
     """
     parameters = group.options.parameters
     least = float(parameters.get("prune_threshold", PRUNE_THRESHOLD))

@@ -1,12 +1,11 @@
-"""Cache of the outputs of towers, so that a tower does not read a repeated image again.
+"""Cache of the outputs of towers (image encoders), so that a tower does not read a repeated image again.
 
     images ─┬─► kept ─────────────────────────────────────────────────────────────┐
             ├─► another thread reads it now ──► wait ─────────────────────────────┼──► an output for each image
             └─► each distinct one is read once ──► cached; the longest unused is dropped ┘
 
 Images with equal keys (`packing.Shown`) have equal outputs. All towers of a process share one limit in bytes. Outputs
-stay on the device and count as used memory. They are dropped together with their tower; all outputs are dropped if
-memory is short.
+stay on the device and count as used memory. They are dropped together with their tower, or if memory is short.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from torch import Tensor
 from sie_adapter.packed.packing import Shown
 from sie_contracts.wire.device_reports import TowerUse
 
-# The cache may use the fraction 1 / SHARE of the device's memory.
-# A sixty-fourth of 80 GB fits twenty pages of Qwen3-VL 8B, each of 60 MB.
+# the cache may use 1 / SHARE of the device's memory: 1 / 64 of 80 GB fits twenty pages of Qwen3-VL 8B, each of 60 MB
 SHARE = 64
-# Seconds without caching after memory was short: new cached outputs would be dropped again, after another failed pass.
+# seconds without caching after memory was short: new outputs would be dropped again, after another failed pass
 PAUSE_S = 60.0
 
 Output = tuple[Tensor, ...]  # output of an image encoder for one image
@@ -37,8 +35,8 @@ Read = Callable[[Sequence[Shown]], Sequence[Output]]
 
 
 class _CachedOutput(NamedTuple):
-    """Cached output of an image encoder for one image. `is_finite`: bool [], on the device; it is read at the next use,
-    since reading it at once would make the host wait for the encoder. `use`: the number of its last use.
+    """Cached output of an image encoder for one image. `is_finite`: bool [], on the device, read at the next use:
+    reading it at once would make the host wait for the encoder. `use`: the number of its last use.
     """
 
     output: Output
@@ -47,10 +45,9 @@ class _CachedOutput(NamedTuple):
 
 
 class TowerOutputs:
-    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables it. Thread-safe.
-
-    `hits`: number of images whose output was cached, or was computed by another thread. `misses`: number of images that
-    were encoded. One lock guards all state. It is never held while an encoder runs.
+    """Cache for the outputs of all image encoders of a process, at most `max_bytes`; 0 disables it. Thread-safe: one
+    lock, which is never held while an encoder runs. `hits`: images whose output was cached, or was computed by another
+    thread. `misses`: images that were encoded.
     """
 
     def __init__(self, max_bytes: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,9 +76,7 @@ class TowerOutputs:
             return TowerUse(self.hits, self.misses, self._held_bytes())
 
     def clear(self) -> bool:
-        """Drop all outputs because memory is short, and cache none for PAUSE_S seconds. Returns whether there were any
-        outputs.
-        """
+        """Drop all outputs because memory is short; cache none for PAUSE_S seconds. Return whether there were any."""
         with self._lock:
             self._paused_until_s = self._clock() + PAUSE_S
             towers = [tower for tower in self._towers if tower.nbytes]
@@ -90,13 +85,12 @@ class TowerOutputs:
             return bool(towers)
 
     def keeps(self, nbytes: int) -> bool:
-        """Return whether an output of `nbytes` would be cached now."""
         return nbytes <= self.max_bytes and self._clock() >= self._paused_until_s
 
     # `OutputsOfTower` calls the methods below while it holds the lock
 
     def number(self) -> int:
-        """Return the next number of the counter of uses; the numbers order all uses of outputs."""
+        """Return the next number of the counter that orders all uses of outputs."""
         return next(self._uses)
 
     def fit(self) -> None:
@@ -113,9 +107,7 @@ class TowerOutputs:
 
 
 class OutputsOfTower:
-    """Cached outputs of one tower. The tower's model owns this object, so the outputs are freed together with the
-    model. `nbytes`: bytes of the outputs.
-    """
+    """Cached outputs of a tower. Its model owns this object, so they are freed together. `nbytes`: their bytes."""
 
     def __init__(self, shared: TowerOutputs, lock: threading.Lock) -> None:
         self.nbytes = 0
@@ -126,8 +118,8 @@ class OutputsOfTower:
         self._reading: dict[Hashable, Future[Output | None]] = {}
 
     def for_images(self, images: Sequence[Shown], read: Read) -> list[Output]:
-        """Return the output of each image; callers must not modify it. `read` computes the outputs of images that are
-        not cached. Raises the errors of `read`.
+        """Return the output of each image; callers must not modify it. `read` computes the outputs that are not cached.
+        Raises the errors of `read`.
         """
         names = [_name(image, place) for place, image in enumerate(images)]
         images_by_name = dict(zip(names, images, strict=True))
@@ -139,8 +131,7 @@ class OutputsOfTower:
                 if bool(entry.is_finite):
                     outputs[name] = entry.output
                 else:
-                    # another image of the pass that computed this output may have caused the overflow, so the output is
-                    # computed again
+                    # computed again: another image of the pass may have caused the overflow
                     self._discard(name, entry)
             misses += len(own)
             outputs.update(self._read_missing({name: images_by_name[name] for name in own}, read))
@@ -176,7 +167,7 @@ class OutputsOfTower:
 
     def _read_missing(self, images: Mapping[Hashable, Shown], read: Read) -> dict[Hashable, Output]:
         """Compute the outputs of images, and cache them if there is room. Threads that wait for one of these images are
-        woken even if this fails: then they compute it themselves.
+        woken even if this fails, and then compute it themselves.
         """
         outputs: dict[Hashable, Output] = {}
         try:
@@ -193,7 +184,7 @@ class OutputsOfTower:
     def _keep(self, name: Hashable, output: Output) -> Output:
         if not self._shared.keeps(_bytes_of(output)):
             return output
-        # copies, because a view of a larger tensor would keep the whole tensor in memory
+        # copies: a view of a larger tensor would keep the whole tensor in memory
         own = tuple(
             tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in output
         )
@@ -214,7 +205,7 @@ class OutputsOfTower:
     # `TowerOutputs` calls the methods below, under the lock
 
     def oldest_use(self) -> int:
-        """Return the number of the least recent use of a cached output. The cache of this tower must not be empty."""
+        """Return the number of the least recent use of a cached output. Do not call this for an empty cache."""
         return next(iter(self._cached.values())).use
 
     def drop_oldest(self) -> None:
@@ -227,8 +218,8 @@ class OutputsOfTower:
 
 
 def _name(image: Shown, place: int) -> Hashable:
-    """Return the key under which the output of an image is cached: the image's key, with its other fields that an
-    encoder may read. For an image without a key, return its position in the batch.
+    """Return the key of an image's cached output: its key and its other fields that an encoder may read, or without a
+    key its position in the batch.
     """
     return (image.key, image.height, image.width) if image.key else place
 

@@ -26,8 +26,8 @@ from sie_store.folder_files import read_json
 
 
 class PageReader(ReaderKind[PagePrompt, Shown], Protocol):
-    """Model class that reads documents. `max_tokens`: limit for a prompt and the text that is generated after it.
-    `recipe`: conversion of images to the pixels that the model reads.
+    """Model class that reads documents. `max_tokens`: limit for a prompt and the generated text. `recipe`: conversion
+    of images to the pixels that the model reads.
     """
 
     precision: str
@@ -52,23 +52,17 @@ class DocumentReader:
 
     A result has entities, objects or both, and `data` with `finish_reason` and `completion_tokens`. The reason is
     `stop` if the model wrote an end token, `length` if it reached its limit, `repetition` if it repeated the same
-    tokens. Instead of a result, an input gets an InvalidInput if the input does not have exactly one image, or if the
-    model does not have the task. It gets an InferenceFailed if the scores are not finite.
+    tokens. An input gets an InvalidInput if it does not have exactly one image, or if the model does not have the task,
+    and an InferenceFailed if the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text that is written after it.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         return _kind(folder, entry).fault_of_files(folder, entry)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed."""
         with torch.inference_mode():
             self._kind: PageReader = _kind(folder, entry)(folder, entry, load, compute)
         self.rows = {"extract": Rows("raw", images=self._kind.recipe, writes=True)}
@@ -78,9 +72,7 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
-        rows.
-        """
+        """Return an object for one batch: its method `extract` calls `read`, which generates the text of all rows."""
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

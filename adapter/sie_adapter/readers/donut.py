@@ -1,5 +1,5 @@
 """Donut (arXiv 2111.15664): a Swin encoder turns a page into states. The decoder of MBart writes the content of the
-page as tags and words. Together they form a tree.
+page as tags and words, which form a tree.
 
     uint8 page ──► encoder ──► states ──┐
                                         ├──► decoder, a token per step ──► <s_menu><s_nm>.. ──► tree, entities
@@ -43,18 +43,16 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
-_CLASS_TOKENS = 8  # largest number of tokens for the name of a class; a class needs three or four
+_CLASS_TOKENS = 8  # largest number of tokens for the name of a class, which needs three or four
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4
-# pages in one pass of the encoder; a CPU is not faster with more than one page
+# largest number of pages in one pass of the encoder; a CPU is not faster with more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 4
 
 
 class Donut:
-    """Model class of Donut: encoder and decoder, in the precision of `compute`."""
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         model: Any = empty_model(VisionEncoderDecoderModel, folder, entry.load, decodes=True)
@@ -135,8 +133,8 @@ def _encoded(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. Raises ModelLoadFailed
-    INCOMPATIBLE for a model other than Donut, and the errors of `checked_processor`.
+    """Return the recipe that turns pages into pixels, and their normalisation. Raises ModelLoadFailed INCOMPATIBLE for
+    a model other than Donut, and the errors of `checked_processor`.
     """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):

@@ -46,14 +46,14 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000
-# pages in one pass of the tower; a CPU is not faster with more than one page
+# largest number of pages in one pass of the tower; a CPU is not faster with more than one page
 _PAGES_PER_PASS = {"cpu": 1}
 _PAGES_PER_PASS_ELSEWHERE = 8
 
 
 class _Task(NamedTuple):
-    """Task of Florence-2. `sentence`: the text for the model; the client's phrase replaces {}, or a region replaces
-    {region}. `label`: label of the entity that is written; empty for tasks that find objects.
+    """Task of Florence-2. `sentence`: the text for the model; the client's phrase replaces {}, a region replaces
+    {region}. `label`: label of the generated entity; empty for tasks that find objects.
     """
 
     sentence: str
@@ -89,8 +89,6 @@ _GIVEN_REGION = re.compile("<loc_(0|[1-9][0-9]{0,2})>" * 4)
 
 
 class Florence2:
-    """Model class of Florence-2: image encoder, text encoder and decoder, in the precision of `compute`."""
-
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
         if is_published(folder):
@@ -210,9 +208,7 @@ def _positions(model: Any) -> int:
 
 
 def _features(model: Any, recipe: Recipe) -> int:
-    """Return the number of positions that a page takes in the encoder: the positions of the last grid of the image
-    encoder, and one for their mean.
-    """
+    """Return the encoder positions of a page: those of the image encoder's last grid, and one for their mean."""
     stride = math.prod(model.config.vision_config.patch_stride)
     places: int = (recipe.height // stride) * (recipe.width // stride)
     return places + 1
@@ -220,10 +216,9 @@ def _features(model: Any, recipe: Recipe) -> int:
 
 def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[str, list[int]]]:
     """Yield each label with each of its boxes, as x, y, width and height in pixels of the image. A box is written as
-    `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners
-    of a quadrangle. For a quadrangle, the rectangle around it is returned.
-
-    The coordinate of a bin is its middle, rounded down to pixels. Source: transformers, Florence2PostProcessor.
+    `numbers` bins (thousandths of width or height), alternately x and y: two corners, or the four corners of a
+    quadrangle, for which the rectangle around it is returned. The coordinate of a bin is its middle, rounded down to
+    pixels. Source: transformers, Florence2PostProcessor.
     """
     for name, run in _PLACED.findall(text):
         bins = [min(int(number), _BINS - 1) for number in _PLACE.findall(run)]
@@ -236,9 +231,7 @@ def placed(text: str, numbers: int, width: int, height: int) -> Iterator[tuple[s
 
 
 def outlined(text: str, width: int, height: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield each label with the polygons around an object. A polygon is a list of alternating x and y, in pixels of the
-    image.
-
+    """Yield each label with the polygons around an object: lists of alternating x and y, in pixels of the image.
     Source: transformers, Florence2PostProcessor.
     """
     for name, run in _OUTLINED.findall(text):

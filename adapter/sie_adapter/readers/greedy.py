@@ -1,8 +1,6 @@
-"""Greedy choice of tokens: the next token of a row is the most likely token, under the rules of the model's
-generation_config.json.
+"""Greedy choice of tokens: the most likely next token of a row, under the rules of the model's generation_config.json.
 
-The output equals the output of transformers' `generate(num_beams=1, do_sample=False)`, because the same processors of
-transformers change the scores.
+The output equals transformers' `generate(num_beams=1, do_sample=False)`, whose logits processors are used here too.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from sie_contracts.errors import InferenceFailed
 Finish = Literal["stop", "length", "repetition"]
 
 _REPEATED, _TIMES = 64, 3  # a text is a loop if it ends with three equal blocks of 64 tokens
-# options of generation_config.json that change greedy scores and that this module does not support
+# options of generation_config.json that change greedy scores, and that this module does not support
 _REFUSED = (
     "sequence_bias",
     "encoder_repetition_penalty",
@@ -36,9 +34,7 @@ _NEUTRAL: tuple[object, ...] = (None, 0, 1.0, [])
 
 
 def unknown_rule(config: GenerationConfig) -> str:
-    """Return the first option of a configuration that this module does not support; an empty string if
-    there is none.
-    """
+    """Return the first option of a configuration that this module does not support, else an empty string."""
     return next((name for name in _REFUSED if getattr(config, name, None) not in _NEUTRAL), "")
 
 
@@ -62,9 +58,7 @@ class Rules:
     stops_loops: bool = False
 
     def chosen(self, written: Sequence[int], scores: Tensor) -> Tensor:
-        """Return the scores of the next token, [vocabulary], after the logits processors changed a copy of them.
-        `written`: the tokens so far. `scores`: float32.
-        """
+        """Return the next token's scores, float32 [vocabulary], from the logits processors. `written`: prior tokens."""
         if not self.processors:
             return scores
         ids = torch.tensor([[*self.prompt, *written]], device=scores.device)
@@ -87,9 +81,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Rules of generation for one model. `ends`: the ids of tokens that end a text. `bad`: ids that are never
-    written.
-    """
+    """Rules of generation for one model. `ends`: ids of tokens that end a text. `bad`: ids that are never written."""
 
     config: GenerationConfig
     device: torch.device
@@ -102,17 +94,15 @@ class Greedy:
         object.__setattr__(self, "_end_list", sorted(self.ends))
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
-        """Return the rules of a row with this prompt and a limit of `most` tokens. `own`: logits processors of the
-        model itself, which run after the logits processors of its configuration.
+        """Return the rules of a row with this prompt and at most `most` tokens. `own`: logits processors of the model,
+        which run after those of its configuration.
         """
         processors = library.LogitsProcessorList([*self._processors(len(prompt), most), *own])
         forced = self.config.forced_eos_token_id is not None
         return Rules(prompt, most, self.ends, processors, forced, self.stops_loops)
 
     def _processors(self, begin: int, most: int) -> list[Any]:
-        """Return the logits processors in the order in which transformers applies them. Source: transformers,
-        GenerationMixin.
-        """
+        """Return the logits processors in the order of transformers. Source: transformers, GenerationMixin."""
         config, processors = self.config, []
         if config.repetition_penalty not in _NEUTRAL:
             processors.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
@@ -145,13 +135,10 @@ class Greedy:
 
 
 def best(scores: Tensor) -> list[int]:
-    """Return the id of the most likely token of each row of `scores` [rows, vocabulary]; -1 for a row whose best score
-    is NaN or infinite.
-    """
+    """Return the id of the most likely token of each row of `scores` [rows, vocabulary], -1 for NaN or infinity."""
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]
 
 
 def not_finite() -> InferenceFailed:
-    """Return the error of a row for which `best` returns -1."""
     return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")

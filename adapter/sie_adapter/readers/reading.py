@@ -3,15 +3,13 @@ steps.
 
     read (any thread) ──► rows wait ──► begin: image and prompt ──► slots ──► step, step, ... ──► GeneratedText, per row
 
-In each iteration, the thread does the following for each model that has rows. It removes rows for which no client waits
-any more, begins some of the waiting rows, then adds one token to each row. So a short answer does not wait for a long
-one that runs at the same time, and a disconnected client costs one step. The text of a row does not depend on the other
-rows. A row that has ended may continue with another prompt, such as the next window of a sound: it then begins after
-the rows that have waited longer.
+In each iteration, for each model that has rows, the thread removes rows for which no client waits any more, begins some
+of the waiting rows, then adds one token to each row. So a short answer does not wait for a long one, and a disconnected
+client costs one step. The text of a row does not depend on the other rows. A row that has ended may continue with
+another prompt, such as the next window of a sound: it then begins after the rows that have waited longer.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU its thread has a
-lower priority than the device threads. It uses the time in which they are idle, and a part of the cores if they are
-never idle.
+lower priority than they: it gets the time in which they are idle, and a part of the cores if they never are.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ from sie_contracts.errors import ShuttingDown, SIEError
 _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # largest number of rows of one model that run at the same time
-# niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both device threads busy,
+# Niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both device threads busy,
 # the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, with a
 # third of the weight, gives a quarter and a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # after no memory was left for another row: seconds in which no row begins, unless a row ends earlier
+_CLOSED_S = 1.0  # seconds without new rows, after no memory was left for another row, unless a row ends earlier
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 
@@ -55,14 +53,12 @@ class GenerationPrompt(Protocol):
     def rules(self) -> Rules: ...
 
     def following(self, written: GeneratedText) -> GenerationPrompt | None:
-        """Return the prompt with which generation continues after this text, such as the next window of a sound; None
-        if there is none. Must not raise.
-        """
+        """Return the prompt that continues this text, such as the next window of a sound, or None. Must not raise."""
 
 
 class GenerationModel(Protocol[P_contra]):
-    """Model of the loop. Only the thread of the loop calls it, under inference mode. `together`: the largest number of
-    rows that begin in one call.
+    """Model of the loop, called only by the loop's thread, under inference mode. `together`: the largest number of rows
+    that begin in one call.
     """
 
     together: int
@@ -83,9 +79,7 @@ class GeneratedText(NamedTuple):
 
 @dataclass(eq=False)
 class _GenerationCall:
-    """Rows of one call of `read`, which waits until all of them have ended. `left`: number of rows that have not
-    ended.
-    """
+    """Rows of one call of `read`, which waits until all of them have ended. `left`: rows that have not ended."""
 
     is_gone: Callable[[], bool]
     left: int
@@ -93,7 +87,6 @@ class _GenerationCall:
     done: threading.Event = field(default_factory=threading.Event)
 
     def ended(self) -> None:
-        """Count one row of the call as ended."""
         self.left -= 1
         if not self.left:
             self.done.set()
@@ -134,9 +127,7 @@ class _GenerationRow:
 
 
 class _Loop:
-    """Generation for one model: its rows, each of which is a prompt with the tokens that were generated for it.
-    `rows[i]` is the row in slot i.
-    """
+    """Generation for one model: its rows, each a prompt with its generated tokens. `rows[i]` is in slot i."""
 
     def __init__(
         self,
@@ -176,9 +167,7 @@ class _Loop:
             self._slots = DecoderSlots(self._fits)
 
     def _failure(self) -> Exception | None:
-        """Run one iteration, and return its error, None if it succeeded. The error has no traceback, so that it does
-        not refer to the tensors of a failed pass.
-        """
+        """Run one iteration. Return its error or None, without a traceback, which would refer to the pass's tensors."""
         try:
             self._leave()
             on_usable_thread(self._begin)
@@ -219,7 +208,6 @@ class _Loop:
             self._closed_until_s = 0.0
 
     def _places(self) -> int:
-        """Return the number of waiting rows that may begin now."""
         places = min(self.model.together, self._most - len(self._rows), len(self.waiting))
         if places < 1 or time.monotonic() < self._closed_until_s:
             return 0
@@ -230,7 +218,6 @@ class _Loop:
         return places
 
     def _longest(self, rows: int) -> int:
-        """Return the longest prompt, in tokens, of the first `rows` rows that wait."""
         return max(len(self.waiting[number].prompt.rules.prompt) for number in range(rows))
 
     def _close(self) -> None:
@@ -249,7 +236,7 @@ class _Loop:
         self._beginning = [self.waiting.popleft() for _ in range(places)]
         try:
             begun = self.model.begin([row.prompt for row in self._beginning])
-        except SIEError as error:  # the error concerns only the rows that begin, so the rows in slots continue
+        except SIEError as error:  # only the rows that begin have the error; rows in slots continue
             for row in self._beginning:
                 row.call.fail(error)
             begun = []
@@ -308,8 +295,8 @@ class _Loop:
 
 
 class Readings:
-    """Thread of one device that generates text for all models that write text. In one step of a model, it computes one
-    token for each row. It runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached
+    """Thread of one device that generates text for all models that write text. A step computes one token for each row
+    of a model. The thread runs from the first `read` to `stop`. `shed` is called when memory is short: it drops cached
     outputs and CUDA graphs.
     """
 
@@ -321,9 +308,7 @@ class Readings:
         torch_threads: int = 1,
         shed: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare the thread for one device; the first `read` starts it. `fits` returns whether rows that run together
-        may use a number of additional bytes.
-        """
+        """`fits` returns whether rows that run together may use a number of additional bytes."""
         self._device = device
         self._fits = fits
         self._shed = shed
@@ -339,7 +324,7 @@ class Readings:
         self, model: GenerationModel[P_contra], prompts: Sequence[P_contra], is_gone: Callable[[], bool] = lambda: False
     ) -> list[GeneratedText]:
         """Return the generated tokens for each prompt, in order. `is_gone` is called between two steps: when it returns
-        True, the client has disconnected, and the generation for these prompts stops.
+        True, the client has disconnected, and the generation stops.
 
         Raises the error of any prompt: an error of the model, out of memory with a single row, InferenceFailed for
         scores that are not finite, InternalFailure for a disconnected client, ShuttingDown.
@@ -367,8 +352,8 @@ class Readings:
         return time.monotonic() - since_s if since_s else 0.0
 
     def stop(self, timeout_s: float) -> bool:
-        """Complete the rows that run or wait, within the time limit, then fail the rows that are left. New rows are
-        refused at once. Returns whether all rows were completed in time.
+        """Refuse new rows, complete the others within the time limit, then fail the unfinished ones. Return whether all
+        rows were completed in time.
         """
         with self._news:
             self._stopping = True
@@ -411,9 +396,7 @@ class Readings:
 
 
 def _step_back() -> None:
-    """Lower the scheduling priority of this thread. Only Linux has a priority per thread; on other systems this does
-    nothing.
-    """
+    """Lower the scheduling priority of this thread, on Linux, the only system with a priority per thread."""
     if not sys.platform.startswith("linux"):
         return
     thread = threading.get_native_id()

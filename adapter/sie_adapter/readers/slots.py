@@ -30,18 +30,17 @@ Fits = Callable[[int], bool]  # returns whether the device may use this number o
 
 
 class SlotsFull(MemoryError):
-    """Error of rows for which the device has too little memory together. The slots are unchanged."""
+    """Raised if the device has too little memory for these rows together. The slots are unchanged."""
 
 
 def unbounded(more_bytes: int) -> bool:
-    """Return True for any number of bytes: there is no limit."""
     return True
 
 
 class RowStart(NamedTuple):
-    """State of a row after the pass over its prompt. `own`: keys and values of the prompt. `encoder_states`: keys and
-    values of the encoder, for a model that has one. `logits` [vocabulary]: of the first token. `shift`: the position of
-    a token minus its index in the row.
+    """State of a row after the pass over its prompt. `own`: keys and values of the prompt. `encoder_states`: those of
+    the encoder, if the model has one. `logits` [vocabulary]: of the first token. `shift`: the position of a token minus
+    its index in the row.
     """
 
     own: States
@@ -51,16 +50,13 @@ class RowStart(NamedTuple):
 
 
 def prompted(caches: Cache) -> tuple[States, States]:
-    """Return the keys and values of a row after a pass over its prompt, from the caches of transformers: first of the
-    decoder, then of the encoder.
-    """
+    """Return keys and values after a pass over a prompt, from transformers' caches: of decoder, then of encoder."""
     if isinstance(caches, EncoderDecoderCache):
         return _states(caches.self_attention_cache), _states(caches.cross_attention_cache)
     return _states(caches), ()
 
 
 def empty(*, has_encoder: bool = False) -> Cache:
-    """Return an empty cache for a pass over a prompt."""
     return EncoderDecoderCache(DynamicCache(), DynamicCache()) if has_encoder else DynamicCache()
 
 
@@ -73,8 +69,6 @@ def _whole(positions: int) -> int:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips transformers
-    """Cache of one layer, in the form that the attention of transformers calls during a step."""
-
     is_sliding = False
 
     def __init__(self, states: _SlotStates, number: int) -> None:
@@ -117,9 +111,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # the type checker skips t
 
 
 class _SlotStates:
-    """Keys and values of the rows in the slots, of the decoder or of the encoder: [slots, heads, positions, width] for
-    each layer.
-    """
+    """Keys and values of the rows, of decoder or encoder: [slots, heads, positions, width] for each layer."""
 
     def __init__(self, fits: Fits) -> None:
         self.lengths: list[int] = []
@@ -156,8 +148,8 @@ class _SlotStates:
             self._layers = []
 
     def needed_bytes(self, rows: int, length: int) -> int:
-        """Return the bytes that `rows` additional rows need. Each needs memory for `length` positions, or for the
-        length of the longest row that is there, if that is longer.
+        """Return the bytes that `rows` additional rows need, each for `length` positions, or as many as the longest
+        present row has.
         """
         if not self._layers:
             return 0
@@ -168,13 +160,10 @@ class _SlotStates:
         return self._more_bytes(self._layers, slots, _whole(positions))
 
     def _sizes(self) -> tuple[int, int]:
-        """Return for how many slots, and how many positions in each, memory is allocated."""
         return self._layers[0][0].shape[0:3:2] if self._layers else (0, 0)
 
     def _more_bytes(self, states: States, slots: int, positions: int) -> int:
-        """Return how many more bytes than now are in use at the peak while `_reserve` allocates these slots and
-        positions.
-        """
+        """Return the additional bytes in use at the peak while `_reserve` allocates these slots and positions."""
         has_slots, has_positions = self._sizes()
         position_bytes: int = sum(
             side.shape[1] * side.shape[3] * side.element_size() for layer in states for side in layer
@@ -183,9 +172,7 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least this number of slots and positions. Raises SlotsFull. Old values may remain in a slot: they
-        are finite and masked.
-        """
+        """Allocate at least these slots and positions. Raises SlotsFull. Old values stay, finite and masked."""
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
@@ -222,8 +209,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. If the rows have different lengths, make
-        more positions visible, up to a multiple of _STEP: these rows need a mask in any case.
+        """Make the first `needed` positions of the cache visible to the model. If the lengths of the rows differ, a
+        mask is needed in any case, so the number is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
@@ -233,7 +220,6 @@ class _SlotStates:
 
     @property
     def ends(self) -> Tensor:
-        """Length of each row, [rows]."""
         assert self._ends is not None
         return self._ends
 
@@ -252,8 +238,8 @@ class _SlotStates:
         self._ends = self.ends + 1
 
     def mask(self, *, with_next: bool) -> Tensor:
-        """Return the mask of the positions that each row attends to, bool [rows, 1, 1, width]. `with_next`: include the
-        new token of the step.
+        """Return the positions that rows attend to, bool [rows, 1, 1, width]. `with_next`: include the step's new
+        token.
         """
         places = torch.arange(self.width, device=self.ends.device)
         ends = self.ends[:, None]
@@ -264,9 +250,8 @@ class _SlotStates:
 
 
 class DecoderSlots:
-    """Slots with the keys and values of the rows of one model, for one thread. A step has three parts: `ready`, then a
-    pass of the model with `cache`, `positions` and the masks, then `advance`. If a step fails before `advance`, the
-    slots are unchanged.
+    """Slots with the keys and values of the rows of one model, for one thread. A step is `ready`, a pass of the model
+    with `cache`, `positions` and the masks, then `advance`. If it fails before `advance`, the slots are unchanged.
     """
 
     def __init__(self, fits: Fits = unbounded) -> None:
@@ -307,11 +292,9 @@ class DecoderSlots:
             self._encoder_states.open(max(self._encoder_states.lengths))
 
     def advance(self) -> None:
-        """End a step: each row is one token longer."""
         self._own.advance()
 
     def cache(self) -> Cache:
-        """Return the KV cache that the attention of transformers reads and extends."""
         own = self._own.cache()
         if not self._encoder_states.lengths:
             return own

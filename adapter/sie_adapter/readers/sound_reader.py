@@ -1,9 +1,9 @@
-"""Readers of sounds (Whisper): they write the speech in a recording as text, one token at a time, with the times of its
+"""Readers of sounds (Whisper): they write the speech in a recording, one token at a time, with the times of its
 segments.
 
-features ──► a window of 30 s ──► encoder ──► states ──┐
-                                                       ├──► decoder, a token a step ──► segments ──► the next window
-language, task, words before it ──► prompt ────────────┘
+  features ──► a window of 30 s ──► encoder ──► states ──┐
+                                                         ├──► decoder, a token a step ──► segments ──► the next window
+  language, task, words before it ──► prompt ────────────┘
 
 Each window begins at the end of the last whole segment of the previous window, as in `generate` of transformers.
 """
@@ -54,7 +54,7 @@ _BEFORE = "<|startofprev|>"
 _LABELS = {"transcribe": "transcript", "translate": "translation"}
 # refused options of generation_config.json: they make later windows depend on earlier ones, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
-# windows in one pass of the encoder; a CPU is not faster with more than one window
+# largest number of windows in one pass of the encoder; a CPU is not faster with more than one
 _WINDOWS_PER_PASS = {"cpu": 1}
 _WINDOWS_PER_PASS_ELSEWHERE = 8
 
@@ -62,7 +62,7 @@ _WINDOWS_PER_PASS_ELSEWHERE = 8
 @dataclass(eq=False)
 class SoundTranscription:
     """Transcription of a sound, window by window. `ids`: the prompt of each window. `place`: the index in `ids` of the
-    language token, which is recognised in the first window; -1 if the language is known.
+    language token, which the first window determines; -1 if the language is known.
     """
 
     features: Heard
@@ -98,11 +98,9 @@ class SoundWindow:
         return min(self.max_frames, self.sound.frames - self.seek)
 
     def following(self, written: GeneratedText) -> SoundWindow | None:
-        """Append the segments of the transcript of this window to `sound.segments`, and return the next window; None
-        after the last window.
-        """
+        """Append this window's segments to `sound.segments`, and return the next window; None after the last one."""
         sound = self.sound
-        if not self.seek:  # begin again: if a batch failed, the sound is read a second time from its first window
+        if not self.seek:  # after a failed batch, the sound is read a second time from its first window
             sound.segments, sound.tokens, sound.finish = [], 0, "stop"
         ids = written.ids[:-1] if written.ids[-1] in self.rules.ends else written.ids
         new_segments, used = segments(ids, sound.prompt_tokens.times, self.seek, self.frames)
@@ -117,27 +115,21 @@ class SoundReader:
     """Loaded model of sounds. `reading(..).extract` may run on several threads at once.
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
-    `completion_tokens`. The reason is `length` if a window was cut at its limit. Instead of a result, an input gets an
-    InvalidInput if the input has no sound, or if the model does not have the task or the language. It gets an
-    InferenceFailed if the scores are not finite.
+    `completion_tokens`. The reason is `length` if a window was cut at its limit. An input gets an InvalidInput if it
+    has no sound, or if the model does not have the task or the language, and an InferenceFailed if the scores are not
+    finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """
 
     @staticmethod
     def fault_of_files(folder: Path, entry: ModelEntry) -> str:
-        """Check model class, shapes of tensors and tokenizer in `folder`, without reading weights or running its code.
-
-        Return the reason why a load would refuse the folder, or an empty string. Raises ModelLoadFailed for tensors
-        that do not fit the model class.
-        """
         _check_type(folder, entry)
         model: Any = empty_model(WhisperForConditionalGeneration, folder, entry.load, decodes=True)
         _check(folder, entry, model)
         return fault(bare_tokenizer(read_tokenizer(folder)), model.get_input_embeddings().num_embeddings)
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
-        """Load from `folder`, offline. Raises ModelLoadFailed."""
         _check_type(folder, entry)
         with torch.inference_mode():
             model: Any = load_model(WhisperForConditionalGeneration, folder, load, compute, decodes=True)
@@ -162,9 +154,7 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return an object that answers one batch: its method `extract` calls `read`, which generates the text of all
-        rows.
-        """
+        """Return an object for one batch: its method `extract` calls `read`, which generates the text of all rows."""
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:
@@ -186,9 +176,7 @@ class SoundReader:
         )
 
     def _words_before(self, text: str) -> list[int]:
-        """Return the ids of the client's instruction, which precedes the sound in the prompt. It shows the model the
-        spelling of names and words.
-        """
+        """Return the ids of the client's instruction, which precedes the sound and shows how names are spelt."""
         if not text:
             return []
         ids: list[int] = self._words.encode(f" {text}", add_special_tokens=False).ids
@@ -227,7 +215,6 @@ class SoundReader:
         return RowStart(own, scores[0], encoder_states)
 
     def _language(self, encoded: Tensor) -> int:
-        """Return the id of the most likely language of a sound."""
         first = torch.tensor([[self._prompt_tokens.first]], device=self._device)
         scores = self._scores(first, encoder_hidden_states=encoded, past_key_values=empty(has_encoder=True))[0]
         languages = torch.tensor(sorted(self._prompt_tokens.languages.values()), device=self._device)
@@ -240,13 +227,11 @@ class SoundReader:
         return logits
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the token after `ids`. All windows have the same number of encoder states, so no state
-        is masked.
-        """
+        """Return the scores of the token after `ids`. No encoder state is masked: all windows have the same number."""
         return self._scores(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads the encoder's keys and values from the cache; these zeros only tell it that there is an
+            # the decoder reads the encoder's keys and values from the cache; these zeros only show it that there is an
             # encoder
             encoder_hidden_states=torch.zeros(
                 len(ids), 1, self._model.config.d_model, dtype=self._dtype, device=self._device
@@ -256,7 +241,6 @@ class SoundReader:
         ).float()
 
     def result(self, prompt: SoundWindow, written: GeneratedText) -> dict[str, Any]:
-        """Return the result of a sound after all its windows were read."""
         sound = prompt.sound
         entities = [
             {**text_entity(text, sound.label), "seconds": [round(segment.start_s, 2), round(segment.end_s, 2)]}
@@ -285,7 +269,7 @@ def _check_type(folder: Path, entry: ModelEntry) -> None:
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
     """Return the tokens of the model's prompts, and the recipe of its sounds. Raises ModelLoadFailed: INCOMPATIBLE for
     unsupported generation rules, for features that the model does not read, or for an entry with more tokens than the
-    decoder has positions; NOT_FOUND if the folder has no configuration of features.
+    decoder has positions; NOT_FOUND without a configuration of features.
     """
     config, rules = model.config, model.generation_config
     extractor = read_processor(folder, "feature_extractor")

@@ -67,8 +67,8 @@ def _see_whole(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image. Patches that will be merged are adjacent, and each patch has two equal frames.
-    Source: transformers, Glm46VImageProcessorPil.patchify.
+    """Return the features of an image. Patches that will be merged are adjacent, and each has two equal frames. Source:
+    transformers, Glm46VImageProcessorPil.patchify.
     """
     vision = model.config.vision_config
     merge, patch, frames = vision.spatial_merge_size, vision.patch_size, vision.temporal_patch_size
@@ -79,7 +79,7 @@ def _see_merged(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _see_rows(model: Any, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the features of an image. Patches are in the order of rows. Source: transformers,
+    """Return the features of an image, its patches row by row. Source: transformers,
     PaddleOCRVLImageProcessorPil.patchify.
     """
     patch = model.config.vision_config.patch_size
@@ -119,8 +119,6 @@ MODEL_TYPES = tuple(_KINDS)
 
 
 class Transcriber:
-    """Model class of a transcriber: image encoder and language model, in the precision of `compute`."""
-
     together = 1  # one page per pass of the tower, because its hundreds of tokens already use the device fully
 
     @staticmethod

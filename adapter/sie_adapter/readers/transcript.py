@@ -1,5 +1,5 @@
-"""Token ids of Whisper (arXiv 2212.04356): its prompt, the segments of a window, and the begin of the next window. The
-module does no I/O.
+"""Token ids of Whisper (arXiv 2212.04356), without I/O: its prompt, the segments of a window, and the begin of the
+next.
 
     language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
     <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and their number of frames
@@ -37,8 +37,8 @@ class PromptStart(NamedTuple):
 @dataclass(frozen=True)
 class PromptTokens:
     """Tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: names with the ids of their tokens.
-    `forced`: the ids after the first token if the request names neither language nor task; None is replaced by the
-    recognised language.
+    `forced`: the ids after the first token if the request names neither language nor task; the recognised language
+    replaces None.
     """
 
     first: int
@@ -52,8 +52,8 @@ class PromptTokens:
 
     @classmethod
     def from_config(cls, config: GenerationConfig, model: Any) -> PromptTokens:
-        """Read the tokens from a generation configuration. `model`: the configuration of the model, which contains a
-        part of the rules in older checkpoints. Raises AttributeError for a checkpoint without a token for time stamps.
+        """Read the tokens from a generation configuration. `model`: the configuration of the model, which in older
+        checkpoints has some of the rules. Raises AttributeError for a checkpoint without a token for time stamps.
         """
         forced = getattr(config, "forced_decoder_ids", None) or getattr(model, "forced_decoder_ids", None) or ()
         in_turn = tuple(number for place, (at, number) in enumerate(forced, 1) if at == place)
@@ -74,8 +74,8 @@ class PromptTokens:
         return self.without_times + 1
 
     def start(self, language: str, task: str) -> PromptStart:
-        """Return the prompt for a sound. An empty language or task means the default of the checkpoint. Raises
-        InvalidInput for a language or task that the checkpoint does not have.
+        """Return the prompt for a sound. An empty language or task means the checkpoint's default. Raises InvalidInput
+        for a language or task that the checkpoint does not have.
         """
         if not self.is_multilingual and (language or task):
             name = "language" if language else "task"
@@ -115,9 +115,7 @@ class PromptTokens:
 
 
 class TranscriptSegment(NamedTuple):
-    """Segment of a transcript: its begin and end in seconds of the sound, and its tokens `ids`, with the time
-    stamps.
-    """
+    """Segment of a transcript: its begin and end in seconds of the sound, and its tokens, with the time stamps."""
 
     start_s: float
     end_s: float
@@ -150,7 +148,7 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     if is_whole:
         return complete, frames
     *earlier, last = complete
-    stamp = written[first]  # the time stamp at which the words begin that the window cuts
+    stamp = written[first]  # begin of the words that the window cuts
     return [*earlier, last._replace(ids=[*last.ids, stamp])], (written[first - 1] - times) * FRAMES_PER_STEP
 
 

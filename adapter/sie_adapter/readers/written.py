@@ -36,9 +36,7 @@ class ReaderKind(GenerationModel[P], Protocol[P, F_contra]):
     """Model class of a reader: how its prompt is built, and how its text becomes a result."""
 
     def prompt(self, file: F_contra, options: ExtractOptions) -> P:
-        """Return the prompt for a file, by the options of the request. Raises InvalidInput for options that the model
-        does not support.
-        """
+        """Return the prompt for a file. Raises InvalidInput for options that the model does not support."""
 
     def result(self, prompt: P, written: GeneratedText) -> dict[str, Any]:
         """Return the result for the client from the generated text, without finish reason and number of tokens."""
@@ -59,9 +57,7 @@ class ReaderCall(Generic[P, F_contra]):
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], files: Sequence[Sequence[F_contra]]
     ) -> list[Result]:
-        """Return a result for the file of each input, or an error for a file that cannot be read. The texts of the
-        inputs are not read.
-        """
+        """Return a result for the file of each input, or an error for an unreadable file. Texts are not read."""
         numbers = list(range(len(texts)))
         results: dict[int, Result] = {}
         prompts: dict[int, P] = {}
@@ -71,8 +67,8 @@ class ReaderCall(Generic[P, F_contra]):
             except SIEError as error:
                 results[number] = error
         readable = list(prompts)
-        # equal options for all inputs, so that `by_options` makes one call and all rows run together; the real options
-        # are in the prompts
+        # equal options for all inputs, so that `by_options` makes one call and all rows run together; the prompts have
+        # the real options
         same = [ExtractOptions(())] * len(readable)
         outputs = by_options(readable, same, lambda some, _: self._results([prompts[number] for number in some]))
         results.update(zip(readable, outputs, strict=True))
@@ -103,8 +99,8 @@ def _miscounted(field: str, files: int) -> InvalidInput:
 
 @dataclass(frozen=True)
 class PagePrompt:
-    """Prompt for a page. `ids` [tokens]: the first tokens for the decoder. `task`: the name of the task. `encoder_ids`:
-    the tokens for an encoder, in addition to the page. `box`: the region of the page that the task concerns, in pixels.
+    """Prompt for a page. `ids` [tokens]: the first tokens for the decoder. `task`: its name. `encoder_ids`: the tokens
+    for an encoder, in addition to the page. `box`: the region of the page that the task concerns, in pixels.
     """
 
     shown: Shown
@@ -119,17 +115,16 @@ class PagePrompt:
 
 
 def checked_processor(folder: Path, entry: ModelEntry, model: Any, positions: int) -> tuple[Recipe, Normalisation]:
-    """Return the recipe that turns pages into pixels, and the normalisation of the pixels. Raises the errors of
-    `check_rules`, and ModelLoadFailed for an unsupported image processor. `positions`: the number of positions of the
-    model's decoder.
+    """Return the recipe that turns pages into pixels, and their normalisation. `positions`: the number of positions of
+    the model's decoder. Raises ModelLoadFailed for an unsupported image processor, and the errors of `check_rules`.
     """
     check_rules(entry, model, positions)
     return processor_of(folder, entry)
 
 
 def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable[str] = ()) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, including the options in `refused`, and for
-    an entry with more tokens than the decoder has `positions`.
+    """Raise ModelLoadFailed INCOMPATIBLE for unsupported generation rules, or options in `refused`, and for an entry
+    with more tokens than the decoder has `positions`.
     """
     rules = model.generation_config
     if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
@@ -147,9 +142,7 @@ def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dic
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted path and the text of each leaf of a tree of maps and lists, in order. A list adds no segment to
-    a path.
-    """
+    """Yield the dotted path and text of each leaf of a tree of maps and lists. Lists add nothing to a path."""
     if isinstance(tree, dict):
         for name, below in tree.items():
             yield from leaves(below, f"{path}.{name}" if path else str(name))
@@ -163,8 +156,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def task_of(
     options: ExtractOptions, is_task: Callable[[str], bool], listed: Sequence[str], *, otherwise: str = ""
 ) -> str:
-    """Return the task of the request, else of its entry, else `otherwise`. Raises InvalidInput if no task is set, or if
-    the model does not have it.
+    """Return the task of the request, else of its entry, else `otherwise`. Raises InvalidInput for no task, or one that
+    the model does not have.
     """
     task = options.parameters.get("task") or otherwise
     if task and is_task(task):
@@ -175,9 +168,9 @@ def task_of(
 
 
 def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int = 0) -> int:
-    """Return the number of tokens that may be written after a prompt of `prompt` tokens. It is `max_new_tokens` of the
+    """Return the number of tokens that may be written after a prompt of `prompt` tokens: `max_new_tokens` of the
     request, else `otherwise` if that is not 0, but never more than the remaining tokens of `limit`. Raises InvalidInput
-    if the prompt leaves no token.
+    if there are none.
     """
     left = limit - prompt
     if left < 1:
@@ -196,8 +189,8 @@ def reserved(field: str) -> InvalidInput:
 
 
 def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
-    """Return a boolean mask in the form that the attention of transformers expects. Eager attention adds the mask to
-    the scores, so it gets floats: 0 where a position is attended to, else the lowest value.
+    """Return a boolean mask as transformers' attention expects it. Eager attention adds the mask to the scores, so it
+    gets 0 where a position is attended to, else the lowest float.
     """
     if not is_eager:
         return mask
@@ -205,9 +198,8 @@ def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
 
 
 class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Learned positions of a decoder of BART's kind, with separate positions for each row. Without this module, the
-    decoder gives all rows of a step the same position. `given` [rows, 1]: the positions of a step; None while a prompt
-    is read.
+    """Learned positions of a decoder of BART's kind, separate for each row: the decoder alone gives all rows of a step
+    the same position. `given` [rows, 1]: the positions of a step; None while a prompt is read.
     """
 
     def __init__(self, own: Any) -> None:
@@ -220,7 +212,6 @@ class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips t
         self.given = positions
 
     def forward(self, input_ids: Tensor, past: int = 0, position_ids: Tensor | None = None) -> Tensor:
-        """Return the vectors of positions, which are added to the vectors of the tokens."""
         if self.given is None:
             positions: Tensor = self.own(input_ids, past, position_ids=position_ids)
             return positions
@@ -235,7 +226,7 @@ class BartDecoder:
     """Decoder like BART's, which attends to the states of an encoder. Not thread-safe."""
 
     def __init__(self, stack: Any, decode: Decode) -> None:
-        """Wrap a decoder. `stack`: the module with its layers, which `decode` calls."""
+        """`stack`: the module with the decoder's layers, which `decode` calls."""
         self._decode = decode
         self._is_eager = stack.config._attn_implementation == "eager"
         self._width: int = stack.config.d_model
@@ -245,9 +236,7 @@ class BartDecoder:
         self._device, self._dtype = weight.device, weight.dtype
 
     def begin(self, encoded: Tensor, ids: Sequence[int]) -> RowStart:
-        """Run the decoder over a prompt, and return the new row. `encoded`: states of the encoder, [1, positions,
-        width].
-        """
+        """Run the decoder over a prompt; return the new row. `encoded`: the encoder's states, [1, positions, width]."""
         cache = empty(has_encoder=True)
         self._positions.give(None)
         scores = self._decode(
@@ -257,12 +246,11 @@ class BartDecoder:
         return RowStart(own, scores[0, -1], encoder_states)
 
     def step(self, ids: Tensor, slots: DecoderSlots) -> Tensor:
-        """Return the scores of the next token of each row, float32 [rows, vocabulary]."""
         self._positions.give(slots.positions)
         scores = self._decode(
             ids,
             attention_mask=attended(slots.mask, self._dtype, is_eager=self._is_eager),
-            # the decoder reads the encoder's keys and values from the cache; these zeros only tell it that there is an
+            # the decoder reads the encoder's keys and values from the cache; these zeros only show it that there is an
             # encoder
             encoder_hidden_states=torch.zeros(len(ids), 1, self._width, dtype=self._dtype, device=self._device),
             encoder_attention_mask=attended(slots.seen_mask, self._dtype, is_eager=self._is_eager),

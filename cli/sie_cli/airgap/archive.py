@@ -31,7 +31,7 @@ FOLDERS = ("cache", "golden", "licences", BILL, "weights")
 MAX_INDEX_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
 _BLOCK, _RECORD = 512, 20 * 512
-_USTAR_LIMIT = 1 << 33  # bytes of a file in a tar; a larger size does not fit into the header's 11 octal digits
+_USTAR_LIMIT = 1 << 33  # a file in a tar must have fewer bytes: the size must fit into the header's 11 octal digits
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _DAMAGED = "the archive is damaged, or `sie airgap create` did not make it; copy it again"
@@ -40,7 +40,7 @@ ByteProgress = Callable[[int], None]
 
 
 class ArchiveIndex(msgspec.Struct, frozen=True):
-    """Index of an archive. `entries` are catalogue entries whose weights.path and golden are paths below the loaded
+    """Index of an archive. `entries`: catalogue entries whose weights.path and golden are paths below the loaded
     folder. `aliases` and `bundles` belong to these entries.
     """
 
@@ -54,7 +54,6 @@ class ArchiveIndex(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Return the total size of all files, bytes."""
         return sum(fact.bytes for fact in self.files.values())
 
 
@@ -99,7 +98,6 @@ def digest(data: bytes) -> str:
 
 
 def sums(raw: bytes, index: ArchiveIndex) -> bytes:
-    """Return the content of SHA256SUMS, from an index and its encoded bytes `raw`."""
     lines = [f"{digest(raw)}  {INDEX}", *(f"{index.files[name].sha256}  {name}" for name in sorted(index.files))]
     return "\n".join((*lines, "")).encode()
 
@@ -111,13 +109,11 @@ def write(
     progress: ByteProgress,
 ) -> str:
     """Write an archive. Return the digest of its index, which identifies the whole archive. `progress` is called with
-    the number of bytes of each piece of a file.
-
-    Raises CommandRefused for a file that differs from the index (it has changed, or is damaged) or whose name is too
-    long; OSError.
+    the bytes of each piece of a file. Raises CommandRefused for a file that differs from the index (it has changed, or
+    is damaged) or whose name is too long; OSError.
     """
     raw = encode(index)
-    decode(raw)  # check the index first: an index that no reader would accept must not be written
+    decode(raw)  # an index that no reader would accept must not be written
     for name, data in ((INDEX, raw), (SUMS, sums(raw, index))):
         out.write(_header(name, len(data)) + data + bytes(-len(data) % _BLOCK))
     for name in sorted(index.files):
@@ -157,8 +153,8 @@ def _header(name: str, size: int) -> bytes:
 
 
 class ArchiveReader:
-    """Reader of an archive. It reads the archive once, from its beginning; the constructor reads and checks the index.
-    Raises CommandRefused, OSError.
+    """Reader of an archive, in one pass from its beginning. The constructor reads and checks the index. Raises
+    CommandRefused, OSError.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -171,7 +167,7 @@ class ArchiveReader:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the index, which identifies the whole archive."""
+        """Digest of the index, which identifies the whole archive."""
         return digest(self.raw)
 
     def extract(self, sink: Callable[[str], AbstractContextManager[BinaryIO]], progress: ByteProgress) -> None:
@@ -201,12 +197,11 @@ class ArchiveReader:
             )
 
     def _small(self, name: str) -> bytes:
-        """Return the whole content of a small file at the start of the archive."""
         return b"".join(self._pieces(self._expect(name)))
 
     def _expect(self, name: str, size: int | None = None) -> int:
-        """Read the header of the next file in the tar, and return its size. It must be the plain file `name`, with
-        `size` bytes if the size is known. Raises CommandRefused.
+        """Read the header of the next file, which must be the plain file `name`, with `size` bytes if known. Return its
+        size. Raises CommandRefused.
         """
         try:
             member = tarfile.TarInfo.frombuf(self._exactly(_BLOCK), "utf-8", "strict")
@@ -234,7 +229,7 @@ class ArchiveReader:
     def _exactly(self, count: int) -> bytes:
         data = self._stream.read(count)
         while len(data) < count and (more := self._stream.read(count - len(data))):
-            data += more  # read again, because a pipe may return fewer bytes than requested
+            data += more  # a pipe may return fewer bytes than requested
         self._at += len(data)
         if len(data) < count:
             raise CommandRefused(

@@ -76,7 +76,7 @@ def create(names: tuple[str, ...], profiles: tuple[str, ...], output: Path, forc
         models = [part.strip() for text in names for part in text.split(",") if part.strip()]
         chosen = choose(Overlay(settings).folders(), models)
         entries = with_profiles(chosen.entries, profiles) if profiles else chosen.entries
-        told_by = logging.getLogger("sie.store")  # this logger reports the progress of downloads, every few seconds
+        told_by = logging.getLogger("sie.store")  # reports the progress of downloads, every few seconds
         told_by.setLevel(logging.INFO)
         told_by.addHandler(logging.StreamHandler())
         gathering = FileGathering(weight_sources(settings), settings.models_dir)
@@ -271,8 +271,8 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _written(output: Path, size: int) -> Iterator[BinaryIO]:
-    """Yield the archive's file while it is written. The archive needs a little more than `size` bytes, and is renamed
-    to `output` when it is complete. Raises CommandRefused, OSError.
+    """Yield the file of an archive of a little more than `size` bytes, and rename it to `output` when it is complete.
+    Raises CommandRefused, OSError.
     """
     if str(output) == "-":
         if sys.stdout.isatty():

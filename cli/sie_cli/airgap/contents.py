@@ -5,8 +5,8 @@
           ─► golden vectors ─► golden/..
           ─► the entry itself, unchanged except for weights.path and golden
 
-The hub, revision and package of an entry do not change. So its fingerprint does not change, and indexes made elsewhere
-stay valid.
+The hub, revision and package of an entry stay, so its fingerprint does not change, and indexes made elsewhere stay
+valid.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sie_store.weights.manifest import digest as digest_of_file
 from sie_store.weights.selection import LORA_FILES, wanted_by
 from sie_store.weights.sources import WeightSources
 
-# patterns of the files of a backbone: its configuration and its tokenizer
+# files of a backbone: its configuration and its tokenizer
 _BACKBONE_FILES = ("*.json", "*.model", "*.txt")
 
 
@@ -66,27 +66,26 @@ class ArchiveSelection:
 
 
 class FileGathering:
-    """Collector of the files of models for an archive, by their names in the archive. Raises CommandRefused,
-    ModelLoadFailed, LoraLoadFailed, OSError.
+    """Collector of the files of models for an archive, by their names in it. Raises CommandRefused, ModelLoadFailed,
+    LoraLoadFailed, OSError.
     """
 
     def __init__(self, sources: WeightSources, models_dir: str | None) -> None:
         self.files: dict[str, Path | bytes] = {}
         # name in the archive -> size and digest from a manifest, so that the file is not read twice
         self._known: dict[str, FileFact] = {}
-        # locks on the files of models: other processes do not remove these files to free space
+        # locks on the files of models, so that no other process removes them to free space
         self._leases: list[Lock] = []
         self._sources = sources
         self._models_dir = models_dir
 
     @property
     def bytes(self) -> int:
-        """Return the total size of all files, bytes."""
         return sum(source.stat().st_size if isinstance(source, Path) else len(source) for source in self.files.values())
 
     @property
     def unread_bytes(self) -> int:
-        """Return the number of bytes that `facts` has to read, because no manifest has their digests."""
+        """Number of bytes that `facts` has to read, because no manifest has their digests."""
         return sum(
             source.stat().st_size
             for name, source in self.files.items()
@@ -94,15 +93,11 @@ class FileGathering:
         )
 
     def facts(self, progress: ByteProgress) -> dict[str, FileFact]:
-        """Return size and digest of every file. `progress` is called with the number of bytes of each piece that is
-        read.
-        """
+        """Return size and digest of every file. `progress` is called with the bytes of each piece that is read."""
         return {name: self._known.get(name) or _fact(source, progress) for name, source in self.files.items()}
 
     def model(self, entry: ModelEntry) -> ModelEntry:
-        """Add all files that a load of `entry` reads. Return the entry with the paths that these files have in the
-        archive.
-        """
+        """Add all files that a load of `entry` reads. Return the entry with the paths of these files in the archive."""
         located = self._sources.locate(entry)
         self._leases.append(located.lease)
         folder = located.folder
@@ -145,7 +140,7 @@ class FileGathering:
                     "not have"
                 )
             if (folder / name).is_dir():
-                continue  # the backbone is in the model's folder, so its files are already listed
+                continue  # in the model's folder, so already listed
             backbone = self._backbone(name, folder, entry)
             for path in sorted(name for pattern in _BACKBONE_FILES for name in backbone.glob(pattern)):
                 self.files[f"{place}/{name}/{path.name}"] = path
@@ -170,8 +165,8 @@ class FileGathering:
         raise CommandRefused(f"{entry.id}: its backbone {name} is neither in the hub cache nor below its folder; {fix}")
 
     def _lora(self, name: str, entry: ModelEntry) -> None:
-        """Add a LoRA of the hub to the archive's own cache. A LoRA with a path is refused: the path is a part of the
-        fingerprint, so it must not change.
+        """Add a LoRA of the hub to the archive's own cache. A LoRA with a path is refused: the fingerprint contains the
+        path, so it must not change.
         """
         if Path(name).is_absolute() or name.startswith((".", "~")):
             fix = "select other profiles with --profile, or take the LoRA from the hub"
@@ -209,10 +204,8 @@ class FileGathering:
 def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
-    """Return the contents of an archive with the `chosen` models. `gathering`: the collector of their files, which also
-    returned their entries. Reads every file.
-
-    Raises CommandRefused for a file that differs from its digest in the entry, OSError.
+    """Return the contents of an archive with the `chosen` models. `gathering` has their files, and returned their
+    entries. Reads every file. Raises CommandRefused for a file that differs from its digest in the entry, OSError.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)
@@ -245,9 +238,8 @@ def contents(
 
 
 def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
-    """Return the named models, the targets of named aliases, and the operator's bundles that can serve them.
-
-    Raises click.BadParameter, ValidationFailed.
+    """Return the named models, the targets of named aliases, and the operator's bundles that can serve them. Raises
+    click.BadParameter, ValidationFailed.
     """
     documents = {name: document for name, (document, _) in folders.models.items()}
     catalogue = Catalogue.from_documents(documents, {}, folders.bundles, "")
@@ -274,16 +266,14 @@ def choose(folders: Folders, names: Iterable[str]) -> ArchiveSelection:
 
 
 def _is_packaged(bundle: BundleEntry) -> bool:
-    """Return whether every installation has this bundle. The families of installed plug-ins are ignored in the
-    comparison.
-    """
+    """Return whether every installation has this bundle, ignoring the families of installed plug-ins."""
     packaged = read_bundles(packaged_folder() / "bundles").get(bundle.id)
     return packaged is not None and msgspec.structs.replace(bundle, families=packaged.families) == packaged
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only these profiles, and the profiles that they extend. Raises click.BadParameter for a
-    profile that no entry has.
+    """Return the entries with only these profiles, and those that they extend. Raises click.BadParameter for a profile
+    that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:
@@ -327,9 +317,7 @@ def _stated_licence(folder: Path) -> str:
 
 
 def _licence_page(entry: ModelEntry, files: Mapping[str, Path | bytes]) -> bytes:
-    """Return the page about a model's licence: its name, the source of the model, and the licence texts in its
-    files.
-    """
+    """Return the page about a model's licence: its name, the model's source, and the licence texts in its files."""
     weights = entry.weights
     source = (
         f"https://huggingface.co/{weights.hub}"

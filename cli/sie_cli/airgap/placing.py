@@ -3,8 +3,8 @@
     archive ─► .NAME.loading beside FOLDER: every file, compared with the index and synced ─► models/, serve.env ─►
     FOLDER
 
-The archive is unpacked in a hidden folder next to FOLDER, which is renamed to FOLDER last. An interrupted load leaves
-no FOLDER. The next load removes the incomplete files and begins again.
+The archive is unpacked in a hidden folder next to FOLDER, which is renamed to FOLDER last. The next load removes the
+files of an interrupted load and begins again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check(index: ArchiveIndex) -> None:
 
 
 def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
-    """Return the settings with which `sie serve` serves only the models of an archive and downloads nothing. `at`: the
+    """Return the settings with which `sie serve` serves only the models of an archive, without downloads. `at`: the
     folder with the unpacked archive.
     """
     names = [*(entry.id for entry in entries(index)), *(alias.id for alias in aliases(index))]
@@ -150,9 +150,7 @@ def place(folder: Path, index: ArchiveIndex, at: Path) -> None:
 
 
 def loaded(folder: Path) -> tuple[ArchiveIndex, bytes]:
-    """Return the index of a folder that `load` created, decoded and as bytes. Raises CommandRefused for any other
-    folder.
-    """
+    """Return the index of a folder that `load` created, decoded and as bytes. Raises CommandRefused for others."""
     try:
         raw = (folder / INDEX).read_bytes()
         index = decode(raw)

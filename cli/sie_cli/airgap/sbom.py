@@ -4,9 +4,9 @@ archive.
     models ─► components of type machine-learning-model, each with its files and their digests
     the software ─► the installed distributions that `sie serve` needs, with their requirements
 
-The document is written here, since the standard's Python library has no model cards. Equal contents result in equal
-bytes, so the document has no date. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the
-package-url specification; SPDX licence list, by `packaging`.
+The document is written here, since the standard's Python library has no model cards. It has no date, so that equal
+contents are equal bytes. Source: CycloneDX 1.6 JSON schema; purl types pypi and huggingface of the package-url
+specification; SPDX licence list, by `packaging`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from sie_store.weights.manifest import FileFact
 OURS = "sie-cluster"
 SOFTWARE = f"{OURS}[serve]"
 _TEXT = re.compile(r"(?i)(licen[cs]e|copying|notice|authors)([._-].*)?")
-# largest number of characters of a licence's name: a longer licence field of a distribution is the licence's text
+# largest number of characters of a licence's name; a longer field of a distribution has the licence's text
 _MAX_NAME = 100
 
 
 @dataclass(frozen=True)
 class Package:
-    """An installed distribution. `needs`: the names of the distributions that it requires.
-
-    `licence`: the licence in its metadata, as an SPDX expression if possible; empty if the metadata have none.
+    """An installed distribution. `needs`: the names of the distributions that it requires. `licence`: the licence in
+    its metadata, as an SPDX expression if possible, else empty.
     """
 
     distribution: Distribution
@@ -85,7 +84,6 @@ def titled(name: str, text: bytes) -> bytes:
 
 
 def is_licence(name: str) -> bool:
-    """Return whether a file of a model is a licence or a notice, by its name."""
     return "/" not in name and _TEXT.fullmatch(name) is not None
 
 
@@ -100,9 +98,7 @@ def spdx(licence: str) -> str:
 
 
 def software(*requirements: str) -> dict[str, Package]:
-    """Return the installed distributions that these requirements need, by name. The result includes the required ones
-    themselves. A distribution that is not installed is left out.
-    """
+    """Return the installed distributions that these requirements need, by name, including the required ones."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -220,9 +216,7 @@ def _package(package: Package) -> dict[str, Any]:
 
 
 def _licences(licence: str) -> list[dict[str, Any]]:
-    """Return a licence in CycloneDX's form: by its SPDX id, several licences as an expression, an unknown one by its
-    name.
-    """
+    """Return a licence in CycloneDX's form: by its SPDX id, several as an expression, an unknown one by its name."""
     from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 
     if not licence:

@@ -107,9 +107,7 @@ async def broker_options(probe: ClusterProbe) -> str:
 
 
 def _of_check(check: str, views: Mapping[str, ClusterView]) -> list[Finding]:
-    """Return the findings that gateways report under the name `check`. If several gateways report the same finding, it
-    is listed once.
-    """
+    """Return the findings that gateways report under the name `check`; equal findings are returned once."""
     return list(
         dict.fromkeys(
             Finding(finding.wrong, finding.fix)
@@ -257,8 +255,8 @@ KEYS, KEYS_COPY, CATALOGUE, CATALOGUE_COPY, JOBS, SHARDS = (
 
 
 async def damage(probe: ClusterProbe) -> CheckResult:
-    """Check that streams can be read, and that the streams that belong together agree: keys and catalogue with their
-    copies, jobs with their shards.
+    """Check that streams can be read, and that those that belong together agree: keys and catalogue with their copies,
+    jobs with their shards.
     """
     from sie_broker.nats import operator
 
@@ -333,8 +331,8 @@ async def _catalogue(broker: NatsBroker) -> dict[str, str]:
 
 
 async def _jobs(broker: NatsBroker) -> dict[str, str]:
-    """Find jobs that have shards, the messages about parts of a job, but no entry of their own. This is a fault,
-    because a job's shards are removed before its entry.
+    """Find jobs that have shards (messages about parts of a job), but no entry of their own: a fault, because a job's
+    shards are removed before its entry.
     """
     jobs = {subject.rpartition(".")[2] for subject in await broker.subject_counts(JOBS, "$KV.*.job.>")}
     shards = {subject.split(".")[2] for subject in await broker.subject_counts(SHARDS, ">")}
@@ -468,7 +466,7 @@ async def models(probe: ClusterProbe) -> CheckResult:
     return f"{counted(len(folders.files), 'model')} in {folder}", []
 
 
-# largest permitted difference of two wall clocks, in seconds: logs and request ids have the wall clock of their machine
+# accepted difference of two wall clocks, in seconds: logs and request ids have the wall clock of their machine
 CLOCK_S = 2.0
 
 

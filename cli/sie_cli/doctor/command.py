@@ -36,15 +36,15 @@ from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe,
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 
-# command of a remedy that looks for its cluster and has no option that says where it is
+# commands of remedies that look for their cluster and have no option for its address
 _COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--url)[^`])*)`")
 
 
 def faults_of(
     flags: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[list[Finding], dict[str, str], dict[str, str]]:
-    """Return three values: a finding for each invalid or unknown setting, the flags without the invalid ones, and the
-    environment without the invalid variables.
+    """Return a finding for each invalid or unknown setting, the flags without the invalid ones, and the environment
+    without the invalid variables.
     """
     findings: list[Finding] = []
     readable: tuple[dict[str, str], dict[str, str]] = ({}, {})
@@ -75,7 +75,7 @@ def faults_of(
 
 
 def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
-    """Return the error text if two valid settings contradict each other; empty if none do."""
+    """Return the error text if two valid settings contradict each other, else an empty string."""
     try:
         load(flags=flags, environ=environ)
     except SettingError as error:
@@ -84,9 +84,7 @@ def _contradiction(flags: Mapping[str, str], environ: Mapping[str, str]) -> str:
 
 
 def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Mapping[str, str]) -> Check:
-    """Build the check of the settings. It reports `faults`, which `faults_of` found, and settings that have no
-    effect.
-    """
+    """Build the check of the settings. It reports `faults`, which `faults_of` found, and settings without an effect."""
 
     async def check(probe: ClusterProbe) -> CheckResult:
         mode: Mode = "standalone" if await probe.is_standalone() else "queue"
@@ -106,8 +104,8 @@ def check_settings(faults: list[Finding], flags: Mapping[str, str], environ: Map
     return check
 
 
-# All checks by name. A check returns a text for success, and its findings. No check changes anything.
-# A check raises NotApplicable if its subject does not exist here, and CheckSkipped if the check is not possible.
+# All checks by name. A check changes nothing, and returns a text for success, and its findings. It raises NotApplicable
+# if its subject does not exist here, and CheckSkipped if it is not possible.
 CHECKS: dict[str, Check] = {
     "ports": ports,
     "gateway": gateway,
@@ -223,7 +221,6 @@ def status_of(reports: list[CheckReport]) -> int:
 
 
 def show(reports: list[CheckReport]) -> None:
-    """Print each check with its faults and their remedies."""
     width = max(len(report.check) for report in reports)
     for entry in reports:
         word, colour = _SHOWN[entry.state]

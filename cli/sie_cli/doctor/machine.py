@@ -97,10 +97,8 @@ def _payload_folder(probe: ClusterProbe) -> Path | None:
 
 
 async def ports(probe: ClusterProbe) -> CheckResult:
-    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready. The ports are those
-    in the settings or those of the running `sie serve`.
-
-    Ports that are only the documented defaults are not checked, because another program may use them.
+    """Check that the processes of SIE answer at their ports for probes and metrics, and are ready: the ports in the
+    settings, or of the running `sie serve`. Documented defaults are not checked, because another program may use them.
     """
     findings, notes = [], []
     addresses = [
@@ -162,7 +160,7 @@ async def _is_open(port: int) -> bool:
     return True
 
 
-PROBE_S = 60.0  # seconds allowed for `import torch`, which is slow when the disk has not cached it
+PROBE_S = 60.0  # seconds for `import torch`, which is slow when the disk has not cached it
 _CONTROL = Path("/dev/nvidiactl")  # this device file exists once the NVIDIA driver has been loaded
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI ids: the vendor, and the class of display controllers
@@ -197,7 +195,6 @@ async def gpu(probe: ClusterProbe) -> CheckResult:
 
 
 def has_nvidia_card(devices: Path) -> bool:
-    """Return whether the folder of PCI devices lists a GPU of NVIDIA."""
     return any(
         vendor.read_text().strip() == _NVIDIA and vendor.with_name("class").read_text().startswith(_DISPLAY)
         for vendor in devices.glob("*/vendor")
@@ -224,9 +221,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def gpu_faults(device: str, torch: TorchBuild, driver: GpuDriver | None, trouble: str) -> list[Finding]:
-    """List the faults of torch and the driver for the device `device` of SIE_DEVICE. `trouble`: why no driver was
-    found.
-    """
+    """List the faults of torch and the driver for this SIE_DEVICE. `trouble`: why no driver was found."""
     instead = "or set SIE_DEVICE=cpu" if device.startswith("cuda") else "or set SIE_DEVICE=cpu if that is meant"
     if not torch.cuda:
         number = torch.version.partition("+")[0]
@@ -282,9 +277,7 @@ def _driver() -> tuple[GpuDriver | None, str]:
 
 
 async def _torch() -> TorchBuild:
-    """Describe torch. A separate process imports it, so that this process does not keep torch's memory. Raises
-    CheckSkipped.
-    """
+    """Describe torch. A separate process imports it, to keep its memory out of this one. Raises CheckSkipped."""
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TORCH, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

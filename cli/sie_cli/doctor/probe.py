@@ -44,18 +44,18 @@ T = TypeVar("T")
 
 
 class CheckSkipped(Exception):
-    """The check was not possible; the message has the reason."""
+    """Raised if a check is not possible; the message has the reason."""
 
 
 class NotApplicable(Exception):
-    """This cluster or machine does not have the thing to check; the message has the reason."""
+    """Raised if this cluster or machine does not have the thing to check; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
     """Reply to an HTTP request. `trouble`: the reason if there is no reply. `ahead_s`: the server's wall clock minus
-    this machine's, computed from the time in the reply's request id, with an error of at most `margin_s`; None if there
-    is no id.
+    this machine's, from the time in the reply's request id, with an error of at most `margin_s`; None if the reply has
+    no id.
     """
 
     url: str
@@ -111,19 +111,17 @@ class Heartbeats:
 
 @dataclass(frozen=True)
 class AdapterSocket:
-    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy, empty if there is none. `description`: the
-    adapter's answer.
-    """
+    """Socket of an adapter. `wrong`, `fix`: a fault and its remedy, else empty. `description`: the adapter's answer."""
 
     path: Path
     wrong: str = ""
     fix: str = ""
     description: ipc.Description | None = None
-    is_unseen: bool = False  # true if this user has no permission to read the socket's folder
+    is_unseen: bool = False  # this user has no permission to read the socket's folder
 
 
 def once(read: Callable[[ClusterProbe], Coroutine[Any, Any, T]]) -> Callable[[ClusterProbe], Coroutine[Any, Any, T]]:
-    """Decorate a method of ClusterProbe so that it runs only once, in a task of its own. All callers get its result."""
+    """Decorate a method of ClusterProbe so that it runs only once, in a separate task. All callers get its result."""
 
     @functools.wraps(read)
     async def outcome(probe: ClusterProbe) -> T:
@@ -148,7 +146,6 @@ class ClusterProbe:
 
     @property
     def serve(self) -> str:
-        """Return the command that starts `sie serve` with this data directory."""
         return self.cluster.serve
 
     async def close(self) -> None:
@@ -159,10 +156,8 @@ class ClusterProbe:
             await self._open.close()
         await self._client.aclose()
 
-    # ---- HTTP
-
     async def get(self, url: str, path: str, token: Secret | None = None) -> ProbeResult:
-        """Send a GET. If a server is missing or faulty, the result has the reason; the method never raises."""
+        """Send a GET. If a server is missing or faulty, the result has the reason. Never raises."""
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         asked_s = time.time()
         try:
@@ -202,7 +197,7 @@ class ClusterProbe:
 
     async def ask_views(self) -> dict[str, ClusterView]:
         """Request `/v1/cluster` from each gateway that answers, without the cache of `views`. Return the views by URL.
-        Raises CheckSkipped if no gateway returns one.
+        Raises CheckSkipped if there is none.
         """
         cluster = self.cluster
         up = {reply.url for reply in await self.gateways() if reply.status == 200 and reply.is_sie}
@@ -227,13 +222,10 @@ class ClusterProbe:
         return bool(health) and health.get("nats_url") is None
 
     async def config_url(self) -> str:
-        """Return the address of the config service; empty if it is not known."""
         return self.settings.config_service_url or str((await self.health()).get("config_url") or "")
 
     async def ask_config(self) -> ProbeResult:
-        """Request the config service's epoch again, without the cache of `config`. Raises NotApplicable,
-        CheckSkipped.
-        """
+        """Request the config service's epoch without the cache of `config`. Raises NotApplicable, CheckSkipped."""
         if await self.is_standalone():
             raise NotApplicable("the catalogue is in the gateway's own process (--standalone)")
         url = await self.config_url()
@@ -258,8 +250,6 @@ class ClusterProbe:
         except msgspec.DecodeError:
             return None
 
-    # ---- broker
-
     async def broker_url(self) -> str:
         """Return the broker's address. Raises NotApplicable, CheckSkipped."""
         if self.settings.nats_url:
@@ -278,8 +268,8 @@ class ClusterProbe:
         return self._open
 
     async def connected_broker(self) -> NatsBroker:
-        """Return the connection to the broker, for a check of something else: if the broker fails, the check is
-        skipped. Raises NotApplicable, CheckSkipped.
+        """Return the connection to the broker, for a check of something else. Raises NotApplicable, or CheckSkipped if
+        the broker fails.
         """
         try:
             return await self.broker()
@@ -287,9 +277,7 @@ class ClusterProbe:
             raise CheckSkipped("there is no connection to the broker") from error
 
     async def stream_broker(self) -> NatsBroker:
-        """Return the connection to a broker with JetStream, for a check that reads streams. Raises NotApplicable,
-        CheckSkipped.
-        """
+        """Return the connection to a broker with JetStream. Raises NotApplicable, CheckSkipped."""
         broker = await self.connected_broker()
         if not broker.server[1]:
             raise CheckSkipped("the broker has no JetStream")
@@ -319,8 +307,6 @@ class ClusterProbe:
             )
         return beats
 
-    # ---- sockets
-
     @once
     async def sockets(self) -> list[AdapterSocket]:
         """Return the sockets of the workers on this machine. Raises NotApplicable, CheckSkipped."""
@@ -346,7 +332,7 @@ def _sockets_of_devices(first: Path) -> list[Path]:
 
 
 async def probe_socket(path: Path) -> AdapterSocket:
-    """Check that an adapter answers at a socket, and that only its own user may open the socket. Return the adapter's
+    """Check that an adapter answers at a socket, and that only its own user may open it. Return the adapter's
     description, or the fault and its remedy.
     """
     restart = (

@@ -35,9 +35,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class _Evals(click.Group):
-    """Group whose first argument is a model unless it is the name of a command: `sie eval MODEL` is `sie eval run
-    MODEL`.
-    """
+    """Group whose first argument is a model unless it names a command: `sie eval MODEL` is `sie eval run MODEL`."""
 
     default = "run"
 
@@ -240,8 +238,8 @@ def compare(old: Path, new: Path) -> None:
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
-    """Build the plan of the load from the options. Raises CommandRefused if two options contradict each other, or
-    --sweep is invalid.
+    """Build the plan of the load from the options. Raises CommandRefused for options that contradict each other, or an
+    invalid --sweep.
     """
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give only one of --clients, --rate and --sweep")

@@ -50,7 +50,7 @@ class EvalSpec:
 @dataclass(frozen=True)
 class EvalOutcome:
     """Outcome of an evaluation. `about`: the stored result's description of machine and software. `targets`: targets
-    computed from the results of the first source, by the task's name in a file of targets.
+    computed from the first source's results, by the task's name in a file of targets.
     """
 
     report: EvalReport
@@ -60,8 +60,8 @@ class EvalOutcome:
 
 @dataclass(frozen=True)
 class _EvalContext:
-    """Sources and other facts that are settled before the measurement. `machine`: the machine profile. `about`: the
-    description of machine and software for the stored result.
+    """Facts that are settled before the measurement. `machine`: the machine profile. `about`: the description of
+    machine and software for the stored result.
     """
 
     spec: EvalSpec
@@ -76,7 +76,7 @@ class _EvalContext:
 
 
 def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
-    """Measure a model, compare it with its targets, and return the outcome. Raise CommandRefused before the
+    """Measure a model, compare it with its targets, and return the outcome. Raises CommandRefused before the
     measurement if a fault would make the result useless.
     """
     packages.check(spec.task, spec.sources)
@@ -148,8 +148,8 @@ def _quality(context: _EvalContext, sources: OpenSources) -> EvalOutcome:
 
 
 def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[EvalStep]:
-    """Yield the steps in this order: each source with its main vectors, each other output of the cluster, and the first
-    source with each reranker. Raises CommandRefused if an option does not fit.
+    """Yield each source with its main vectors, then each other output of the cluster, then the first source with each
+    reranker. Raises CommandRefused if an option does not fit.
     """
     for source in context.sources:
         if isinstance(context.task, Mteb) and source.main != outputs.DENSE:
@@ -223,8 +223,7 @@ def _speed(context: _EvalContext) -> EvalOutcome:
 
 def _expected(context: _EvalContext, name: str, level: str, *, is_speed: bool) -> tuple[Targets, str]:
     """Return the targets with this name, and a note about their origin: the named file, the file of the catalogue, or
-    the last measured result. Without the source `targets` both are empty. Raises CommandRefused if no targets are
-    stored.
+    the last measured result. Without the source `targets` both are empty. Raises CommandRefused if none are stored.
     """
     spec = context.spec
     if "targets" not in spec.sources:

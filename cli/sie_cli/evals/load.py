@@ -4,8 +4,8 @@ loop, requests are sent at a fixed rate, whether or not earlier requests were an
     requests ──► closed: N clients, or open: arrivals of a Poisson process ──► send ──► SentRequest
 
 A closed loop slows down with the source: during a stall no client sends, so at most N requests see it. The latency of
-an open loop counts from the time at which a request was due, so the latency of every request that was due during the
-stall includes it (Tene 2013, "How NOT to Measure Latency": coordinated omission).
+an open loop counts from the time at which a request was due, so it includes the stall for every request that was due
+then (Tene 2013, "How NOT to Measure Latency": coordinated omission).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sie_client.errors import SIEError
 from sie_contracts.settings import Secret
 
 PATIENCE_S = 60.0  # seconds to wait for an answer
-# requests of an open loop in flight; while this limit is reached, a due request is counted and not sent
+# largest number of requests of an open loop in flight; above it, a due request is counted and not sent
 MAX_IN_FLIGHT = 4096
 AFTER_FAILURE_S = 0.05  # seconds until a client of a closed loop sends again after a failure
 NOBODY = "CONNECTION"  # code of a request that reached no server
@@ -42,16 +42,14 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class LoadReply:
-    """Answer to a request. `tokens`: number of tokens that the source counted; None if the answer has no number.
-    `stages`: milliseconds by stage.
-    """
+    """Answer to a request. `tokens`: tokens that the source counted, or None. `stages`: milliseconds by stage."""
 
     tokens: int | None = None
     stages: Mapping[str, float] = field(default_factory=dict)
 
 
 class LoadFailure(Exception):
-    """A request failed. `code`: the server's code, an HTTP status, or NOBODY."""
+    """Raised for a failed request. `code`: the server's code, an HTTP status, or NOBODY."""
 
     def __init__(self, code: str, message: str = "") -> None:
         super().__init__(message or code)
@@ -63,9 +61,7 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that was sent. Times are seconds of `time.perf_counter`. `code` is empty if the request was
-    answered.
-    """
+    """A request that was sent. Times are seconds of `time.perf_counter`. `code` is empty if it was answered."""
 
     due_s: float
     ended_s: float
@@ -89,8 +85,8 @@ class LoadLevel:
         return f"clients={self.clients}" if self.clients else f"rate={self.rate:g}"
 
     async def run(self, send: Send, requests: Iterator[LoadRequest], end_s: float) -> list[SentRequest]:
-        """Send requests in their order until `end_s`, then wait for the requests in flight. With a rate, the times
-        between two requests are random, but the same in each run.
+        """Send requests in their order until `end_s`, then wait for those in flight. With a rate, the random times
+        between two requests are the same in each run.
         """
         if self.clients:
             return await _closed(send, requests, self.clients, end_s)
@@ -182,8 +178,8 @@ class WorkerWatch:
         token = self._token.reveal() if self._token else None
         async with SIEAsyncClient(self._url, api_key=token, wait_for_capacity=False) as client:
             while (now_s := time.perf_counter()) < end_s:
-                # Open a new connection for each frame. An open connection would send five frames per second.
-                # Each frame has all models of the catalogue, and this traffic would disturb the measurement.
+                # A new connection for each frame, because an open one would send five frames per second, each with all
+                # models of the catalogue, and this traffic would disturb the measurement.
                 try:
                     async with asyncio.timeout(FRAME_S), contextlib.aclosing(client.watch("/ws/status")) as messages:
                         frames.append(await anext(messages))
@@ -211,9 +207,7 @@ class Energy:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
 
     def joules(self) -> float | None:
-        """Return the energy in joules; None if no GPU counts its energy. GPUs before the generation Volta do not count
-        it.
-        """
+        """Return the energy in joules; None if no GPU counts it: GPUs before the generation Volta do not."""
         try:
             counted = [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles]
         except self._nvml.NVMLError:

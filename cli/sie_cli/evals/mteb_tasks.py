@@ -1,4 +1,5 @@
-"""Tasks of the library mteb, with its datasets at its revisions.
+"""Tasks of the library mteb, with the revisions of datasets that it names. A source (a cluster, a library, a server) is
+measured as the model.
 
 mteb/NAME ──► mteb.get_task ──► datasets of the hub ──► Mteb ──► mteb.evaluate with a source as the model
 """
@@ -25,7 +26,7 @@ _MAX_METRICS = 4
 
 
 class NoHub(Exception):
-    """Reason why a task of mteb cannot be loaded here: the library is missing, or its datasets cannot be read."""
+    """Raised if a task of mteb cannot be loaded here: the library is missing, or its datasets cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,12 @@ class Mteb:
 
     @property
     def texts(self) -> list[str]:
-        """Return all texts in the datasets of the task."""
         return list(dict.fromkeys(_texts(self.task.dataset)))
 
 
 def find(name: str) -> Mteb:
-    """Load a task of mteb. Without the hub, its datasets are read from the cache of huggingface_hub.
-
-    Raises CommandRefused for a name that the library does not have, and NoHub.
+    """Load a task of mteb. Without the hub, its datasets are read from the cache of huggingface_hub. Raises
+    CommandRefused for a name that the library does not have, and NoHub.
     """
     try:
         import httpx
@@ -100,9 +99,7 @@ class _MtebModel:
 
 
 class _Encoder(_MtebModel):
-    """Implementation of mteb.EncoderProtocol with a source. Texts get the prompts of the model, not those of the
-    task.
-    """
+    """Implementation of mteb.EncoderProtocol with a source. Texts get the model's prompts, not those of the task."""
 
     def encode(self, inputs: Any, *, prompt_type: Any = None, **_: Any) -> Any:
         texts = list(_batch_texts(inputs))
@@ -121,9 +118,7 @@ class _Encoder(_MtebModel):
 
 
 class _CrossEncoder(_MtebModel):
-    """Implementation of mteb.CrossEncoderProtocol with a source. Consecutive pairs with the same query become one
-    request.
-    """
+    """Implementation of mteb.CrossEncoderProtocol with a source. Consecutive pairs of one query become one request."""
 
     def predict(self, inputs1: Any, inputs2: Any, **_: Any) -> Any:
         scores: list[float] = []
@@ -141,9 +136,7 @@ def _batch_texts(inputs: Any) -> Iterator[str]:
 
 
 def _texts(batch: Any) -> Iterator[str]:
-    """Yield the strings of a dataset, or of a map of datasets. Strings without spaces are left out, since they are ids
-    and labels.
-    """
+    """Yield the strings of a dataset, or of a map of them. Those without spaces are skipped: ids and labels."""
     if hasattr(batch, "column_names") and isinstance(batch.column_names, list):
         for name in batch.column_names:
             for value in batch[name]:

@@ -1,4 +1,4 @@
-"""Opening of the sources that -s names.
+"""Opening of the sources that -s names: the clusters, servers or libraries whose vectors and scores are measured.
 
 sie, sie:URL, st, patterns, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
@@ -61,8 +61,8 @@ def names(sources: str) -> list[str]:
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If no cluster is named and none runs, a cluster is started here, and the exit
-    of `held` stops it. `patience_s`: seconds to wait for the gateway.
+    """Gateway of the command's cluster. If no cluster is named and none runs, one is started here, and the exit of
+    `held` stops it. `patience_s`: seconds to wait for the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -84,21 +84,19 @@ class EvalGateway:
         return self._own or (cluster.gateway_urls[0], cluster.gateway_token)
 
     def refusal(self, url: str, error: BaseException) -> str:
-        """Return the error text for a command to whom the gateway at `url` did not answer. `error`: the client's
-        error.
-        """
+        """Return the error text if the gateway at `url` did not answer. `error`: the client's error."""
         return self._cluster.without_gateway(url, error)
 
 
 class OpenSources:
-    """Sources of one model. `open` opens a source and adds it. The exit of `held` closes all sources."""
+    """Sources of one model. The exit of `held` closes all of them."""
 
     def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
         self._gateway, self._model, self._held = gateway, model, held
         self.sources: list[EvalSource] = []
 
     def open(self, name: str) -> EvalSource:
-        """Open a source by its name and add it. Raises CommandRefused."""
+        """Open a source by its name and add it to `sources`. Raises CommandRefused."""
         kind, _, url = name.partition(":")
         if kind == "sie":
             source: EvalSource = self.of_cluster(name, url, self._model)
@@ -135,8 +133,8 @@ class OpenSources:
         return source
 
     def _scores_pairs(self) -> bool:
-        """Return whether the model scores pairs, according to the first source or to the catalogue of this
-        installation. A model that is not in the catalogue counts as a model with vectors.
+        """Return whether the model scores pairs, by the first source, else by this installation's catalogue. A model
+        that is in neither counts as one with vectors.
         """
         if self.sources:
             return self.sources[0].scores_pairs
@@ -149,9 +147,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a server answers at `url`. The address may be stale, because a killed `sie serve` leaves
-    its file.
-    """
+    """Return whether a server answers at `url`. The address may be stale: a killed `sie serve` leaves its file."""
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
@@ -168,9 +164,7 @@ LAST_LINES = 5
 
 @contextlib.contextmanager
 def own_cluster() -> Iterator[Access]:
-    """Start a cluster on this machine, and end it with the context. Raises CommandRefused with the last lines of its
-    log.
-    """
+    """Run a cluster here inside the `with` block. Raises CommandRefused with the last lines of its log."""
     with tempfile.TemporaryDirectory(prefix="sie-eval-") as folder:
         data_dir, log = Path(folder) / "data", Path(folder) / "serve.log"
         argv = [sys.executable, "-m", "sie_cli", "serve", "--data-dir", str(data_dir)]

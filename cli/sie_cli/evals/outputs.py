@@ -35,7 +35,6 @@ class VectorOutput:
     slot: str = "dense"
 
     def vector(self, result: Mapping[str, Any]) -> Any:
-        """Return the vector in a result of `encode`, or the vectors of its chunks."""
         if "chunks" in result:
             return np.stack([chunk[self.slot] for chunk in result["chunks"]])
         return result[self.slot]
@@ -79,15 +78,13 @@ def _products(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
 
 
 def _hamming(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return the number of equal bits minus the number of different bits. It equals the product of vectors of -1 and
-    1.
-    """
+    """Return the number of equal bits minus that of different bits, by a product of vectors of -1 and 1."""
     return _signs(queries) @ _signs(documents).T
 
 
 def _rescored(queries: Sequence[Any], documents: Sequence[Any]) -> Matrix:
-    """Return scores in two steps. First, the Hamming distance to the bits of a query selects RESCORED documents. Then
-    the product of the query's floats and a document's bits ranks these documents.
+    """Return scores of the RESCORED documents whose bits have the lowest Hamming distance to the query's: the product
+    of the query's floats and the document's bits.
 
     Source: Yamada, Asai and Hajishirzi 2021, "Efficient Passage Retrieval with Hashing for Open-domain Question
     Answering", section 3.2.

@@ -27,9 +27,7 @@ _LIBRARY = "sentence-transformers"
 
 
 def check(task: str, sources: Sequence[str]) -> None:
-    """Raise CommandRefused if the task or the sources need packages that are not installed. The message has the
-    commands that install them.
-    """
+    """Raise CommandRefused, with the commands for an installation, if the task or the sources need missing packages."""
     missing = [module for module in _MODULES if importlib.util.find_spec(module) is None]
     packages = ["'sie-cluster[evals]'"] if missing else []
     if "st" in sources and importlib.util.find_spec("sentence_transformers") is None:

@@ -23,13 +23,13 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-# processor seconds of this process per second; above this, this process itself may limit the throughput
+# processor seconds of this process per second above which this process itself may limit the throughput
 CLIENT_LIMIT = 0.8
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Plan of the load on each source: the levels run one after the other. Each lasts `warm_up_s` seconds, which do not
+    """Plan of the load on each source: the levels run one after the other, each for `warm_up_s` seconds, which do not
     count, and then `seconds` seconds. `batch`: texts per request.
     """
 
@@ -59,7 +59,7 @@ class LoadPoint:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Return the metrics by name; latencies are NaN if no request was answered."""
+        """Metrics by name; latencies are NaN if no request was answered."""
         metrics = {"items_per_s": self.items / self.seconds}
         if self.tokens is not None:
             metrics["tokens_per_s"] = self.tokens / self.seconds
@@ -164,8 +164,8 @@ def _summed(
     client_cores: float | None,
     device: DeviceUsage,
 ) -> LoadPoint:
-    """Compute a point from the sent requests. The throughput counts answers that arrived within the window. Latencies
-    and errors count requests that were due in the window, so they include a stall at its end.
+    """Compute a point from the sent requests. The throughput counts answers within the window. Latencies and errors
+    count requests that were due in it, so they include a stall at its end.
     """
     start_s, end_s = window
     due = [call for call in calls if start_s <= call.due_s < end_s]

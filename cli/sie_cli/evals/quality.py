@@ -21,7 +21,7 @@ from sie_cli.evals.sources import EvalSource, FactSource
 from sie_cli.evals.steps import EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
-DEPTH = 100  # number of documents that a ranking has at most
+DEPTH = 100  # largest number of documents of a ranking
 FIRST_STAGE = 30  # number of documents per query that a reranker scores
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -32,15 +32,15 @@ METRICS: Mapping[str, str] = {
     "recall@10": "recall_10",
     "recall@100": "recall_100",
 }
-AT_ONCE = 256  # queries whose similarities to all documents are in memory at the same time
+AT_ONCE = 256  # number of queries whose similarities to all documents are in memory at the same time
 Run = dict[str, dict[str, float]]  # query -> document -> score
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of one source. `values`: for each metric, its values of the queries. For a task with pairs, `values` has
-    the similarities of the pairs, and the metric is their rank correlation with `gold`. With `weights` a metric is the
-    sum of its values divided by the sum of its weights. `bytes_per_item`: bytes of a document in an index; None for a
+    """Result of one source. `values`: for each metric, its values of the queries; for a task with pairs, the
+    similarities of the pairs, and the metric is their rank correlation with `gold`. With `weights` a metric is the sum
+    of its values divided by the sum of its weights. `bytes_per_item`: bytes of a document in an index; None for a
     reranker. `kinds`: results of the facts of each kind.
     """
 
@@ -53,7 +53,6 @@ class Measurement:
 
     @property
     def scores(self) -> dict[str, float]:
-        """Return the value of each metric over all queries or pairs."""
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
@@ -92,7 +91,6 @@ def count(task: Judged, step: EvalStep) -> int | None:
 
 
 def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
-    """Run the step on the task and return its result. Raises the errors of the source."""
     if isinstance(task, Mteb):
         scores = mteb_tasks.measure(task, step, work)
         return Measurement(step.name, {name: [value] for name, value in scores.items()})
@@ -104,17 +102,14 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def has_interval(score: Measurement) -> bool:
-    """Return whether an interval can be computed. It needs values of single queries, and the library mteb returns
-    means.
-    """
+    """Return whether there are values of single queries, which an interval needs: mteb returns only means."""
     return min(map(len, score.values.values())) > 1
 
 
 def difference(score: Measurement, reference: Measurement, metric: str) -> Difference:
-    """Compute the difference of two results and its interval by a paired bootstrap over queries or pairs. Each run
-    draws the same samples.
-
-    Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile interval).
+    """Return the difference of two results, and its interval by a paired bootstrap over queries or pairs, with the same
+    samples in each run. Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13 (percentile
+    interval).
     """
     count = len(score.values[metric])
     rng = np.random.default_rng(0)
@@ -170,8 +165,8 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score FIRST_STAGE documents of each query with a reranker: the judged documents, then other documents in the
-    order of the corpus. No other model selects them, so none influences the result.
+    """Score FIRST_STAGE documents of each query with a reranker: the judged ones, then others in the order of the
+    corpus, so that no other model's selection influences the result.
     """
     keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():
@@ -196,9 +191,7 @@ def _nearest(task: Retrieval, step: EvalStep, work: EvalWork) -> tuple[Run, floa
 
 
 def _reranked(task: Retrieval, source: EvalSource, run: Run, work: EvalWork) -> Run:
-    """Sort the first FIRST_STAGE documents of each ranking by the source's scores; the other documents follow in the
-    old order.
-    """
+    """Sort the first FIRST_STAGE documents of each ranking by the source's scores; the others keep their order."""
     rankings = {}
     for query, ranking in run.items():
         keys = sorted(ranking, key=ranking.__getitem__, reverse=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["quality", "perf"]
 KINDS: Sequence[Kind] = ("quality", "perf")
-QUERY_CHARS = 100  # characters of a query in a stored result
+QUERY_CHARS = 100  # limit for the characters of a query in a stored result
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -75,8 +75,8 @@ class EvalReport:
         return f"{self.model} on {self.task}, {self.kind}"
 
     def figures(self, *, with_values: bool = True) -> dict[str, Any]:
-        """Return the content of the report as a document for programs. NaN becomes null. `with_values`: include the
-        values of single queries or pairs.
+        """Return the report as a document for programs; NaN becomes null. `with_values`: include the values of single
+        queries or pairs.
         """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
         hidden = () if with_values else ("values", "gold", "weights", "queries")
@@ -86,7 +86,6 @@ class EvalReport:
         return document
 
     def markdown(self) -> str:
-        """Return the report as a Markdown page."""
         head, *rows = self.table
         lines = [f"# {self.title}", "", f"{self.about}.", ""]
         lines += [_line(head), "|" + "---|" * len(head), *(_line(row) for row in rows), ""]
@@ -267,7 +266,6 @@ _PERCENTS = np.linspace(0, 99.9, 200)
 
 
 def latency_plot(points: Sequence[LoadPoint]) -> str:
-    """Plot latency by percentile, with a line for each source and level."""
     figure, axes = _figure_text("percentile of requests", "latency, ms")
     for point in points:
         if point.latencies_ms:
@@ -292,7 +290,6 @@ def level_plot(points: Sequence[LoadPoint]) -> str:
 
 
 def cost_plot(scores: Sequence[Measurement], metric: str) -> str:
-    """Plot quality against the bytes of an item, with a point for each output."""
     figure, axes = _figure_text("bytes of an item", metric)
     for score in scores:
         if score.bytes_per_item:

@@ -27,8 +27,8 @@ TOLD_ITEMS = 3  # number of queries that are listed: those with the largest decr
 
 
 class StoredReport(msgspec.Struct):
-    """Stored result of an evaluation. `about`: the machine and the software of the measurement. `figures`: the document
-    that `EvalReport.figures` returned.
+    """Stored result of an evaluation. `about`: the machine and the software of the measurement. `figures`: the result
+    of `EvalReport.figures`.
     """
 
     time: str
@@ -37,9 +37,7 @@ class StoredReport(msgspec.Struct):
 
 
 def about(cluster: Mapping[str, Any], machine: str) -> dict[str, Any]:
-    """Describe the machine and software of a measurement. `cluster`: the cluster's description of itself and of the
-    model.
-    """
+    """Describe the machine and software of a measurement. `cluster`: its description of itself and of the model."""
     return {
         "version": sie_contracts.__version__,
         "commit": _commit(),
@@ -88,12 +86,11 @@ def read(file: Path) -> StoredReport:
 
 
 def every(folder: Path) -> list[Path]:
-    """Return the files of all results, the oldest first."""
     return sorted(folder.glob("*/*/*/*.json"), key=lambda file: file.name)
 
 
 def last(folder: Path, model: str, task: str, kind: str, machine: str) -> StoredReport | None:
-    """Return the newest result of a model and task that was measured on this machine profile; None if there is none."""
+    """Return the newest result of a model and task on this machine profile, or None."""
     files = sorted(_place(folder, model, task, kind).glob("*.json"), reverse=True)
     return next((stored for stored in map(read, files) if stored.about.get("machine") == machine), None)
 
@@ -156,8 +153,8 @@ def _row_compared(
 def _fallen(
     key: Sequence[str], metric: str, was: Measurement, now: Measurement, queries: Sequence[Sequence[str]]
 ) -> list[str]:
-    """List the queries with the largest decrease of the metric, by their ids and texts. A rank correlation has no value
-    for single pairs, so for it the list is empty.
+    """List the queries with the largest decrease of the metric, by their ids and texts; none for a rank correlation,
+    which has no value for single pairs.
     """
     if was.gold or len(queries) != len(now.values[metric]):
         return []

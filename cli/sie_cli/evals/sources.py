@@ -1,6 +1,4 @@
-"""Sources of vectors and scores: a cluster, a library in this process, or another server. An input is a text or an
-image file.
-"""
+"""Sources of vectors and scores of texts or image files: a cluster, a library in this process, or another server."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ def item(text: str) -> str | Item:
 
 
 def key(text: str) -> str:
-    """Return a text that identifies an input in the cache: a text itself; for an image, its path, size and time of
-    change, so that a changed file is not mistaken for the old one.
+    """Return the key of an input in the cache: a text itself; for an image, its path, size and time of change, so that
+    a changed file is not mistaken for the old one.
     """
     if not isinstance(text, ImagePath):
         return text
@@ -51,7 +49,6 @@ def key(text: str) -> str:
 
 
 def only_texts(name: str, inputs: Sequence[str]) -> None:
-    """Raise CommandRefused if an input is an image, for a source that accepts only texts."""
     if picture := next((text for text in inputs if isinstance(text, ImagePath)), None):
         raise CommandRefused(f"{name} accepts only texts, and the task has images, such as {picture}")
 
@@ -76,9 +73,7 @@ class EvalSource(Protocol):
         """Return one score for each document. A higher score is better."""
 
     def sender(self) -> AbstractAsyncContextManager[Send]:
-        """Return a context whose value is a function that sends one request. Several calls of it may run at the same
-        time. It raises LoadFailure.
-        """
+        """Return a context with a function that sends a request, also concurrently. It raises LoadFailure."""
 
 
 @runtime_checkable
@@ -111,7 +106,7 @@ class Sie:
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        # read the fingerprint from an answer: a gateway that has just started may not know the workers' fingerprint yet
+        # the fingerprint is read from an answer: a gateway that has just started may not know that of the workers yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             if self.only_extracts:
@@ -122,7 +117,7 @@ class Sie:
         self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
     def machine(self) -> str:
-        """Return the machine profile of a worker that has the model loaded; empty if the cluster has no workers."""
+        """Return the machine profile of a worker that has the model loaded, or of any worker; empty without workers."""
         workers = self._client.health()["workers"]
         having = [worker for worker in workers if self.model.partition(":")[0] in worker["loaded_models"]]
         return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
@@ -230,9 +225,7 @@ class Patterns:
 
 
 class SentenceTransformers:
-    """Source that is the library sentence-transformers in this process, with the weights that the catalogue names, in
-    float32.
-    """
+    """Source that is sentence-transformers in this process, with the weights of the catalogue, in float32."""
 
     is_here = True
     main = DENSE
@@ -294,7 +287,6 @@ def _stages(timing: Mapping[str, float]) -> dict[str, float]:
 
 
 def only_dense(name: str, output: VectorOutput) -> None:
-    """Raise CommandRefused for an output that only a cluster has."""
     if output != DENSE:
         raise CommandRefused(f"{name} has only dense vectors: {output.name} needs a cluster")
 
@@ -308,8 +300,8 @@ def catalogue_entry(model: str) -> ModelEntry | None:
 
 
 def _weights_of(model: str) -> str:
-    """Return the weights for sentence-transformers to load: the folder of the package that the catalogue names, the
-    entry's own folder, or an id of the hub.
+    """Return the weights for sentence-transformers: the folder of the package that the catalogue names, the entry's own
+    folder, or an id of the hub.
     """
     from sie_store.weights.sources import package_folder
 
@@ -321,7 +313,7 @@ def _weights_of(model: str) -> str:
     return str(packaged or weights.path or weights.hub)
 
 
-BATCH = 64  # texts per request: some servers accept at most this number
+BATCH = 64  # number of texts per request; some servers accept no more
 MAX_ANSWER_BYTES = 64 << 20  # limit for the bytes of an answer; 64 vectors of 32,768 numbers as JSON need less
 _UNREADABLE = (ValueError, KeyError, TypeError, LookupError, AttributeError, RecursionError)
 
@@ -343,9 +335,7 @@ class _ReplyBody:
         return self._data.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """Decode the body. Raises ValueError, also for NaN and Infinity, which are no JSON; RecursionError for deep
-        nesting.
-        """
+        """Decode the body. Raises ValueError, also for NaN and Infinity; RecursionError for deep nesting."""
         return msgspec.json.decode(self._data)
 
 
@@ -485,6 +475,5 @@ class ServerSource:
 
 
 def _check_finite(numbers: Any) -> None:
-    """Raise ValueError for numbers that are not finite."""
     if not np.isfinite(numbers).all():
         raise ValueError("numbers that are not finite were returned")

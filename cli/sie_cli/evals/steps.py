@@ -1,9 +1,9 @@
 """Steps of a measurement, each a source with one of its outputs. Their answers are cached in files, so that an
 interrupted evaluation can continue.
 
-Each file has the answers to some texts. Its name is a digest of all data that the answers depend on, so a different
-model, fingerprint, output or text has a different file. The files are removed when the evaluation has ended. Any later
-evaluation removes files that are a week old.
+The name of a file with the answers to some texts is a digest of all data that the answers depend on, such as model,
+fingerprint, output and texts. The files are removed when the evaluation has ended, or by any evaluation when they are a
+week old.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ T = TypeVar("T")
 
 
 class ResultCache:
-    """Cache of answers in files. `reused_texts`: number of texts whose answers were computed by an earlier
-    evaluation.
-    """
+    """Cache of answers in files. `reused_texts`: texts whose answers an earlier evaluation computed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,11 +41,11 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Return one answer for each text: an array, a number, a list, or a map of arrays. The answers are read from
-        the cache, or computed and cached. Raises CommandRefused, and the errors of `compute`.
+        """Return one answer for each text, an array, a number, a list, or a map of arrays, from the cache, or computed
+        and cached. Raises CommandRefused, and the errors of `compute`.
 
-        `identity`: all data that the answers depend on, other than the texts. An empty `identity` means that this data
-        is unknown; then nothing is cached.
+        `identity`: all data that the answers depend on, other than the texts; empty if it is unknown: then nothing is
+        cached.
         """
         if not identity:
             return compute()
@@ -73,8 +71,8 @@ class ResultCache:
 
     @contextlib.contextmanager
     def until_done(self) -> Iterator[None]:
-        """At the start, remove files older than KEEP_S. At the end, remove the files of this evaluation; after an
-        exception they stay, so that the next run can use them.
+        """Remove files older than KEEP_S at the start, and the files of this evaluation at the end. After an exception
+        they stay, so that the next run can use them.
         """
         for file in self._folder.glob("*.*"):
             with contextlib.suppress(FileNotFoundError):
@@ -109,15 +107,14 @@ class EvalStep:
 
     @property
     def name(self) -> str:
-        """Return the name of the step in a row of a report."""
         output = () if self.output == DENSE else (self.output.name,)
         reranker = (self.reranker.name,) if self.reranker else ()
         return ", ".join([self.source.name, *output, *reranker])
 
 
 class EvalWork:
-    """Sender of a measurement's requests. `cache`: holds the answers of an interrupted evaluation. `advance` is called
-    with the number of completed texts.
+    """Sender of a measurement's requests. `cache`: answers of an interrupted evaluation. `advance` is called with the
+    number of completed texts.
     """
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:

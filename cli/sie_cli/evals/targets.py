@@ -1,12 +1,12 @@
 """Targets of models: a file with targets by model, task and metric. Speed differs between machines, so the names of
 speed tasks contain the machine profile and the load.
 
-BAAI/bge-m3:
-  stsb:
-    spearman: {value: 0.83, tolerance: 0.005}
-  stsb@l4 clients=16:
-    items_per_s: {value: 900, tolerance: 90}
-    items_per_s/st: {value: 2.5, tolerance: 0.2}    # ratio to the source st in the same run
+  BAAI/bge-m3:
+    stsb:
+      spearman: {value: 0.83, tolerance: 0.005}
+    stsb@l4 clients=16:
+      items_per_s: {value: 900, tolerance: 90}
+      items_per_s/st: {value: 2.5, tolerance: 0.2}    # ratio to the source st in the same run
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ File = dict[str, dict[str, Targets]]  # targets by model and task
 
 
 def packaged() -> Path:
-    """Return the file of targets in the packaged catalogue."""
     return packaged_folder() / FILE
 
 
@@ -85,9 +84,7 @@ def missed(targets: Mapping[str, ScoreTarget], scores: Mapping[str, float], subj
 
 
 def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str, float]:
-    """Return the metrics of the first source, and for each other source the ratio of the first source's metric to its
-    own, under METRIC/SOURCE.
-    """
+    """Return the metrics of the first source, and under METRIC/SOURCE their ratios to those of the other sources."""
     speeds = dict(scores[first])
     for source, own in scores.items():
         if source != first:
@@ -98,7 +95,6 @@ def of_speed(scores: Mapping[str, Mapping[str, float]], first: str) -> dict[str,
 
 
 def speed_task(task: str, machine: str, level: str) -> str:
-    """Return the name of a speed task in a file of targets: task, machine profile and level of load."""
     return f"{task}@{machine} {level}"
 
 

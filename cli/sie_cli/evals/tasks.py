@@ -29,7 +29,8 @@ from sie_cli.evals.sources import ImagePath
 from sie_cli.refusal import CommandRefused
 
 RELEVANT_SCORE = 4.0  # score of STS-B, from 0 to 5: 4 is "mostly equivalent" in the guideline of SemEval-2017 task 1
-LEAST_WORDS = 400  # words of a document of scipy-docs: about twice the tokens that a small model reads
+# smallest number of words of a document of scipy-docs: about twice the tokens that a small model reads
+LEAST_WORDS = 400
 TEXTS = "texts/"
 FILES = "corpus.jsonl, queries.jsonl and qrels/test.tsv"
 _EXPECTED = '{"_id": "...", "text": "..."}, with a "title" where there is one, or {"_id": "...", "image": "FILE"}'
@@ -97,8 +98,8 @@ def find(name: str) -> Task:
 
 
 def _of_mteb(name: str) -> Task:
-    """Load a task of mteb; if the library or its datasets are not available, load it from a folder of the same name.
-    Raises CommandRefused.
+    """Load a task of mteb, or without the library or its datasets, from a folder of the same name. Raises
+    CommandRefused.
     """
     try:
         return mteb_tasks.find(name)
@@ -121,8 +122,8 @@ def of_texts(file: Path) -> Texts:
 
 
 def of_folder(folder: Path) -> Retrieval:
-    """Read a folder in the format of BEIR. Queries without a relevant document are left out. Raises CommandRefused,
-    which names the file, the line and the field.
+    """Read a folder in the format of BEIR, without queries that have no relevant document. Raises CommandRefused, which
+    names the file, the line and the field.
 
     Source: Thakur et al. 2021, "BEIR", and the loader of its package: the title is put before the text of a document.
     """
@@ -173,9 +174,9 @@ def stsb_retrieval() -> Retrieval:
 
 
 def scipy_docs() -> Retrieval:
-    """Return a task to find long documents by what they are about. A document is the docstring of a public function or
-    class of scipy without its summary, the first paragraph, and with at least LEAST_WORDS words. The summary is its
-    query. Summaries that several docstrings have are left out. Documents differ between versions of scipy.
+    """Return a task to find long documents by their subject. A document is the docstring, of at least LEAST_WORDS
+    words, of a public function or class of scipy, without its summary, the first paragraph. The summary is its query,
+    unless several docstrings have it. Documents differ between versions of scipy.
     """
     bodies: dict[str, dict[str, str]] = {}  # by summary: the name of each document, and its text
     for name, docstring in scipy_docstrings():
@@ -214,8 +215,8 @@ def _texts(file: Path) -> Iterator[tuple[str, str]]:
             yield entry.id, f"{entry.title or ''} {entry.text}".strip()
         elif entry.image is not None and entry.text is None:
             picture = ImagePath(file.parent / entry.image)
-            # A task may be from another author, so it must not name any file of this machine: the file would be sent
-            # to a server.
+            # a task may be from another author, so it must not name any file of this machine: the file would be sent to
+            # a server
             if not picture.path.resolve().is_relative_to(file.parent.resolve()):
                 raise CommandRefused(f"{where}: {picture} is outside of the folder of the task")
             if not picture.path.is_file():

@@ -32,14 +32,12 @@ COMPLETED, OTHERWISE, ROWS_FAILED = 0, 1, 3  # exit statuses
 
 
 def exit_status(info: JobInfo) -> int:
-    """Return the exit status of a command for this outcome of a job."""
     if info.state != "completed":
         return OTHERWISE
     return ROWS_FAILED if info.counts.failed or info.broken else COMPLETED
 
 
 def rows_text(info: JobInfo) -> str:
-    """Format the number of answered rows, by outcome."""
     counts = info.counts
     parts = [
         f"{counts.done:,} rows" if counts.rows is None else f"{counts.done:,} of {counts.rows:,} rows",
@@ -72,13 +70,11 @@ def forecast_text(estimate: Forecast, deadline_s: float, now_s: float) -> str:
 
 
 def errors_text(info: JobInfo) -> str:
-    """Format the number of rows with an error by its code, the most frequent first."""
     counts = sorted(info.errors.items(), key=lambda item: -item[1])
     return ", ".join(f"{printable(code)} {count:,}" for code, count in counts)
 
 
 def problem_text(error: JobError) -> str:
-    """Format an error: its code, message and field."""
     return printable(
         f"{error.code}: {error.message}"
         + (f" ({error.param})" if error.param and error.param not in error.message else "")
@@ -86,7 +82,6 @@ def problem_text(error: JobError) -> str:
 
 
 def progress_lines(info: JobInfo, now_s: float) -> list[str]:
-    """Return the lines that show a job's progress, its forecast, its errors, and the cause of a wait."""
     share = percent_done(info)
     first = f"{printable(info.id)} {printable(info.state)}"
     lines = [f"{first}, {rows_text(info)}" + ("" if share is None else f" ({share} %)")]
@@ -107,7 +102,6 @@ def _deadline(info: JobInfo) -> float:
 
 
 def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
-    """Return a line for each job, after a header."""
     lines: list[tuple[str, ...]] = [("ID", "CREATED (UTC)", "STATE", "ROWS", "DONE", "ERRORS", "MODEL", "NAME")]
     for info in infos:
         counts, share = info.counts, percent_done(info)
@@ -119,7 +113,6 @@ def jobs_table(infos: Iterable[JobInfo]) -> list[tuple[str, ...]]:
 
 
 def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
-    """Return all facts about a job, as text by name."""
     counts, request = info.counts, info.request
     shards = "?" if counts.shards is None else f"{counts.shards:,}"
     fields = {
@@ -152,9 +145,7 @@ def job_facts(info: JobInfo, now_s: float) -> dict[str, str]:
 
 
 def _flat(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the fields of a job's request. The fields of `input` and `output` become `input.NAME` and
-    `output.NAME`.
-    """
+    """Return the fields of a job's request, with those of `input` and `output` as `input.NAME` and `output.NAME`."""
     fields: list[tuple[str, Any]] = []
     for name, value in request.items():
         if name in ("input", "output") and isinstance(value, Mapping):
@@ -177,7 +168,6 @@ def _plain(value: Any) -> str:
 
 
 def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a table of rows that failed."""
     lines: list[tuple[str, ...]] = [("ROW", "ERROR")]
     for row in rows:
         error = row.get("error")
@@ -187,15 +177,14 @@ def failures_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def hint_at_failures(job: JobInfo) -> None:
-    """Print the command that shows why rows have an error."""
     if job.counts.failed:
         click.echo(f"`sie jobs show {job.id} --failed` says why rows have an error", err=True)
 
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """Destination of a job's output: a URL, or a local folder that is filled after the job has ended. Without either,
-    the output stays stored with the job. `is_made`: this command created the folder.
+    """Destination of a job's output: a URL, or a local folder that is filled after the job has ended, or else the job's
+    own storage. `is_made`: this command created the folder.
     """
 
     url: str = ""
@@ -205,7 +194,7 @@ class OutputPlace:
     @classmethod
     def from_option(cls, text: str | None, *, is_new: bool = True) -> OutputPlace:
         """Return the output place for the value of an option. Raises CommandRefused for a folder that cannot be
-        created, and with `is_new` for a folder with the files of a job.
+        created, and with `is_new` for one with the files of a job.
         """
         if text is None:
             return cls()
@@ -222,7 +211,7 @@ class OutputPlace:
         return cls(folder=folder, is_made=is_made)
 
     def unmade(self) -> None:
-        """Remove the folder again if this command created it and it is empty; for a job that was not started."""
+        """Remove the folder if this command created it and it is empty, because the job was not started."""
         if self.folder is not None and self.is_made:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -254,16 +243,12 @@ def parse_metadata(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def parse_chunks(text: str) -> dict[str, Any] | str:
-    """Parse a rule, such as `max_tokens=256,boundary=paragraph`; a text without `=` names a column. Raises
-    BadParameter.
-    """
+    """Parse a rule, such as `max_tokens=256,boundary=paragraph`, unless it is a column's name. Raises BadParameter."""
     return parse_params(text.split(","), "--chunks") if "=" in text else text
 
 
 def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
-    """Convert options of the command line to options of the client. Options that are not set get the server's defaults.
-    Raises BadParameter.
-    """
+    """Convert command-line options to client options, for which the server has defaults. Raises BadParameter."""
     if values["operation"] is None and (values["query"] or values["document"]):
         values["operation"] = "score"
     output = {"url": place.url, **{name: values.pop(name) for name in ("format", "sink", "collection")}}
@@ -279,7 +264,7 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
         "deadline": future(values["deadline"]) if values["deadline"] else None,
         "windows": list(values["windows"]) or None,
     }
-    # a line break may be written as \n, because shells have no easy way to write one
+    # shells have no easy way to write a line break, so \n stands for one
     for name in ("text", "query", "document"):
         job_options[name] = job_options[name].replace("\\n", "\n") if job_options[name] else None
     context = {"context": False} if job_options.pop("no_context") else {}
@@ -291,8 +276,8 @@ BAR = 40
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
-    """Raise CommandRefused if a file of this machine lacks a column that the job reads, before the file is sent. If the
-    packages for jobs are not installed, only the server checks the columns.
+    """Raise CommandRefused if a file of this machine, before it is sent, lacks a column that the job reads. Without the
+    packages for jobs, only the server checks the columns.
     """
     from sie_contracts.api.jobs import JobInput
     from sie_contracts.errors import InvalidInput
@@ -313,13 +298,12 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
 
 
 class _Stuck(Exception):
-    """Job that is paused by an error, so it needs a person to continue."""
+    """Raised for a job that is paused by an error, so that a person must continue it."""
 
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
     """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`: print
-    the progress to standard error. Ctrl-C ends the process and prints that the job continues. `also`: text that is
-    added to this message.
+    the progress to standard error. Ctrl-C ends the process and prints that the job continues, and then `also`.
     """
     from sie_client.errors import JobFailedError
 
@@ -358,7 +342,6 @@ def _view(*, err: bool, as_json: bool) -> Iterator[Callable[[JobInfo], None]]:
 
 
 def picture(info: JobInfo, now_s: float) -> Group:
-    """Return a bar, and the lines of progress below it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -404,9 +387,7 @@ def transfer_bar(bars: Bars, name: str) -> Callable[[Progress], None]:
 
 
 def fetch_output(job: Job, folder: Path) -> None:
-    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; a repeated call fetches the missing
-    files.
-    """
+    """Fetch the files of a job's output, with a bar. Ctrl-C ends the process; the next call fetches missing files."""
     try:
         with display.transfers() as bars:
             paths = job.download(folder, on_progress=transfer_bar(bars, str(folder)))

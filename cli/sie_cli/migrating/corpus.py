@@ -25,15 +25,13 @@ from sie_store.datasets.plans import Broken, inputs, plan
 from sie_store.datasets.rows import read
 from sie_store.object_stores import StoreError
 
-OBJECTS, SPANS = 8, 20  # limits of a sample: number of objects, and number of spans (ranges of rows) from these objects
+OBJECTS, SPANS = 8, 20  # limits of a sample: objects, and spans (ranges of rows) of these objects
 SPAN_ROWS = 500
 
 
 @dataclass(frozen=True)
 class CorpusSample:
-    """Sample of a corpus. `rows`: number of rows that were read. `faults`: number of rows without a text, by the
-    reason.
-    """
+    """Sample of a corpus. `rows`: number of rows read. `faults`: number of rows without a text, by the reason."""
 
     texts: list[str]
     rows: int
@@ -41,7 +39,6 @@ class CorpusSample:
 
     @property
     def trouble(self) -> str:
-        """Summary of the faults of rows; empty if there are none."""
         if not self.faults:
             return ""
         (first, _), *_ = self.faults.most_common(1)
@@ -50,9 +47,7 @@ class CorpusSample:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Corpus of a migration. `source`: the user's name for it, a file or a URL. `input`: how to read texts from its
-    rows.
-    """
+    """Corpus of a migration. `source`: the user's file or URL. `input`: how to read texts from its rows."""
 
     source: str
     input: JobInput
@@ -123,7 +118,6 @@ class Corpus:
         return objects
 
     def _object_place(self, object: ObjectEntry) -> Place:
-        """Return the address of one object of the corpus."""
         if not self.place.is_folder:
             return self.place
         return Place(self.place.store, self.place.folder, object.source, root=self.place.root)

@@ -1,9 +1,9 @@
-"""Migration of an alias: each step reads the state of the cluster, does the missing work, and reports it.
+"""Migration of an alias to another model, in steps. A repeated migration skips the steps that are already done.
 
 MigrationPlan ──► check ──► quality ──► embed ──► shadow ──► flip ──► report
 
-Before the shadow is set, the alias is not changed. Each write is one revision, and is refused if the alias has changed
-since it was read.
+No step before `shadow` changes the alias. The config service refuses a write if the alias has changed since it was
+read.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from sie_client.jobs import JobInfo
 from sie_contracts.api.jobs import JobManifest
 
 PROBE = "A text that shows whether the model answers."
-LOOK_S = 0.5  # seconds between two reads of the gateways' measurements
+LOOK_S = 0.5  # seconds between two requests for the shadow's measurements, or for the gateways' revisions
 FOLLOW_S = 10.0  # seconds to wait until every gateway uses the alias's new target
-FAILED_ROWS = 5  # number of failed rows that are printed
+FAILED_ROWS = 5  # number of failed rows that are printed as examples
 _Number = Annotated[int, Meta(ge=0)]
 _Moment = Annotated[datetime, Meta(tz=True)]
 
@@ -79,9 +79,9 @@ class _ModelFields(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """User's request for a migration. The new model is first a shadow: it gets copies of a share of the requests, for
-    `shadow_s` seconds or until it has got `shadow_copies` of them. `accepts`: continue despite low agreement or rows
-    without an answer.
+    """User's request for a migration. The new model is first a shadow: it gets copies of a share of the alias's
+    requests, for `shadow_s` seconds or until it has got `shadow_copies` of them. `accepts`: continue even if the models
+    agree little or the job could not encode some rows.
     """
 
     alias: str
@@ -100,12 +100,11 @@ class MigrationPlan:
 
     @property
     def output(self) -> dict[str, str]:
-        """Return the destination of the vectors in the form of a job's `output`."""
+        """Return the destination of the vectors, in the form of a job's field `output`."""
         return {**({"url": self.place.url} if self.place.url else {}), **self.sink}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options with which the job over the corpus is submitted."""
         how = self.corpus.input
         columns = {"text": how.text, "id": how.id, "input_format": how.format, "output": self.output}
         return {name: value for name, value in columns.items() if value}
@@ -113,9 +112,7 @@ class MigrationPlan:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """Result of the step check: the alias as it was read, the key of this migration, the seed of the sample, and the
-    earlier jobs.
-    """
+    """Result of the step check. `key`: identifies this migration. `seed`: of the random sample of the corpus."""
 
     alias: Present
     key: str
@@ -125,9 +122,7 @@ class ModelCheck:
 
 @dataclass
 class MigrationReport:
-    """Report of the completed steps. `facts`: the results of each step, for programs. `say`: prints a line for a
-    person.
-    """
+    """Report of the completed steps. `facts`: results by step, for programs. `say`: prints a line for a person."""
 
     say: Callable[[str], None]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -137,15 +132,12 @@ class MigrationReport:
         self.step = step
 
     def report_step(self, text: str, **facts: Any) -> None:
-        """Print a line about the current step, and add `facts` to the report of this step."""
         self.facts.setdefault(self.step, {}).update(facts)
         self.say(f"{STEPS.index(self.step) + 1}/{len(STEPS)} {self.step}: {printable(text)}")
 
 
 class Migration:
-    """Migration of an alias. `clients`: clients of all gateways, the first at `url`. `err`: print the progress to
-    standard error.
-    """
+    """Run of a migration. `clients`: of all gateways, that of `url` first. `err`: print progress to standard error."""
 
     def __init__(
         self,
@@ -166,9 +158,7 @@ class Migration:
         self._err = err
 
     def run(self) -> None:
-        """Run the remaining steps up to the last requested step. Raises CommandRefused, and the errors of the
-        client.
-        """
+        """Run the remaining steps up to `plan.until`. Raises CommandRefused and SIEError."""
         plan, report = self._plan, self._report
         alias = self._aliases.read(plan.alias)
         if alias.target == plan.model:
@@ -206,7 +196,6 @@ class Migration:
     # ---- step check
 
     def _check(self, alias: Present) -> ModelCheck:
-        """Check all conditions of the migration before it changes anything. Raises CommandRefused."""
         plan, report = self._plan, self._report
         report.begin("check")
         widths, prints = [], []
@@ -233,8 +222,8 @@ class Migration:
         )
         if prints[0] == prints[1]:
             raise CommandRefused(
-                f"both have the fingerprint {prints[0]}, so the index fits: `sie models alias {plan.alias} "
-                f"{plan.model}` flips at once"
+                f"both models have the fingerprint {prints[0]}, so the index stays valid: instead of a migration, run "
+                f"`sie models alias {plan.alias} {plan.model}`"
             )
         if old != new:
             report.report_step("the widths differ: the new vectors need another collection than the present one")
@@ -250,9 +239,7 @@ class Migration:
         return ModelCheck(alias, key, digest or key, earlier)
 
     def _probed(self, name: str) -> tuple[int, str]:
-        """Return the width and the fingerprint of the vector that the model returns for a test text. Raises
-        CommandRefused and the client's errors.
-        """
+        """Return width and fingerprint of the model's vector for a test text. Raises CommandRefused, SIEError."""
         (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
         dense = result.get("dense")
         if dense is None or dense.ndim != 1 or not dense.size:
@@ -375,7 +362,6 @@ class Migration:
         return figures
 
     def _measured(self) -> dict[str, Any]:
-        """Merge the shadow's figures from all gateways that have figures of the new model."""
         aliases = [_described(client.get_model(self._plan.alias)).alias for client in self._clients]
         shadows = [alias.shadow for alias in aliases if alias is not None and alias.shadow is not None]
         return merged([msgspec.to_builtins(own.figures) for own in shadows if own.model == self._plan.model])
@@ -404,7 +390,6 @@ class Migration:
         )
 
     def _unchanged(self, checked: ModelCheck) -> Present:
-        """Read the alias again and return it. Raises CommandRefused if another user has changed its target."""
         alias = self._aliases.read(self._plan.alias)
         if alias.target != checked.alias.target:
             raise CommandRefused(
@@ -415,7 +400,6 @@ class Migration:
 
 
 def _described(info: dict[str, Any]) -> _ModelFields:
-    """Decode the description of a model or an alias. Raises CommandRefused if its form is unknown."""
     try:
         return msgspec.convert(info, _ModelFields)
     except msgspec.ValidationError as error:
@@ -424,7 +408,7 @@ def _described(info: dict[str, Any]) -> _ModelFields:
 
 
 def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the measurements of a shadow by several gateways: counts are added, means are weighted by the copies."""
+    """Merge the measurements of several gateways: counts are added, means are weighted by the number of copies."""
     copies = Counter[str]()
     for measured in figures:
         copies.update(measured.get("copies", {}))
@@ -439,7 +423,7 @@ def merged(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shadow_line(figures: dict[str, Any]) -> str:
-    """Format the merged figures of the shadow as one line for a person."""
+    """Format the merged measurements of the shadow as one line for a person."""
     copies = figures["copies"]
     if not copies:
         return "no request came for the shadow: its behaviour under traffic is not known"
@@ -452,7 +436,10 @@ def shadow_line(figures: dict[str, Any]) -> str:
 
 
 def back(aliases: Aliases, name: str, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Undo the last change of an alias's target, and return the facts for a program. Raises CommandRefused."""
+    """Restore the target that the alias had before its last change. Return the facts for a program.
+
+    Raises CommandRefused.
+    """
     alias = aliases.read(name)
     previous = before_flip(alias.history)
     revision = aliases.back(alias, previous)
@@ -470,8 +457,7 @@ STEPS: tuple[Step, ...] = ("check", "quality", "embed", "shadow", "flip")
 @dataclass(frozen=True)
 class MigrationState:
     """State of a migration in the cluster. `target`, `shadow`: the alias's current models. `shadow_s`: seconds since
-    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job has ended with an answer
-    for each row.
+    the shadow was set. `is_submitted`: the job over the corpus exists. `is_embedded`: this job has encoded every row.
     """
 
     target: str
@@ -482,7 +468,7 @@ class MigrationState:
 
 
 def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: float) -> tuple[Step, ...]:
-    """Return the remaining steps in their order; empty if the alias already names the model. `check` is always run,
+    """Return the remaining steps in order; empty if the alias already names the model. `check` is always among them,
     because its earlier result may be outdated.
     """
     if state.target == model:
@@ -498,7 +484,7 @@ def remaining_steps(state: MigrationState, model: str, until: Step, shadow_s: fl
 
 
 def key_of(alias: str, model: str, digest: str, request: dict[str, Any]) -> str:
-    """Return the key of a migration: a digest of its alias, model, corpus and the options of its job."""
+    """Return the key of a migration: a digest of its arguments."""
     parts = msgspec.json.encode([alias, model, digest, request], order="sorted")
     return hashlib.sha256(parts).hexdigest()[:32]
 
@@ -509,16 +495,14 @@ LOST = ("failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class Earlier:
-    """Jobs that the cluster already has. `jobs`: jobs of this migration, the newest first. `other_jobs`: all other
-    jobs.
-    """
+    """Jobs in the cluster: those of this migration, the newest first, and all others."""
 
     jobs: Sequence[Job]
     other_jobs: Sequence[JobInfo]
 
     @classmethod
     def load(cls, client: SIEClient, key: str) -> Earlier:
-        """Read the jobs. `key` identifies the migration. Raises the errors of the client."""
+        """Read the jobs. `key` identifies the migration. Raises SIEError."""
         jobs = list(client.jobs.list())
         own = [job for job in jobs if job.info.request_map("metadata").get(KEY) == key]
         ids = {job.id for job in own}
@@ -526,14 +510,12 @@ class Earlier:
 
     @property
     def job(self) -> Job | None:
-        """Return the newest job of this migration that neither failed nor expired nor was cancelled; None if there is
-        none. It may be a retry of an earlier job.
-        """
+        """Return this migration's newest job that was not lost (failed, expired or cancelled), or None."""
         return next((job for job in self.jobs if job.state not in LOST), None)
 
     def submitted(self, client: SIEClient, key: str, model: str, source: str, options: dict[str, Any]) -> Job:
-        """Submit the job over the corpus. Its idempotency key contains the newest earlier job, so a job that failed can
-        be submitted again.
+        """Submit the job over the corpus. Its idempotency key contains the id of the newest earlier job: after a failed
+        job, the same command submits another one.
         """
         before = self.jobs[0].id if self.jobs else ""
         return client.jobs.submit(
@@ -542,13 +524,13 @@ class Earlier:
 
 
 def is_answered(info: JobInfo) -> bool:
-    """Return whether the job has ended with an answer for every row."""
+    """Return whether the job has ended and has encoded every row."""
     return info.state == "completed" and not info.counts.failed and not info.broken
 
 
 def has_files(folder: Path, job: str) -> bool:
-    """Return whether a folder has all files of a job. This is so if it has the manifest, because the manifest is
-    written last. Raises CommandRefused if the folder has the files of another job.
+    """Return whether a folder has all files of a job: its manifest is written last. Raises CommandRefused if the
+    folder has the files of another job.
     """
     try:
         job_id = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=JobManifest).job
@@ -562,9 +544,7 @@ def has_files(folder: Path, job: str) -> bool:
 
 
 def check_output(jobs: Iterable[JobInfo], output: dict[str, str], model: str, fingerprint: str) -> None:
-    """Raise CommandRefused if a job with another model wrote to `output`, or writes to it: one index must not contain
-    vectors of two models.
-    """
+    """Raise CommandRefused if a job of another model wrote to `output`: an index must not mix vectors of two models."""
     for info in jobs:
         theirs = info.request_map("output")
         is_same = (info.fingerprint or fingerprint) == fingerprint and (bool(info.fingerprint) or info.model == model)
@@ -587,13 +567,11 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
-    """Field of an alias that a revision changed."""
-
     path: str
 
 
 class AliasRevision(Struct, frozen=True):
-    """Revision of an alias, in the form in which the config service lists it."""
+    """Revision of an alias, as listed by the config service."""
 
     revision: _Number
     created_at: _Moment
@@ -606,7 +584,7 @@ class _TargetFields(Struct, frozen=True):
 
 
 class _AliasFields(Struct, frozen=True):
-    """Fields of a model's or an alias's document. `alias`: targets; None for a model."""
+    """Document of a model or an alias. `alias`: the targets of an alias; None for a model."""
 
     alias: tuple[_TargetFields | str, ...] | None = None
     shadow: _TargetFields | str | None = None
@@ -631,7 +609,7 @@ class _WrittenRevision(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Present:
-    """Current state of an alias that has one target. `history`: its revisions, the newest first."""
+    """Current state of an alias that has exactly one target. `history`: its revisions, the newest first."""
 
     name: str
     target: str
@@ -641,7 +619,7 @@ class Present:
 
 
 class Aliases:
-    """Aliases in a cluster's config service. `write`: options for the writes."""
+    """Client of the config service for aliases. `write`: options for the writes."""
 
     def __init__(self, service: ConfigServiceClient, write: WriteOptions) -> None:
         self._service = service
@@ -652,7 +630,7 @@ class Aliases:
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
             raise CommandRefused(
-                f"{name} is a model: clients have to ask for an alias, which `sie models alias NAME {name}` makes"
+                f"{name} is a model: clients have to ask for an alias. Create one with `sie models alias NAME {name}`"
             )
         targets = [_model_of(target) for target in document.alias]
         if len(targets) != 1:
@@ -665,34 +643,29 @@ class Aliases:
         return Present(name, targets[0], shadow, history[0].revision, history)
 
     def shadow(self, alias: Present, model: str, share: float) -> int:
-        """Set a model as the shadow, which gets copies of this share of the requests. Returns the revision. Raises
-        CommandRefused.
+        """Set a model as the shadow: it gets copies of `share` (0 to 1) of the requests. Return the revision.
+
+        Raises CommandRefused.
         """
         return self._written(alias, "PATCH", "", {"shadow": {"model": model, "share": share}})
 
     def flip(self, alias: Present, model: str, *, dry_run: bool = False) -> int:
-        """Make a model the only target of the alias, and remove the shadow. Returns the revision. Raises
-        CommandRefused.
-        """
+        """Make a model the only target of an alias. Remove the shadow. Return the revision. Raises CommandRefused."""
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
     def back(self, alias: Present, revision: int) -> int:
-        """Write an earlier revision of the alias again as its newest. Returns the new revision. Raises
-        CommandRefused.
-        """
+        """Write an earlier revision of the alias as its newest. Return the new revision. Raises CommandRefused."""
         return self._written(alias, "POST", "/rollback", {"revision": revision})
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
-        """Write a change of the alias. The service refuses it unless the alias still has the revision of `alias`.
-        Returns the new revision. Raises CommandRefused.
-        """
+        """Write a change, return the new revision. Raises CommandRefused, also if another writer was faster."""
         how = dataclasses.replace(self._write, if_match=alias.revision, dry_run=dry_run)
         path, data = path_of(alias.name, suffix), msgspec.json.encode(body)
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
         return written.revision
 
     def waiting(self, name: str) -> list[str]:
-        """Return the ids of gateways that do not have the newest revision yet. Raises CommandRefused."""
+        """Return the ids of gateways that do not yet use the newest revision. Raises CommandRefused."""
         status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
         return [gateway.id for gateway in status.gateways if not gateway.acked]
 
@@ -706,15 +679,13 @@ def _touches(revision: AliasRevision, pattern: re.Pattern[str]) -> bool:
 
 
 def shadow_since_s(history: Sequence[AliasRevision]) -> float:
-    """Return the time when the current shadow was set, in seconds since 1970: that of the newest revision that changed
-    the shadow, else of the oldest revision in `history`.
-    """
+    """Return the time when the shadow was set, in seconds since 1970; if unknown, that of the oldest revision."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:
-    """Return the revision to which a rollback of the last flip goes: the newest one before this flip that did more than
+    """Return the revision to restore in order to undo the last flip: the newest earlier one, except those that only
     set a shadow. Raises CommandRefused if the target was never changed, or if the last change was a rollback.
     """
     flips = [place for place, revision in enumerate(history) if _touches(revision, _TARGETS)]

@@ -1,6 +1,6 @@
-"""Agreement of two encoders on a sample, and the quality of each if there are human judgements.
+"""Agreement of the old and the new model on a sample, and the quality of both if there are human judgements.
 
-sample ──► `sie models compare` ──► Measured          folder with judgements ──► `sie eval` ──► NDCG
+sample ──► `sie models compare` ──► Agreement         folder with judgements ──► `sie eval` ──► NDCG
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ NDCG = "ndcg@10"
 
 @dataclass(frozen=True)
 class QualityMeasurement:
-    """Agreement and quality of two models. `agreement`: result of the comparison on the sample. `ndcg`: NDCG of the old
-    and of the new model; None without judgements.
-    """
+    """Agreement and quality of two models. `ndcg`: of the old and of the new model; None without judgements."""
 
     agreement: Agreement
     ndcg: tuple[float, float] | None = None
 
     @property
     def neighbours(self) -> int:
-        """Return the number of nearest neighbours per text that are compared: 10, or fewer for a small sample."""
         return min(NEIGHBOURS, len(self.agreement.recall))
 
     @property
     def overlap(self) -> float:
-        """Return the mean share of the nearest neighbours that both models have in common."""
+        """Return the share of nearest neighbours that both models have in common, averaged over the texts."""
         return float(self.agreement.recall[self.neighbours - 1])
 
     @property
@@ -50,7 +47,6 @@ class QualityMeasurement:
         return sum(ranks) / len(ranks) if ranks else None
 
     def figures(self) -> dict[str, Any]:
-        """Return the agreement and quality as a document for programs."""
         return {
             "neighbours": self.neighbours,
             "agreement": self.overlap,
@@ -60,7 +56,6 @@ class QualityMeasurement:
         }
 
     def line(self) -> str:
-        """Return the agreement and quality as one line for a person."""
         chance = self.agreement.chance[self.neighbours - 1]
         parts = [f"of {self.neighbours} neighbours {self.overlap:.3f} are the same (by chance {chance:.3f})"]
         if self.rank is not None:
@@ -72,14 +67,14 @@ class QualityMeasurement:
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries to compare the models with. `judged`: task with human judgements; None if there are only the queries."""
+    """Queries to compare the models with. `judged`: queries with human judgements; None if there are only queries."""
 
     texts: Sequence[str] = ()
     judged: Retrieval | None = None
 
     @classmethod
     def read(cls, path: Path | None) -> QuerySet:
-        """Read a file of texts, or a folder of BEIR with judgements. Raises CommandRefused."""
+        """Read a file with one query per line, or a folder in BEIR's format with judgements. Raises CommandRefused."""
         if path is None:
             return cls()
         if path.is_dir():
@@ -98,9 +93,7 @@ class QuerySet:
 def measure(
     client: SIEClient, url: str, names: tuple[str, str], sample: Sequence[str], queries: QuerySet
 ) -> QualityMeasurement:
-    """Encode the sample with both models, with the old model first. Raises CommandRefused, and the errors of the
-    client.
-    """
+    """Compare the old and the new model (`names`) on the sample. Raises CommandRefused and SIEError."""
     agreement = compare.of_vectors(client, names, sample, queries.texts)
     if queries.judged is None:
         return QualityMeasurement(agreement)

@@ -79,17 +79,15 @@ def add(
 
 
 def who_reads(folder: Path, cluster: Cluster) -> str:
-    """Return a line that says whether the running `sie serve` reads the models of this folder. If it does not, the line
-    has a command with which it would.
-    """
+    """Return a line that says whether the running `sie serve` reads this folder of models, else how to serve it."""
     running, models_dir = cluster.local(), cluster.settings.models_dir
     if running is None:
         usual = folder == Path(models_dir or USUAL).expanduser().absolute()
         here = "in this folder" if models_dir is None else "with this SIE_MODELS_DIR"
         how = f"`sie serve`, started {here}, reads it" if usual else f"serve it with SIE_MODELS_DIR={folder} sie serve"
         return (
-            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}, so none was told; one that"
-            f" was started with another --data-dir and this folder of models serves it within seconds; else {how}"
+            f"a file only: no `sie serve` runs with the data directory {cluster.data_dir}, so no process was told. One "
+            f"that was started with another --data-dir and this folder of models serves it within seconds. Else {how}"
         )
     if (
         running.models_dir
@@ -106,9 +104,7 @@ def who_reads(folder: Path, cluster: Cluster) -> str:
 
 
 def _entry_of(settings: Settings, source: str, name: str, revision: str | None) -> tuple[str, ModelEntry | Alias]:
-    """Return the text of an entry and the parsed entry. The entry is read from a file or standard input, or it is
-    created from the files of a model. Raises CommandRefused, UsageError.
-    """
+    """Return an entry as text and parsed. It is read from a file or standard input (-), or created for a model."""
     if source != "-" and not (Path(source).suffix in (".yaml", ".yml", ".json") and Path(source).is_file()):
         return described(settings, source, name, revision)
     if name or revision:
@@ -127,11 +123,7 @@ def _entry_of(settings: Settings, source: str, name: str, revision: str | None) 
 
 
 def _check_weights(entry: ModelEntry, settings: Settings) -> None:
-    """Check the files of an entry that are on this machine, where a load would also find them. Print the files that
-    were not checked.
-
-    Nothing is downloaded. Raises ModelLoadFailed if a file is wrong.
-    """
+    """Check those files of an entry that are on this machine; print the others. Raises ModelLoadFailed for a fault."""
     from sie_adapter.loading.certificate import check_files
     from sie_adapter.loading.comparison import compare_files
 
@@ -150,7 +142,6 @@ def _check_weights(entry: ModelEntry, settings: Settings) -> None:
 
 
 def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
-    """Add the entry at the config service, or with `force` replace an existing one."""
     with write.service() as service:
         report_write(write, service.add(entry.id, text.encode(), YAML, write=write))
     if isinstance(entry, ModelEntry) and entry.weights.path:
@@ -158,7 +149,6 @@ def _post(write: WriteOptions, text: str, entry: ModelEntry | Alias) -> None:
 
 
 def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Path) -> None:
-    """Write the entry to a folder of models. Raises CommandRefused if the name is taken or not allowed."""
     if entry.id.startswith("bundles/"):
         raise CommandRefused(f"{entry.id}: the folder bundles/ is for bundles; give the model another name with --id")
     file = _file(entry.id, folder)
@@ -175,10 +165,11 @@ def _write(write: WriteOptions, text: str, entry: ModelEntry | Alias, folder: Pa
 
 
 def write_entry(text: str, model: str, folder: Path) -> Path:
-    """Write the text of an entry to the folder that `sie serve` reads, in one atomic step. Return its file."""
+    """Write an entry to the folder that `sie serve` reads, in one atomic step. Return the file."""
     file = _file(model, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")  # hidden, so that no process reads an incomplete file
+    # a hidden file, because processes that read the folder skip hidden files
+    partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text, "utf-8")
     partial.replace(file)
     return file
@@ -189,7 +180,6 @@ def _file(model: str, folder: Path) -> Path:
 
 
 def _is_other_packaged(entry: ModelEntry | Alias) -> bool:
-    """Return whether the packaged catalogue has an entry with this name and different weights."""
     packaged = read_folder(packaged_folder() / "models").get(entry.id)
     return packaged is not None and (not isinstance(entry, ModelEntry) or _weights_of(packaged) != _weights_of(entry))
 

@@ -51,7 +51,8 @@ def alias(
         if present is not None and "alias" not in present:
             raise CommandRefused(f"{name} is a model: give the alias another name, or remove the model first")
         if present is not None:
-            method, path, body = "PATCH", path_of(name), patch  # an existing description stays
+            # PATCH keeps the alias's other fields, such as its description
+            method, path, body = "PATCH", path_of(name), patch
         else:
             method, path, body = (
                 "POST",

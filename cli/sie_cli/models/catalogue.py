@@ -46,7 +46,7 @@ _GROUPS: dict[str, Callable[[dict[str, Any]], Sequence[str]]] = {
     "language": lambda model: model.get("languages") or (_UNSTATED,),
     "size": lambda model: (_size(model),),
 }
-MAX_CHANGES = 4  # number of a revision's changes that the table shows; more are only counted
+MAX_CHANGES = 4  # number of changes that the table shows of one revision; the other changes are only counted
 
 
 @click.command("list")
@@ -75,7 +75,6 @@ def list_command(
 
 
 def _show_models(models: Sequence[dict[str, Any]], by: str | None) -> None:
-    """Print one table of models, or with `by` one table per group. A model may be in several groups."""
     if not models:
         click.echo("no models")
         return
@@ -103,13 +102,11 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _size(model: dict[str, Any]) -> str:
-    """Return the name of a model's size group, which depends on the bytes of its first download."""
     count = model.get("download_bytes", 0)
     return next(name for name, most in _SIZES if count <= most) if count else _UNSTATED
 
 
 def _variants(listed: dict[str, Any]) -> str:
-    """Return the profiles of a model, or the targets of an alias."""
     targets = [
         f"{variant['model']}={variant['weight']}" if "weight" in variant else variant["model"]
         for variant in listed.get("alias", ())
@@ -156,7 +153,6 @@ def history(cluster: Cluster, model: str, output: str | None) -> None:
 
 
 def _changes(changes: list[dict[str, Any]]) -> str:
-    """Format the changes of a revision as `run.pooling: mean -> cls, ...`, at most MAX_CHANGES of them."""
     parts = [
         f"{change['path'].removeprefix('$').removeprefix('.') or 'model'}: {shown(change, 'before')} -> "
         f"{shown(change, 'after')}"
@@ -269,7 +265,8 @@ def rollback(write: WriteOptions, model: str, revision: int) -> None:
 
 def document(file: Path) -> tuple[bytes, str]:
     """Read a configuration from a file, or from standard input if `file` is `-`. Return its bytes and content type.
-    Raises UsageError for a file that cannot be read.
+
+    Raises UsageError.
     """
     try:
         body = sys.stdin.buffer.read(MAX_BYTES + 1) if str(file) == "-" else file.read_bytes()
@@ -294,7 +291,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
             message = f"{path}: the value is not YAML; a text is quoted twice, as in {path}='\"text\"'"
             raise click.BadParameter(message, param_hint="FIELD=VALUE") from error
         if isinstance(value, dict) and not raw.lstrip().startswith("{"):
-            value = raw  # the value is a text with a colon, such as the prompt `query: {text}`
+            value = raw  # the value is a plain text that YAML reads as a map, such as the prompt `query: {text}`
         inner = patch
         for name in names[:-1]:
             inner = inner.setdefault(name, {})
@@ -307,7 +304,7 @@ def patch_of(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(path: str) -> list[str]:
-    """Split a path such as `profiles."v1.5".run` into its keys. Return an empty list if the path is invalid."""
+    """Split a path such as `profiles."v1.5".run` into its keys; empty if the path is invalid."""
     names, at = [], 0
     while (match := _SEGMENT.match(path, at)) is not None:
         names.append(match[1] or match[2])
@@ -318,7 +315,7 @@ def _names(path: str) -> list[str]:
 
 
 def report_write(write: WriteOptions, answer: ServiceReply, *, removed: bool = False) -> None:
-    """Print the changes of a write, or of a dry run."""
+    """Print what a write has changed, or what it would change in a dry run."""
     body = answer.body
 
     def lines() -> None:
@@ -349,7 +346,7 @@ _WARNINGS = {
 
 
 def print_body(body: Any, output: str | None, table: Any) -> None:
-    """Print a reply as JSON or YAML if `output` says so; otherwise call `table`, which prints it."""
+    """Print a reply in the format `output`: json or yaml. For other values, call `table`, which prints it."""
     if output == "json":
         click.echo(msgspec.json.format(msgspec.json.encode(body)))
     elif output == "yaml":

@@ -28,11 +28,11 @@ from sie_runtime.ranks import spearman
 if TYPE_CHECKING:
     from sie_client import SIEClient
 
-MAX_TEXTS = 2000  # limit of the texts in a sample, because each text is compared with every other
+MAX_TEXTS = 2000  # maximum number of texts in a sample: each text is compared with every other
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
-# for rerankers and a sample of plain texts: the number of queries, and of documents per query
+# maximum number of queries, and of documents per query, for rerankers and a sample of plain texts
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
 Matrix = NDArray[np.float32]  # shape [texts, width]; each row has length 1
@@ -49,8 +49,8 @@ class ComparisonSample:
 @dataclass(frozen=True)
 class Agreement:
     """Agreement of two models. `cosines`: for each text, the cosine of its two vectors; empty if the widths differ.
-    `recall`: share of common neighbours among the first 1, 2, 3, ... `ranks`: for each query or text, the correlation
-    of the ranks of all its documents or neighbours.
+    `recall`: at index k - 1, the share of the k nearest neighbours that both models have in common. `ranks`: for each
+    query or text, the correlation of the ranks of all documents or neighbours.
     """
 
     names: tuple[str, str]
@@ -58,7 +58,7 @@ class Agreement:
     fingerprints: tuple[str, str] = ("", "")
     cosines: Sequence[float] = ()
     recall: Sequence[float] = ()
-    chance: Sequence[float] = ()  # recall that randomly drawn neighbours would have
+    chance: Sequence[float] = ()  # recall of randomly drawn neighbours, in the form of `recall`
     ranks: Sequence[float] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -143,9 +143,7 @@ def compare(
 
 
 def read(file: Path, limit: int) -> ComparisonSample:
-    """Read a sample. Repeated texts are dropped, because a repeated text would be its own nearest neighbour. Raises
-    CommandRefused.
-    """
+    """Read a sample. Repeated texts are dropped: copies would be nearest neighbours. Raises CommandRefused."""
     texts: dict[str, None] = {}
     rankings: list[tuple[str, tuple[str, ...]]] = []
     try:
@@ -167,7 +165,7 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
     try:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError:
-        texts[line] = None  # it may be plain text that begins with a brace
+        texts[line] = None  # the line is plain text that only begins with a brace
         return
     query, documents = value.get("query"), value.get("documents")
     if isinstance(value.get("text"), str):
@@ -180,9 +178,6 @@ def _add_line(line: str, where: str, texts: dict[str, None], rankings: list[tupl
 
 
 def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSample, queries: Sequence[str]) -> Agreement:
-    """Compare two models, by their vectors if both have dense vectors, else by their scores. Raises CommandRefused, and
-    the errors of the client.
-    """
     infos = [client.get_model(name) for name in names]
     if all("dense" in info["dims"] for info in infos):
         return of_vectors(client, names, sample.texts, queries)
@@ -197,8 +192,8 @@ def _compared(client: SIEClient, names: tuple[str, str], sample: ComparisonSampl
 def of_vectors(
     client: SIEClient, names: tuple[str, str], texts: Sequence[str], queries: Sequence[str] = ()
 ) -> Agreement:
-    """Compare two encoding models by the neighbours of each query among the texts; without queries, by the neighbours
-    of each text. Raises CommandRefused, and the errors of the client.
+    """Compare two encoding models by the nearest neighbours of each query among the texts. Without queries, compare
+    the nearest neighbours of each text. Raises CommandRefused and SIEError.
     """
     if len(texts) < MIN_TEXTS:
         raise CommandRefused(
@@ -253,8 +248,8 @@ def _encoded(client: SIEClient, model: str, texts: Sequence[str], *, is_query: b
 
 
 def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
-    """Return the similarity of each query with each row: [queries, rows]. With `own`, the queries are the rows, and
-    each row's similarity with itself is set to -inf, so that it is not its own neighbour.
+    """Return the similarity of each query with each row, of shape [queries, rows]. With `own`, the queries are the
+    rows: then the diagonal is -inf, because no text is its own neighbour.
     """
     similar: Matrix = asking @ rows.T
     if own:
@@ -263,19 +258,20 @@ def similarities(asking: Matrix, rows: Matrix, *, own: bool) -> Matrix:
 
 
 def _without_own(similar: Matrix) -> Matrix:
-    """Return the matrix without the similarity of each text with itself: [texts, texts - 1]."""
+    """Remove the diagonal, which is each text's similarity with itself. Return the shape [texts, texts - 1]."""
     return similar[~np.eye(len(similar), dtype=bool)].reshape(len(similar), -1)
 
 
 def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
-    """Return the `most` rows with the highest similarity to each query, best first: [queries, most]."""
+    """Return the indices of the `most` rows most similar to each query, best first: [queries, most]."""
     return np.argsort(-similar, axis=1, kind="stable")[:, :most]
 
 
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
-    """Return, for k = 1, 2, 3, ..., the mean share of neighbours that both models have among their first k."""
+    """Return, for k = 1, 2, 3, ..., the mean over the queries of the share of common neighbours among the first k."""
     most = first.shape[1]
-    # At first, shares[k] counts the neighbours that both lists have only from their first k + 1 entries on.
+    # Count in shares[k] the neighbours that are common to both lists from their first k + 1 entries on. The sum over k
+    # follows.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}
@@ -339,7 +335,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def lines(agreement: Agreement) -> list[str]:
-    """Format an agreement as lines for a person."""
+    """Format a comparison as lines for a person."""
     printed = [
         f"{name}: {f'{dims} wide, ' if dims else ''}fingerprint {fingerprint}"
         for name, dims, fingerprint in zip(agreement.names, agreement.dims, agreement.fingerprints, strict=True)
@@ -360,9 +356,7 @@ def lines(agreement: Agreement) -> list[str]:
 
 
 def svg(agreement: Agreement) -> str:
-    """Return an SVG with two panels. The first is a histogram of texts by cosine, or of queries by correlation. The
-    second is recall by the number of neighbours.
-    """
+    """Return an SVG of two panels: a histogram of the cosines (else of the rank correlations), and recall by k."""
     title = " and ".join(agreement.names)
     values, caption = (
         (agreement.cosines, "texts by cosine")
@@ -384,7 +378,6 @@ def svg(agreement: Agreement) -> str:
 
 
 def _axes(title: str, x_name: str, x_ticks: Mapping[str, float], y_ticks: Mapping[str, float]) -> list[str]:
-    """Return the axes of a panel. Ticks map a text to a position from 0 to 1."""
     parts = [
         f'<text x="{LEFT}" y="18">{title}</text>',
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 10}" text-anchor="end">{x_name}</text>',

@@ -40,13 +40,12 @@ def import_command(cluster: Cluster, source: Path, *, dry_run: bool, force: bool
         rows = [_imported(write, service, file) for file in files]
     print_body(rows, output, lambda: _show(rows, dry_run=dry_run))
     if rejected := sum("rejected" in row for row in rows):
-        raise CommandRefused(f"{rejected} of {len(rows)} files are rejected")
+        raise CommandRefused(
+            f"{rejected} of {len(rows)} files are rejected: correct the fields above and import these files again"
+        )
 
 
 def _imported(write: WriteOptions, service: ConfigServiceClient, file: Path) -> dict[str, Any]:
-    """Import a file and return the row of the result table. A rejected file is a row too. Raises CommandRefused if the
-    config service cannot accept any file.
-    """
     from sie_config_service.documents import read
 
     row: dict[str, Any] = {"file": str(file)}

@@ -1,6 +1,6 @@
-"""`sie models inspect`: show a model folder or a repository of the hub as an entry of the catalogue.
+"""`sie models inspect`: print a catalogue entry for a model folder or a hub repository.
 
-With --check the model is also loaded, and answers a sample.
+With --check, the model is also loaded and run on a sample.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def described(settings: Settings, source: str, name: str, revision: str | None) 
         report = inspect_folder(folder, model, weights, packaged)
         return _yaml(report.entry, report.findings, report.assumed), parse_entry(report.entry)
     except SIEError as error:
-        # messages of libraries may have several paragraphs
+        # join the lines: messages of libraries may have several paragraphs
         raise CommandRefused(" ".join(error.message.split())) from error
 
 
@@ -98,9 +98,7 @@ def _yaml(entry: dict[str, Any], detected: list[str], assumed: list[str]) -> str
 
 
 def _located(settings: Settings, source: str, revision: str | None) -> tuple[Path, dict[str, Any], str]:
-    """Find the model. Return its local folder, the field `weights` for its entry, and its default name. Raises
-    CommandRefused, ModelLoadFailed.
-    """
+    """Return the model's local folder, the value of the entry's field `weights`, and the model's default name."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision:
@@ -116,22 +114,17 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def folder_name(folder: Path) -> str:
-    """Return the default id for the model in a folder: the folder's name, in allowed characters."""
+    """Return the default id of a model in a folder: the folder's name, with hyphens for characters that ids lack."""
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
 
 
 def _like(name: str) -> str:
-    """Return the names in the packaged catalogue that resemble `name`, as the end of an error text. The
-    text is empty if no name is similar.
-    """
     near = NameIndex(read_folder(packaged_folder() / "models")).near(name)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _commit(settings: Settings, hub: str, revision: str | None) -> str:
-    """Return the full commit of `revision`. Without a revision, return the commit in the packaged catalogue, else the
-    only commit in the cache, else the current commit of the main branch.
-    """
+    """Return the commit of `revision`; if None, that of the packaged catalogue, of the cache, or of the main branch."""
     if revision and _COMMIT.fullmatch(revision):
         return revision
     packaged = read_folder(packaged_folder() / "models").get(hub)
@@ -157,7 +150,6 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
 
 
 def _without_hub(hub: str, revision: str | None) -> str:
-    """Return the advice to name a commit, for the case that the hub gives no answer."""
     if revision:
         return "give --revision the whole commit, 40 hex digits"
     return f"name its commit: `sie models add {hub} --revision COMMIT`"
@@ -165,10 +157,9 @@ def _without_hub(hub: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _hub(action: str, instead: str) -> Iterator[None]:
-    """Convert errors of the hub's client to CommandRefused, with advice."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-    # base class of all errors of the HTTP library that the hub's client uses
+    # base class of all errors of the HTTP library that huggingface_hub uses (requests or httpx)
     any_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
@@ -186,10 +177,6 @@ def _hub(action: str, instead: str) -> Iterator[None]:
 
 
 def _repository(settings: Settings, hub: str, commit: str) -> Path:
-    """Return the snapshot of a commit, from the caches or downloaded. The kind of the model determines which files are
-    downloaded.
-    """
-
     def sources(family: str, *, may_download: bool) -> Path:
         stub = parse_entry(
             {"id": hub, "weights": {"hub": hub, "revision": commit}, "family": family, "outputs": {}, "max_tokens": 1}
@@ -202,7 +189,8 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError:
             continue
     if not settings.hf_fallback:
-        return sources("text-encoder", may_download=False)  # raises an error that names the places that were searched
+        # this call fails: its error names the folders and buckets that were searched
+        return sources("text-encoder", may_download=False)
     from huggingface_hub import file_exists
 
     with _hub(f"{hub}@{commit}", "put it into SIE_LOCAL_CACHE, or name a folder that holds it"):
@@ -211,8 +199,9 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
 
 
 def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
-    """Return the folder of an entry's weights, downloaded if necessary, with a bar on a terminal. Raises
-    ModelLoadFailed, SettingError.
+    """Return the folder of an entry's weights, downloaded if necessary, with a progress bar on a terminal.
+
+    Raises ModelLoadFailed, SettingError.
     """
     with transfers() as bars:
 
@@ -227,8 +216,9 @@ def weights_folder(settings: Settings, entry: ModelEntry) -> Path:
 
 
 def answers(entry: ModelEntry, settings: Settings) -> list[str]:
-    """Load `entry` on the CPU and run a sample of each of its tasks, in the same way as a worker. Return a line for
-    each output. Raises ModelLoadFailed.
+    """Load `entry` on the CPU and run a sample of each task through a worker's code. Return a line for each output.
+
+    Raises ModelLoadFailed.
     """
     from sie_adapter.engine.engine import AdapterEngine
     from sie_sidecar.prepare.tokens import ModelTokenizer

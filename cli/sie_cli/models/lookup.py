@@ -1,4 +1,4 @@
-"""Models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
+"""Lookup of the models that a command names: `sie serve MODEL`, `sie pull MODEL`, `sie run MODEL`.
 
 hub id, folder or catalogue name, with or without :profile
     ├ the catalogue has it, with a commit ──► its entry
@@ -23,9 +23,7 @@ from sie_contracts.settings import Settings
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Model of the catalogue. `name`: its name in requests. `added`: the file with its entry, if the entry was written
-    now.
-    """
+    """Model of the catalogue. `name`: its name in requests. `added`: the file of an entry that this command wrote."""
 
     name: str
     entry: ModelEntry
@@ -33,7 +31,7 @@ class NamedModel:
 
     @property
     def message(self) -> str:
-        """Return one line about an entry that was added; empty if none was added."""
+        """Return one line about the entry that this command wrote; empty if it wrote none."""
         if self.added is None:
             return ""
         weights = self.entry.weights
@@ -41,7 +39,7 @@ class NamedModel:
 
 
 def look_up(settings: Settings, spec: str) -> NamedModel:
-    """Find a model by the name that the user typed. If the catalogue does not have the model, add it to the models
+    """Find a model by the name that the user typed. If the catalogue lacks the model, add an entry to the models
     folder.
 
     Raises CommandRefused.
@@ -60,7 +58,7 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
     if entry is None or entry.weights.unpinned:
         if is_bucket(models):
             raise CommandRefused(
-                f"the catalogue lacks {source}, and nothing is written to {models}: add an entry there"
+                f"the catalogue lacks {source}, and nothing is written to {models}: add its entry there yourself"
             )
         text, entry = described(settings, source, "", None)
         added = write_entry(text, entry.id, Path(models).expanduser())
@@ -70,7 +68,6 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
 
 
 def _catalogue(settings: Settings) -> Catalogue:
-    """Return the packaged catalogue and the models folder together, merged like in the config service."""
     from sie_config_service.overlay import Overlay
 
     models: dict[str, ModelEntry] = {}
@@ -84,9 +81,7 @@ def _catalogue(settings: Settings) -> Catalogue:
 
 
 def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
-    """Return model and profile of `model[:profile]`; the profile is empty if the name has none. A folder may have a
-    colon in its name.
-    """
+    """Split `model[:profile]`; the profile may be empty. A colon in the name of an existing folder does not split."""
     if catalogue.find(spec) is not None or Path(spec).expanduser().is_dir() or ":" not in spec:
         return spec, ""
     source, _, profile = spec.rpartition(":")
@@ -94,9 +89,7 @@ def _split(catalogue: Catalogue, spec: str) -> tuple[str, str]:
 
 
 def _entry_of_folder(catalogue: Catalogue, folder: Path) -> ModelEntry | None:
-    """Return the catalogue entry of a model folder; None if no entry was written for it yet. Raises CommandRefused if
-    another model has its name.
-    """
+    """Return the catalogue entry of a model folder, or None. Raises CommandRefused if another model has its name."""
     entry = catalogue.find(folder_name(folder))
     if entry is None or (entry.weights.path and Path(entry.weights.path).expanduser().resolve() == folder.resolve()):
         return entry

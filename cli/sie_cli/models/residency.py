@@ -23,7 +23,7 @@ from sie_contracts.settings import public_url
 F = TypeVar("F", bound=Callable[..., Any])
 TIMEOUT_S = 15.0
 POLL_S = 0.5
-# seconds in which a reported failure is ignored, because it may belong to an earlier load
+# seconds after the start of the command in which a reported failure is ignored: it may belong to an earlier load
 STALE_S = 3.0
 _NEXT = {
     "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
@@ -32,8 +32,6 @@ _NEXT = {
 
 
 class _GatewayClient:
-    """Client of a gateway, with the token of an administrator."""
-
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.url = cluster.gateway_urls[0]
@@ -75,8 +73,8 @@ class _GatewayClient:
             raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield the seconds since the start and the gateway's description of a model, every POLL_S seconds for `wait_s`
-        seconds. While the gateway restarts, the request is repeated. Raises CommandRefused.
+        """Yield, every POLL_S seconds for `wait_s` seconds, the time since the start and the gateway's description of
+        the model. Failed connections are ignored, because the gateway may be restarting. Raises CommandRefused.
         """
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:
@@ -84,7 +82,7 @@ class _GatewayClient:
                 yield since_s, self.request("GET", name)
             except httpx.TransportError:
                 click.echo(f"{public_url(self.url)} does not answer, it is asked again", err=True)
-            time.sleep(POLL_S)  # the interval between two requests to the gateway
+            time.sleep(POLL_S)
 
 
 def _options(command: F) -> F:
@@ -138,7 +136,8 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
     has_begun, last = False, ""
     for since_s, info in gateway.states(model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
-        # `info` is about all lanes (pool and machine profile); the reply to a load request is about the requested lane
+        # `info` describes the model in all lanes (a lane: pool and machine profile). The reply to a load request
+        # describes only the requested lane.
         if info["loaded"] and gateway.first(model, "/load", headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return
@@ -151,7 +150,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
 
 
 def _progress(model: str, info: dict[str, Any], last: str) -> str:
-    """Print a line with the progress of a load, unless it is equal to `last`. Return the line."""
+    """Print a line with the progress of a load, unless it equals `last`. Return the line."""
     line = f"{model}: {info['state']}"
     for download in info.get("downloads") or ():
         total = download["total_bytes"]
@@ -191,11 +190,12 @@ def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) 
         if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
             click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
             return
-    raise CommandRefused(f"{model} is still loaded after {wait_s:g} s: new requests use it, or have loaded it again")
+    raise CommandRefused(
+        f"{model} is still loaded after {wait_s:g} s: other requests still use it, or have loaded it again"
+    )
 
 
 def _show_lane(lane: dict[str, Any]) -> None:
-    """Print one line: the model, its lane (pool and machine profile), and its state on each worker of the lane."""
     workers = ", ".join(
         f"{worker['worker']}: {worker['state']}" + (f", {worker['in_flight']} in flight" if worker["in_flight"] else "")
         for worker in lane["workers"]

@@ -34,10 +34,10 @@ JSON, YAML = "application/json", "application/x-yaml"
 TIMEOUT_S = 15.0  # seconds to wait for an answer; the service itself ends a write after 10 s
 RETRY_S = 20.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 5.0
-_OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses for a fault of the sent document
-# reasons for which the service refuses a model because of its settings about trust
+_OF_DOCUMENT = frozenset({400, 409, 413, 422})  # HTTP statuses that mean a fault in the sent document
+# refusals of a model because of its trust settings, such as remote code: their messages already name a remedy
 _ABOUT_TRUST = frozenset({"remote_code", "model_path"})
-MAX_LINE = 2_000  # characters of a printed line; longer lines of the service are cut
+MAX_LINE = 2_000  # maximum length of a printed line, in characters; longer lines of the service are cut
 _ENVELOPE = "not the answer of a config service"
 
 
@@ -47,7 +47,7 @@ class Rejected(CommandRefused):
 
 @dataclass(frozen=True)
 class ServiceReply:
-    """Success of a request. `body`: decoded. `revision`: the model's revision, from the header ETag."""
+    """Successful reply. `body`: decoded. `revision`: the model's revision, from the header ETag."""
 
     status: int
     body: Any
@@ -57,7 +57,7 @@ class ServiceReply:
 @dataclass(frozen=True)
 class WriteOptions:
     """Options of a write. `dry_run`: only check. `if_match`: write only if the model has this revision. `force`:
-    replace an existing model. `output`: the format in which the answer is printed (table, json, yaml).
+    replace an existing model. `output`: the format in which the reply is printed (table, json, yaml).
     """
 
     cluster: Cluster
@@ -67,20 +67,16 @@ class WriteOptions:
     force: bool = False
 
     def service(self) -> ConfigServiceClient:
-        """Return the client of the config service. Raises UsageError if no address is known."""
+        """Return a client of the config service. Raises UsageError if its address is not configured."""
         return service_of(self.cluster, writes=True)
 
     def send(self, method: str, path: str, body: bytes = b"", content_type: str = JSON) -> ServiceReply:
-        """Send a write with these options to the config service, and return its reply. Raises UsageError,
-        CommandRefused.
-        """
+        """Send a write with these options, and return the reply. Raises UsageError, CommandRefused."""
         with self.service() as service:
             return service.write(method, path, body, content_type, how=self)
 
 
 class ConfigServiceClient:
-    """Client of the config service at `url`."""
-
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -107,8 +103,8 @@ class ConfigServiceClient:
         how: WriteOptions,
         body_type: Any = Any,
     ) -> ServiceReply:
-        """Send a write and return the reply. A repeated attempt has no second effect, because of its Idempotency-Key.
-        `body_type`: the type to decode the body to. Raises CommandRefused.
+        """Send a write and return the reply. An Idempotency-Key makes repeated attempts safe. `body_type`: the type to
+        decode the body to. Raises CommandRefused.
         """
         headers = {"content-type": content_type, "idempotency-key": uuid.uuid4().hex}
         if how.if_match is not None:
@@ -131,7 +127,7 @@ class ConfigServiceClient:
                 if answer.headers.get("x-should-retry") != "true":
                     return self._accepted(method, answer, body_type)
                 after = answer.headers.get("retry-after", "1")
-                # some proxies send a date in retry-after; then wait MAX_PAUSE_S
+                # retry-after may also be a date, which some proxies send: then wait MAX_PAUSE_S
                 wait_s, trouble = (
                     float(after) if after.isdecimal() else MAX_PAUSE_S,
                     _message(answer),
@@ -151,7 +147,7 @@ class ConfigServiceClient:
             if not is_announced and sys.stderr.isatty():
                 click.echo(f"{trouble}; trying again for {RETRY_S:g} s", err=True)
                 is_announced = True
-            time.sleep(wait_s)  # the pause before the next attempt, which the service set or which doubles each time
+            time.sleep(wait_s)  # the service sets this pause, else it doubles with each attempt
 
     def _accepted(self, method: str, answer: httpx.Response, body_type: Any) -> ServiceReply:
         if answer.is_success:
@@ -193,13 +189,12 @@ class ConfigServiceClient:
                 else f"repeat with {only}"
             )
             lines.append(f"look at it with `sie models show`, then {again}")
-        # the service's messages about trust already name a remedy
+        # for refusals about trust, the service's message already names a remedy
         elif code in _NEXT and error.get("reason") not in _ABOUT_TRUST:
             lines.append(_NEXT[code])
         return lines
 
     def _config_url(self) -> str | None:
-        """Return the address of the config service from the gateway's /health; None if the answer has no address."""
         try:
             health = msgspec.json.decode(self._client.get("/health").content)
         except (httpx.HTTPError, msgspec.DecodeError):
@@ -243,8 +238,6 @@ class _RefusalFields(Struct):
 
 
 class _RefusalBody(Struct):
-    """Fields of an error body that the client reads."""
-
     error: _RefusalFields
     errors: list[_FaultFields] | None = None
 
@@ -260,7 +253,6 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _field(path: str) -> str:
-    """Return the path of a field without `$.`, which stands for the whole document."""
     return path.removeprefix("$.")
 
 
@@ -273,7 +265,6 @@ def shown(change: dict[str, Any], side: str) -> str:
 
 
 def path_of(model: str, suffix: str = "") -> str:
-    """Return the URL path of a model at the config service."""
     return f"{MODELS}/{quote(model, safe='/')}{suffix}"
 
 
@@ -285,8 +276,8 @@ def service_options(command: F, *, looks_around: bool = True) -> F:
 
 
 def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
-    """Return a decorator that adds WriteOptions as the first argument of a command. They are built from the options of
-    `service_options`, --if-match, --dry-run and --force. `force` is the help text of --force.
+    """Return a decorator that adds --if-match, --dry-run and --force, and passes them as WriteOptions, the command's
+    first argument. `force`: the help text of --force.
     """
     options = (
         click.option("--force", is_flag=True, help=force),
@@ -315,8 +306,8 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
 
 
 def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
-    """Return the client of a cluster's config service. Without a config service, the gateway of the running `sie serve`
-    answers reads. If no token is set, ask for one on a terminal. Raises UsageError if no address is known.
+    """Return a client of the config service. If there is none, use for reads the gateway of the running `sie serve`.
+    Without a configured token, ask for it on a terminal. Raises UsageError if no address is configured.
     """
     url, secret = cluster.settings.config_service_url, cluster.config_token(writes=writes)
     if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:

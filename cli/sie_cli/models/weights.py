@@ -246,14 +246,9 @@ def rm(names: tuple[str, ...], local: bool, yes: bool, **values: Any) -> None:
         )
 
 
-# sources of a push
-
-
 @dataclass(frozen=True)
 class _WeightsSource:
-    """Folder of weights and its manifest. While the lease is held, no process removes the folder from the local
-    cache.
-    """
+    """Folder of weights and its manifest. While the lease is held, the local cache does not evict the folder."""
 
     folder: Path
     manifest: Manifest
@@ -265,9 +260,6 @@ class _WeightsSource:
 
 
 def _weights_source(settings: Settings, reference: str, name: str | None, revision: str | None) -> _WeightsSource:
-    """Resolve MODEL_OR_FOLDER to a folder of weights. Raises CommandRefused, click.UsageError, ModelLoadFailed,
-    FetchFailed, ManifestError, OSError.
-    """
     folder = Path(reference).expanduser()
     if folder.is_dir():
         if not name:
@@ -288,7 +280,6 @@ def _weights_source(settings: Settings, reference: str, name: str | None, revisi
 
 
 def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
-    """Return the manifest of a user's folder. Without a named revision, a digest of the content is the revision."""
     with _bar(f"read {folder}") as progress:
         progress.expect(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
         manifest = describe(folder, name, revision or "content", read=progress.add)
@@ -299,9 +290,7 @@ def _of_folder(folder: Path, name: str, revision: str | None) -> Manifest:
 
 
 def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
-    """Return an entry whose weights have a hub name and a commit: the catalogue's, or a stub if it lacks the model.
-    Raises CommandRefused.
-    """
+    """Return an entry whose weights have a hub name and a commit. If the catalogue lacks the model, return a stub."""
     from sie_config_service.overlay import Overlay
 
     entry = Overlay(settings).folders().models.get(model, (None, ""))[0]
@@ -333,7 +322,6 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
 
 
 def _only_commit(settings: Settings, hub: str) -> str:
-    """Return the only commit of `hub` in this node's cache. Raises CommandRefused unless the cache has exactly one."""
     check_names(hub, "any")
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
@@ -342,15 +330,12 @@ def _only_commit(settings: Settings, hub: str) -> str:
     return commits[0]
 
 
-# functions that open the two caches: the local one, and the cluster's bucket
-
-
 def _cache(settings: Settings) -> LocalCache:
     return LocalCache(settings.cache_folder)
 
 
 def _sources(settings: Settings) -> Any:
-    """Return the places to copy weights from. The bucket is left out, because it is the destination."""
+    """Return the sources to copy weights from. The bucket is not among them, because it is the destination."""
     return weight_sources(dataclasses.replace(settings, cluster_cache=None))
 
 
@@ -367,9 +352,8 @@ def _stored(settings: Settings, local: bool) -> list[CommitState]:
 
 
 def _stored_here(settings: Settings) -> list[CommitState]:
-    """Return the snapshots of the local cache in the same form as the list of the bucket. The names and sizes of a
-    snapshot's files are compared with its manifest. The hub's own client writes no manifest: its snapshot is listed if
-    it is complete according to the hub's file list.
+    """Return the snapshots in the local cache: their files are compared with the manifest by name and size. Without a
+    manifest (the hub's own client writes none), a snapshot must be complete according to the hub's list of files.
     """
     cache, copies = _cache(settings), []
     for folder in sorted(cache.hub.glob("models--*/snapshots/*")):
@@ -395,15 +379,15 @@ def _checked_here(settings: Settings, stored: CommitState, progress: FetchProgre
 
 
 def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[CommitState]:
-    """Yield the snapshots whose repository, or repository@commit, is in `names`; a commit may be shortened. Yield all
-    snapshots if `names` is empty. Raises CommandRefused, click.UsageError.
+    """Yield the snapshots that `names` selects; all if it is empty. A name is a repository or repository@commit, where
+    the commit may be shortened.
     """
     if not names:
         yield from stored
         return
     for name in names:
         repository, at, commit = name.partition("@")
-        if at and not commit:  # a script's empty variable must not select all commits
+        if at and not commit:  # the user's shell variable may be empty: NAME@ must not select all commits
             raise click.UsageError(
                 f"{name[:200]!r} has no commit after the @: write "
                 f"{repository[:200]}@COMMIT, or {repository[:200]} for all commits"
@@ -422,7 +406,6 @@ def _named(stored: list[CommitState], names: tuple[str, ...]) -> Iterator[Commit
 
 @contextlib.contextmanager
 def _refusing(settings: Settings) -> Iterator[None]:
-    """End the command with one line after a fault: status 2 for an invalid setting, 1 for any other fault."""
     try:
         with refusing():
             yield
@@ -434,12 +417,8 @@ def _refusing(settings: Settings) -> Iterator[None]:
         raise CommandRefused(str(error)) from error
 
 
-# progress
-
-
 @contextlib.contextmanager
 def _bar(label: str) -> Iterator[FetchProgress]:
-    """Show the progress of a transfer: a bar on a terminal, no output elsewhere."""
     progress = FetchProgress(label)
     with display.transfers() as bars:
         task = bars.add_task(label, total=None)

@@ -15,9 +15,9 @@ from sie_cli.replay.replay import Machine, ReplayPlan, ReplayReport, plan_of, re
 from sie_cli.replay.trace import Trace, TraceError
 
 PLAN = tuple(field.name for field in dataclasses.fields(ReplayPlan))
-DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # name of a parameter -> number of its units in a second
+DEVICE = {"base_ms": 1e3, "token_us": 1e6, "square_ns": 1e9}  # parameter -> number of its units in a second
 HOST = {"call_us": 1e6, "read_us": 1e6, "delivery_us": 1e6}
-# durations of a host, in microseconds; docs/replay.md describes how they were measured
+# durations of a host, in microseconds; docs/replay.md says how they were measured
 HOST_DEFAULT = "call_us=55,read_us=1.8,delivery_us=25"
 
 
@@ -125,7 +125,7 @@ def _write(files: Sequence[Path], spec: str) -> None:
     if len(files) != 1:
         raise TraceError("--generate writes one TRACE: name one file")
     requests = traces.generate(spec)
-    with files[0].open("xb") as file:  # mode x: never overwrite a recorded trace
+    with files[0].open("xb") as file:  # mode x fails for an existing file: never overwrite a recorded trace
         file.writelines(traces.write(requests))
 
 
@@ -146,12 +146,11 @@ def _machine(trace: Trace, device: str, host: str) -> Machine:
     hosted = {**traces.numbers(HOST_DEFAULT, tuple(HOST)), **traces.numbers(host, tuple(HOST))}
     times_s = (*batch, *(hosted[name] / unit for name, unit in HOST.items()))
     if min(times_s) < 0 or not any(batch):
-        raise TraceError("times must not be negative, and the time of a batch must be above 0")
+        raise TraceError("--device, --host: times must not be negative, and the time of a batch must be above 0")
     return Machine(*times_s)
 
 
 def table(reports: dict[str, ReplayReport], plans: dict[str, ReplayPlan]) -> str:
-    """Return a table with a column for each report."""
     columns = [["", *_CELLS]]
     for name, report in reports.items():
         columns.append([name, *(cell(report, plans[name]) for cell in _CELLS.values())])

@@ -14,14 +14,12 @@ POINTS = 400
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile of sorted `values`: the smallest value for which at least `percent` % of the values are not
-    larger.
-    """
+    """Return the smallest of the sorted `values` that is at least as large as `percent` % of them."""
     return values[min(len(values), max(1, math.ceil(percent / 100 * len(values)))) - 1]
 
 
 def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG with a curve for each name. On the axis of percentiles, each nine has the same width."""
+    """Return an SVG with a curve for each name. On the axis of percentiles, 90, 99 and 99.9 % are equally spaced."""
     curves = {name: sorted(values) for name, values in latencies_s.items()}
     step_ms, steps = _steps(max(values[-1] for values in curves.values()) * 1e3)
 
@@ -59,7 +57,6 @@ def svg(latencies_s: Mapping[str, Sequence[float]]) -> str:
 
 
 def _steps(most: float) -> tuple[float, int]:
-    """Return a round distance between two ticks, and the number of ticks up to `most`, at most eight."""
     power = 10.0 ** math.floor(math.log10(most))
     step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most <= 8 * power * part)
     return step, max(1, math.ceil(most / step))

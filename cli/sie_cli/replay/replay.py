@@ -1,12 +1,12 @@
-"""Replay of a trace through the scheduler in virtual time. The replay is deterministic: the same trace, plan and
-machine give the same report.
+"""Deterministic replay of a trace through the scheduler, in virtual time.
 
     request ─► chunks ─► queue of (model, priority) ─► a worker with credit ─► gathered ─► tokenised ─► batches ─►
     device ─► answered
 
-Chunks, credit, quantum and batches are the code that runs in the cluster (`chunk` of the gateway, `batch` and `sizing`
-of the sidecar). The device, the tokenizer and the network are formulas of `Machine`. The replay does not model HTTP,
-loads of models, and failures.
+Credit is the number of messages that a worker has requested from the broker. Chunks, credit, batches and the quantum
+(the time to wait for more messages) are computed by the code that runs in the cluster: `chunk` of the gateway, `batch`
+and `sizing` of the sidecar. The device, the tokenizer and the network are formulas of `Machine`. HTTP, loads of models
+and failures are not simulated.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # seconds after its last delivery in which a consumer gets a part of the worker's credit
+ACTIVE_S = 1.0  # seconds after its last delivery in which a consumer gets a share of the worker's credit
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """Settings that an operator may try: the number of workers, lanes per worker (batches that a device runs at the
-    same time), and the settings of batching.
-    """
+    """Settings to try: workers, lanes per worker (batches that a device runs at the same time), and batching."""
 
     workers: float = 1
     lanes: float = 1
@@ -87,7 +85,7 @@ class ReplayPlan:
 
 
 def plan_of(settings: Settings) -> ReplayPlan:
-    """Return the plan of one worker with one lane, with the batching settings of `settings`."""
+    """Return the plan for one worker with one lane, with the batching settings of `settings`."""
     return ReplayPlan(
         max_wait_ms=settings.batcher_coalesce_ms,
         max_batch_cost=settings.max_batch_cost,
@@ -103,8 +101,7 @@ def plan_of(settings: Settings) -> ReplayPlan:
 
 @dataclass(frozen=True)
 class Machine:
-    """Durations of a machine in seconds. A batch takes `base_s`, plus `token_s` for each token, plus `square_s` times
-    the sum of its squared lengths.
+    """Durations of a machine, in seconds. A batch takes base_s + token_s * tokens + square_s * sum of squared lengths.
 
     A worker tokenises on one thread, which takes `call_s` per call and `read_s` per token. It takes `delivery_s` to
     receive a message.
@@ -123,9 +120,9 @@ class Machine:
 
 @dataclass
 class ReplayReport:
-    """Result of a replay. `latency_s`, `wait_s`: for each request of the trace, the time from its arrival to its
-    answer, and to the start of its last batch. `device_s`: time that all lanes were busy, in total. `host_s`: time of
-    tokenising. `end_s`: time of the last answer.
+    """Result of a replay. `latency_s`, `wait_s`: for each request, the time from its arrival to its answer, and to the
+    start of its last batch. `device_s`: time for which the lanes were busy, summed over the lanes. `host_s`: time spent
+    on tokenising. `end_s`: time of the last answer.
     """
 
     latency_s: list[float]
@@ -141,7 +138,7 @@ class ReplayReport:
 
 @dataclass
 class _ReplayItem:
-    """Chunk, a part of a request that is one message, between its arrival and its answer."""
+    """Chunk (the part of a request that one message carries), from its arrival to its answer."""
 
     request: int
     key: BatchKey
@@ -154,7 +151,7 @@ class _ReplayItem:
 
 @dataclass
 class _ReplayConsumer:
-    """Queue of one model and priority. `turns`: the workers in the order in which they get the next message."""
+    """Queue of one model and priority. `turns`: the workers, in the order in which they get messages."""
 
     items: deque[_ReplayItem] = field(default_factory=deque)
     turns: deque[_ReplayWorker] = field(default_factory=deque)
@@ -162,8 +159,6 @@ class _ReplayConsumer:
 
 @dataclass
 class _Feed:
-    """State of a consumer at one worker: the messages that the worker has requested, and those on the way."""
-
     credit: int = 0  # number of messages that the worker has requested and the broker has not sent
     on_way: int = 0
     mean_cost: float = 0.0
@@ -177,8 +172,8 @@ class _Feed:
 
 
 class Replay:
-    """One run of a replay. `now_s` is the virtual time. Events are in a heap; events with the same time run in the
-    order in which they were added.
+    """Simulation of one trace. `now_s` is the virtual time. Events are in a heap; events of equal time run in the order
+    in which they were added.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> None:
@@ -197,7 +192,6 @@ class Replay:
         heapq.heappush(self._events, (max(when_s, self.now_s), next(self._numbers), event))
 
     def run(self) -> ReplayReport:
-        """Run until the last answer. Return the report."""
         for index, request in enumerate(self._requests):
             self.at(request.at, lambda index=index: self._arrive(index))  # type: ignore[misc]
         while self._events:
@@ -225,7 +219,7 @@ class Replay:
         self.deliver(name)
 
     def deliver(self, name: tuple[str, bool]) -> None:
-        """Send the waiting messages to workers that have credit; the workers take turns."""
+        """Send waiting messages to the workers with credit, in turn."""
         consumer = self.consumers[name]
         while consumer.items:
             worker = next((worker for worker in consumer.turns if worker.feeds[name].credit), None)
@@ -253,37 +247,31 @@ class Replay:
 
 
 class _ReplayWorker:
-    """Simulated worker: a sidecar and its device."""
-
     def __init__(self, replay: Replay) -> None:
         plan = replay.plan
         self._replay = replay
         self._limits = plan.limits
         self._quantum = Quantum(plan.min_quantum_ms / 1000, plan.max_quantum_ms / 1000, plan.target_p50_ms / 1000)
         self.feeds: dict[tuple[str, bool], _Feed] = {}
-        # feeds (consumers of this worker) with a delivery in the last ACTIVE_S
+        # consumers that delivered a message in the last ACTIVE_S
         self._active: dict[tuple[str, bool], _Feed] = {}
         self._arrived: list[_ReplayItem] = []
         self._waiting: Waiting[_ReplayItem] = Waiting()
-        self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time when its batch ends
-        # arrival of the first and of the last message since the messages were last tokenised
+        self._lanes = [0.0] * int(plan.lanes)  # for each lane, the time at which its batch ends
+        # arrival times of the first and the last message since the last tokenising
         self._began_s = self._last_s = 0.0
-        self._wire_s = 0.0  # time when the network has delivered the last message
+        self._wire_s = 0.0  # time at which the network has delivered the last message
         self._tokenising = False
-        self._held = ([0, 0], [0, 0])  # tokens and number of the chunks that the worker holds: interactive, then bulk
+        self._held = ([0, 0], [0, 0])  # tokens and number of the chunks at this worker: interactive, then bulk
         self._sent = 0
         self._wake_s = -1.0
 
-    # intake of messages
-
     def follow(self, name: tuple[str, bool]) -> None:
-        """Add a consumer, and request one message of it."""
+        """Add a consumer, and request one message from it."""
         self.feeds[name] = _Feed(credit=1)
 
     def _refill(self) -> None:
-        """Set the number of messages that the worker requests from each active consumer, like
-        sie_sidecar.intake.pull.
-        """
+        """Set how many messages the worker requests from each active consumer, like sie_sidecar.intake.pull."""
         now_s, lanes = self._replay.now_s, len(self._lanes)
         (cost, items), (bulk_cost, bulk_items) = self._held
         loads = Load(cost, items, lanes), Load(cost + bulk_cost, items + bulk_items, lanes)
@@ -323,8 +311,6 @@ class _ReplayWorker:
         load[0] += sign * item.cost
         load[1] += sign
 
-    # preparation of batches
-
     def _is_more_coming(self) -> bool:
         if len(self._arrived) >= self._limits.requests or sum(item.cost for item in self._arrived) >= self._limits.cost:
             return False
@@ -335,8 +321,8 @@ class _ReplayWorker:
         return any(feed.pending and feed.outstanding for feed in self._active.values())
 
     def _gather(self) -> None:
-        """Tokenise the messages that have arrived. Wait if the tokeniser's thread is busy, or if more messages are in
-        transit and the quantum, the time to wait for them, has not ended.
+        """Tokenise the messages that have arrived. Wait while the tokeniser's thread is busy, and, if more messages are
+        on their way, until the quantum (the longest wait for them) ends.
         """
         if not self._arrived or self._tokenising:
             return
@@ -359,8 +345,6 @@ class _ReplayWorker:
             self._waiting.add(BatchEntry(item.key, item.cost, self._replay.now_s, item, item.bulk))
         self._gather()
         self._dispatch()
-
-    # batches on the device
 
     def _dispatch(self) -> None:
         replay = self._replay
@@ -397,5 +381,5 @@ class _ReplayWorker:
 
 
 def replay(requests: Sequence[TraceRequest], plan: ReplayPlan, machine: Machine) -> ReplayReport:
-    """Simulate a trace and return the report. Raises TraceError for an invalid plan."""
+    """Simulate a trace. Raises TraceError for an invalid plan."""
     return Replay(requests, plan, machine).run()

@@ -1,5 +1,4 @@
-"""Traces of requests: the time of each request and the lengths of its inputs. A trace has no text and no names of
-clients.
+"""Traces of requests: arrival times and lengths of inputs, without text and names of clients.
 
 A trace is JSON lines, in any order:
 
@@ -10,8 +9,7 @@ A trace is JSON lines, in any order:
     {"settings": {"max_wait_ms": 5, "workers": 2}}
         the settings of the cluster
 
-`at` in seconds from any origin, `tokens` one number for each input, `attention` the sum of squared lengths of the
-batch.
+`at`: seconds from any origin. `tokens`: one number for each input. `attention`: sum of squared lengths of the batch.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ import numpy as np
 
 from sie_contracts.wire.messages import Priority
 
-MAX_TOKENS = 512  # tokens of a generated input
-MAX_INPUTS = 10_000_000  # inputs of a generated trace
+MAX_TOKENS = 512  # maximum number of tokens of a generated input
+MAX_INPUTS = 10_000_000  # maximum number of inputs of a generated trace
 
 
 class TraceError(ValueError):
-    """Error of a trace, or of a description of a trace, that is not valid."""
+    """Error in a trace, or in the description of a trace to generate."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request, or one message of a request if a sidecar recorded it."""
+    """One request; in a trace that a sidecar recorded, one message of a request."""
 
     at: float
     tokens: tuple[int, ...]
@@ -63,7 +61,7 @@ class _SettingsLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace: requests by time, the first at 0."""
+    """Requests sorted by time, the first at 0, with the measured batches and the settings."""
 
     requests: tuple[TraceRequest, ...]
     ran: tuple[Ran, ...] = ()
@@ -105,14 +103,12 @@ def write(requests: Iterable[TraceRequest]) -> Iterator[bytes]:
 
 
 def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Parse `a=1,b=2.5` to numbers by name. Raises TraceError for an unknown name and for a value that is not a
-    number.
-    """
+    """Parse `a=1,b=2.5` to numbers by name. Raises TraceError for unknown names and invalid numbers."""
     values = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name not in names:
-            raise TraceError(f"{name!r} is none of {', '.join(names)}")
+            raise TraceError(f"{name!r} is unknown, expected one of {', '.join(names)}")
         try:
             values[name] = float(value)
         except ValueError as error:
@@ -123,8 +119,7 @@ def numbers(text: str, names: Sequence[str]) -> dict[str, float]:
 
 
 def generate(spec: str) -> list[TraceRequest]:
-    """Generate requests from `poisson:rate=200,length=64,...`: the first at time 0, the later ones at random times.
-    Raises TraceError.
+    """Generate requests from `poisson:rate=200,length=64,...`, the first at time 0. Raises TraceError.
 
     `rate`: requests per second, for `seconds` seconds. `burst`: requests that arrive together. `inputs`: inputs of each
     request. `length`: mean tokens of an input, log-normal with `spread` as its sigma (0: all equal), at most 512.
@@ -151,7 +146,9 @@ def generate(spec: str) -> list[TraceRequest]:
     ):
         raise TraceError("rate, length and seconds must be above 0; burst, inputs and models at least 1")
     if max(parameters["rate"] * parameters["seconds"], parameters["burst"]) * parameters["inputs"] > MAX_INPUTS:
-        raise TraceError(f"these are more than {MAX_INPUTS:,} inputs: lower the rate or the seconds")
+        raise TraceError(
+            f"--generate would make more than {MAX_INPUTS:,} inputs: lower the rate, the seconds or the inputs"
+        )
     chance, sigma = random.Random(int(parameters["seed"])), parameters["spread"]  # noqa: S311  arrivals, no secrets
     middle = np.log(parameters["length"]) - sigma * sigma / 2
     requests: list[TraceRequest] = []
@@ -174,8 +171,8 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
     """Fit the seconds of a batch as a + b * tokens + c * attention, with the least squared relative error. Return a, b,
     c, which are not negative. Raises TraceError.
 
-    Every subset of the three terms is fitted, and the best fit without a negative coefficient is used. The terms
-    outside that subset have the coefficient 0, for example because the batches cannot tell two terms apart.
+    Every subset of the three terms is fitted, because the batches may not tell two terms apart. The best fit without a
+    negative coefficient is used; terms outside its subset get the coefficient 0.
     """
     if len(ran) < 3:
         raise TraceError("the trace has fewer than three measured batches: describe the device with --device")
@@ -191,7 +188,7 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
             coefficients = np.zeros(3)
             coefficients[list(chosen)] = solution
             error = float(np.sum((scaled @ coefficients - 1.0) ** 2))
-            # the margin prefers fewer terms: more terms must fit clearly better
+            # the margin prefers fewer terms: an additional term must improve the fit clearly
             if (coefficients >= 0).all() and error < best_error - 1e-9 * len(ran):
                 best, best_error = (float(coefficients[0]), float(coefficients[1]), float(coefficients[2])), error
     return best

@@ -1,4 +1,4 @@
-"""Command `sie serve`. `processes` starts and stops the processes."""
+"""Command `sie serve`. The module `processes` starts and stops the processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def serve(
     """
     if exit_with_parent and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    failpoints = values.pop("failpoints", None)  # failpoints are not for this process; its child processes get them
+    failpoints = values.pop("failpoints", None)  # failpoints are for the child processes only
     loaded_settings = loaded(values, "standalone" if standalone else "queue")
     plan = ServePlan(
         host,
@@ -135,9 +135,6 @@ def serve(
 
 
 def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
-    """Return the plan, with the models of the command line added to those that are loaded at the start. Raises
-    CommandRefused.
-    """
     served = []
     for spec in models:
         model = look_up(plan.settings, spec)
@@ -152,9 +149,7 @@ def _with_models(plan: ServePlan, models: tuple[str, ...]) -> ServePlan:
 
 
 def _with_free_ports(loaded_settings: Loaded) -> Settings:
-    """Return the settings, in which metrics ports that the operator did not set are 0. Port 0 means any free port: on a
-    laptop, the documented ports are often in use.
-    """
+    """Return the settings with port 0 (any free port) for metrics, unless the operator set a port."""
     assigned = [
         name
         for name in ("SIE_GATEWAY_METRICS_PORT", "SIE_WORKER_METRICS_PORT")
@@ -164,9 +159,7 @@ def _with_free_ports(loaded_settings: Loaded) -> Settings:
 
 
 def _needs(plan: ServePlan) -> MachineNeeds:
-    """Return what this run needs from the machine. Ports that the user did not set are left out, because a free port is
-    chosen later.
-    """
+    """Return what this run needs from the machine. Ports that the user did not set are left out."""
     settings = plan.settings
     listeners = [
         PortListener("--port", plan.host, plan.port, plan.gateways),

@@ -1,4 +1,4 @@
-"""nats-server that `sie serve` starts: it listens on loopback only, and stores its files under the data directory."""
+"""nats-server that `sie serve` starts: it listens on loopback only, and stores its files in the data directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sie_cli.data_dir import private_folder
 from sie_cli.serve.ports import free_port
 from sie_contracts.settings import SettingError
 
-# period after which writes are flushed to the disk; a power failure loses the writes of one period
+# writes are flushed to the disk in this interval; a power failure loses the writes since the last flush
 SYNC_INTERVAL = "100ms"
 MAX_PAYLOAD_BYTES = 8 << 20
 _USER_OF = {"gateway": "gateway", "config": "config", "sidecar": "worker"}
@@ -25,8 +25,8 @@ USERS = (*_USER_OF.values(), _STREAMS, OPERATOR)
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedBroker:
-    """nats-server with a configuration file. Its ports stay the same over its restarts, so clients find it again. The
-    passwords are valid for one run of `sie serve`.
+    """nats-server with a configuration file. Its ports stay the same when it is restarted, so that clients find it
+    again. Its passwords are valid for one run of `sie serve`.
     """
 
     argv: tuple[str, ...]
@@ -38,9 +38,8 @@ class EmbeddedBroker:
     def configure(data_dir: Path, store_bytes: int) -> EmbeddedBroker:
         """Write the configuration of the broker. Raises SettingError if no nats-server is installed.
 
-        `store_bytes`: limit of the bytes that all streams reserve in total. The broker's own limit would be three
-        quarters of the free space at its start. After a restart with a full queue, this could be less than the streams
-        reserve.
+        `store_bytes`: limit of the bytes that all streams reserve in total. By default the broker would use three
+        quarters of the disk's free space, which after a restart with a full queue may be less than the streams reserve.
         """
         beside = Path(sys.executable).with_name("nats-server")
         binary = str(beside) if beside.exists() else shutil.which("nats-server")
@@ -68,15 +67,11 @@ class EmbeddedBroker:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the passwords as environment variables for the server's configuration. They are in quotes, because the
-        server would parse a password such as 1e10 as a number.
-        """
+        """Return the passwords as environment variables, in quotes: nats-server would read 1e10 as a number."""
         return {f"{user.upper()}_PASSWORD": f'"{password}"' for user, password in self.passwords.items()}
 
     def credentials(self, role: str) -> dict[str, str]:
-        """Return the settings with which a process of this role connects to the broker; empty for a role without
-        access.
-        """
+        """Return the settings for a role's connection to the broker; empty if this role has no access."""
         if role not in _USER_OF:
             return {}
         user = _USER_OF[role]
@@ -90,7 +85,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the users and their permissions as a part of the server's configuration. The Helm chart sets the same
-    permissions.
-    """
+    """Return the configuration of the server's users and their permissions. The Helm chart uses the same file."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

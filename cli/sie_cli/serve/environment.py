@@ -38,5 +38,5 @@ def of_components(components: Collection[str], environ: Mapping[str, str], setti
 
 
 def of_broker(environ: Mapping[str, str], passwords: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for nats-server: the listed system variables and its passwords, but no setting of SIE."""
+    """Return the environment for nats-server: its passwords and some system variables, but no setting of SIE."""
     return {name: environ[name] for name in _BROKER if name in environ} | dict(passwords)

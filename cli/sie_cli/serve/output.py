@@ -12,22 +12,19 @@ _NATS_LEVELS = {"[WRN]": "WARNING", "[ERR]": "ERROR", "[FTL]": "CRITICAL"}
 
 
 def _matters(line: str) -> bool:
-    """Return whether a line of nats-server is shown. Lines of level INF are not, because the banner would hide
-    important lines; among them, only those about slow consumers are shown. The warning about plaintext passwords is not
-    shown: the passwords are random, valid for one start, and in none of the server's files.
+    """Return whether to show a line of nats-server. Lines of level INF are hidden, except those about slow consumers,
+    because the long banner would hide important lines. The warning about plaintext passwords is hidden: the passwords
+    are random, valid for one start, and in none of the server's files.
     """
     return "Slow Consumer" in line or not ("[INF]" in line or "Plaintext passwords" in line)
 
 
 def _level(line: str) -> str:
-    """Return the log level of a line of nats-server."""
     return next((level for mark, level in _NATS_LEVELS.items() if mark in line), "INFO")
 
 
 class LineOutput:
-    """Printer for the lines of all processes: each line with the name of its process, or with --log-json as a JSON
-    object.
-    """
+    """Printer for the lines of all processes, each with its process's name; with --log-json, each as a JSON object."""
 
     def __init__(self, *, json: bool) -> None:
         self._json = json
@@ -38,8 +35,8 @@ class LineOutput:
         try:
             print(self._shown(name, line, level), file=sys.stderr, flush=True)  # noqa: T201  this is the program's output
         except OSError:
-            # The reader of this output has closed it, so write to /dev/null. Child processes can then still print.
-            # Without this, a failed flush at the interpreter's end would also change the exit status.
+            # The reader has closed the pipe, so write to /dev/null: child processes can still print, and the flush at
+            # the interpreter's exit does not fail and change the exit status.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
             os.close(nowhere)

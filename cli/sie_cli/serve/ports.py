@@ -1,4 +1,4 @@
-"""Free ports for processes that will be started."""
+"""Choice of free ports for processes that will be started."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _descriptors: dict[int, int] = {}  # port -> descriptor of the socket that reser
 
 def free_port(count: int = 1) -> int:
     """Return the first of `count` consecutive free loopback ports, and reserve them. No other call returns them,
-    neither in this process nor, on Linux, in any running process. The started process listens on the port later.
+    neither in this process nor, on Linux, in any running process. The process that is started later listens on the
+    port.
 
-    The ports are below those that the system uses for outgoing connections. Otherwise a client that retries while its
-    server is away could get the server's port as its own, connect to itself and block the server. Raises SettingError
-    if no ports are free.
+    The ports are below the range for outgoing connections. A client that retries while its server is away could
+    otherwise get the server's port for its own end, connect to itself, and block the server. Raises SettingError if no
+    ports are free.
     """
     for port in random.sample(_BELOW_EPHEMERAL, _TRIED):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -33,10 +34,10 @@ def free_port(count: int = 1) -> int:
 
 
 def _bind(bound: socket.socket, port: int) -> None:
-    """Reserve a port. Raises OSError if this process has reserved the port already, or if a program listens on it.
+    """Reserve a port. Raises OSError if this process has reserved it already, or if a program listens on it.
 
     On Linux, a socket that is bound and does not listen blocks every other socket, except one with SO_REUSEADDR, which
-    servers set. On other systems it would block a server too, so there the port is only tested.
+    servers set. On other systems it would also block servers, so there the port is only tested.
     """
     if port in _descriptors:
         raise OSError(f"port {port} is already reserved by this process")

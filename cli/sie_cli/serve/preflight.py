@@ -1,7 +1,7 @@
 """Checks of this machine before `sie serve` starts a process: folders, ports, disk, open files, memory.
 
-Each fault is one line: the present state, the need, and the remedy. Without these checks the processes would start,
-fail for a reason that only one of them shows, and be restarted for ever.
+Each fault is one line with the present state, the need, and the remedy. Without these checks, a process would fail
+after its start and be restarted for ever, and the reason would be visible in its output only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from sie_contracts.wire import topology
 from sie_runtime import control_group
 from sie_runtime.descriptors import SPARE_FILES, raise_limit
 
-# bytes on the disk that are left for the catalogue's streams, the broker's files, and the files written at a start
+# bytes of disk space that are kept free for the catalogue's streams, the broker's files, and files written at a start
 RESERVE_BYTES = 8 << 20
-# bytes of address space that the largest process needs: an adapter with torch and a small model
-# 1.8 GiB were measured on 2 cores; more threads need more.
+# Bytes of address space that an adapter with torch and a small model, the largest process, needs. 1.8 GiB were measured
+# on 2 cores; more threads need more.
 MIN_ADDRESS_BYTES = 3 << 30
-# bytes of all processes before a model is loaded, with torch once per adapter: 0.55 GiB measured on 2 cores
+# Bytes of memory that all processes, each worker, and each gateway need before a model is loaded. In total, 0.55 GiB
+# were measured on 2 cores.
 MIN_MEMORY_BYTES, WORKER_BYTES, GATEWAY_BYTES = 640 << 20, 320 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
 class PortListener:
-    """Ports that one flag sets: `count` consecutive ports, the first is `port`."""
+    """Consecutive ports that one flag sets: `port` is the first of `count`."""
 
     flag: str
     host: str
@@ -44,9 +45,7 @@ class PortListener:
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """Resources that one `sie serve` needs from the machine. `has_broker`: it starts its own broker, whose streams are
-    in `data_dir`.
-    """
+    """Resources that one `sie serve` needs. `has_broker`: it starts a broker, which stores streams in `data_dir`."""
 
     listeners: tuple[PortListener, ...]
     data_dir: Path
@@ -57,9 +56,7 @@ class MachineNeeds:
 
 
 def faults(needs: MachineNeeds) -> list[str]:
-    """Return the faults of this machine, each in one line with the remedy. Raises the soft limit of open files to its
-    maximum.
-    """
+    """Return the faults of this machine, each as a line with the remedy. Also raises the soft limit of open files."""
     return [*_folders(needs), *_ports(needs), *_disk(needs), *_open_files(needs), *_memory(needs)]
 
 
@@ -77,7 +74,6 @@ def _ports(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _cannot_listen(host: str, port: int) -> OSError | None:
-    """Return the error of an attempt to bind this address; None if a server can listen on it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -102,7 +98,6 @@ def _remedy(listener: PortListener, port: int, reason: OSError) -> str:
 
 
 def _next_free(listener: PortListener) -> int:
-    """Return the first of `count` consecutive free ports above the listener's port."""
     for first in range(listener.port + 1, min(listener.port + 1000, 65536 - listener.count)):
         if not any(_cannot_listen(listener.host, first + number) for number in range(listener.count)):
             return first
@@ -110,14 +105,14 @@ def _next_free(listener: PortListener) -> int:
 
 
 def store_bytes(data_dir: Path) -> int:
-    """Return the bytes that the broker's streams may use in the data directory: the free space of the disk, plus the
-    space that they use already, minus RESERVE_BYTES.
+    """Return the bytes that the broker's streams may use in the data directory: what they use now, plus the disk's free
+    space, minus RESERVE_BYTES.
     """
     return max(0, shutil.disk_usage(data_dir).free + held_bytes(data_dir / "nats") - RESERVE_BYTES)
 
 
 def held_bytes(folder: Path) -> int:
-    """Return the size of all files below a folder, bytes. Files that are removed during the count are skipped."""
+    """Return the total size of the files below a folder, in bytes. Files that are removed meanwhile are skipped."""
     total = 0
     for base, _, files in os.walk(folder):
         for name in files:
@@ -151,9 +146,6 @@ def _disk(needs: MachineNeeds) -> Iterator[str]:
 
 
 def _stream_bytes(queue_bytes: int) -> int:
-    """Return the bytes that the broker reserves when it creates the two streams of a pool: for work and for dead
-    letters.
-    """
     dead = topology.dead_letter_stream("_default", storage="file", replicas=1, queue_bytes=queue_bytes)
     return queue_bytes + dead.max_bytes
 

@@ -41,23 +41,23 @@ from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingRow, Settings, 
 from sie_runtime.process import end_signals
 from sie_store.models_folder import in_use, place_of
 
-BROKER = "nats-server"  # name of the broker's process in the output
+BROKER = "nats-server"
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
-REPEAT = 3  # while the start waits for one thing, only every third equal line is printed
+REPEAT = 3  # the start prints only every third of the equal lines about a process that it waits for
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# seconds: the drain of the gateways, then the grace periods of gateways, workers and the other processes
-# The grace periods follow each other and end within 15 s.
+# seconds: the drain of the gateways, then the grace periods of gateways, workers and the other processes. The grace
+# periods follow each other and end within 15 s.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
-# seconds; at this time the gateways have ended, so the worker has only work of jobs, which a later start continues
+# seconds; the gateways have ended by then, so a worker only has work of jobs, which continues after the next start
 _WORKER_DRAIN_S = 1.5
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """Options of one run of `sie serve`. `once`: arguments that each process gets only at its first start."""
+    """Options of one run of `sie serve`. `once`: arguments that a process gets only at its first start."""
 
     host: str
     port: int
@@ -74,7 +74,7 @@ class ServePlan:
 
 
 class LocalCluster:
-    """Cluster on this machine: the processes of one run of `sie serve`."""
+    """Processes of one run of `sie serve`."""
 
     def __init__(self, plan: ServePlan) -> None:
         self._plan = plan
@@ -83,14 +83,14 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        # name -> probe whether a gateway sees all workers; the start reports it after the probes of the processes
+        # probe name -> probe whether a gateway sees all workers; checked after the probes of the processes
         self._visibility: dict[str, Probe] = {}
         self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None
         self._admin_token = plan.settings.admin_token or Secret(secrets.token_urlsafe(32))
-        # lines that the broker printed about its streams during the start
+        # lines about streams that the broker printed during its start
         self._restores: deque[str] = deque(maxlen=1000)
-        # for each component with metrics: its first port, and the number of ports
+        # component -> first port of its metrics, and number of ports
         self._metrics: dict[str, tuple[int, int]] = {}
 
     async def run(self) -> int:
@@ -117,9 +117,6 @@ class LocalCluster:
         self._say(name, line, level)
 
     async def _supervised(self, supervisor: Supervisor, *groups: list[Child]) -> int:
-        """Start all processes in order, wait for a signal or a fatal error, then stop them in order. Return the exit
-        status.
-        """
         broker, config, gateways, sidecars, adapters = groups
         children = [*broker, *config, *gateways, *sidecars, *adapters]
         self._say("serve", f"starting {', '.join(child.name for child in children)}")
@@ -148,9 +145,7 @@ class LocalCluster:
         return 0
 
     def _set_defaults(self) -> None:
-        """Set defaults that fit this machine better than the documented ones, for settings that the operator did not
-        set.
-        """
+        """Set defaults that fit this machine better than the documented ones, except for settings of the operator."""
         plan = self._plan
         device, _, _ = plan.settings.device.partition(",")  # all devices of a worker have the same type
         cpu = device == "cpu" or (
@@ -159,7 +154,7 @@ class LocalCluster:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         elif cpu and "SIE_GPU_COUNT" not in self._environ:
-            # 0 devices, so that the operator's machine profile uses the packaged measurements for a CPU
+            # with 0 devices, the operator's machine profile uses the packaged measurements for a CPU
             self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
@@ -169,7 +164,7 @@ class LocalCluster:
             self._flags.setdefault("SIE_GATEWAY_API_METRICS", "true")
         if plan.settings.payload_store_url is None:
             payloads = private_folder(plan.data_dir / "payloads")
-            # the references to these files were only in the memory of the earlier process, so remove the files
+            # remove the payloads of an earlier process: only its memory had references to them
             if plan.standalone:
                 payloads /= "standalone"
                 shutil.rmtree(payloads, ignore_errors=True)
@@ -177,8 +172,8 @@ class LocalCluster:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Return the processes as five lists: broker, config service, gateways, sidecars, adapters. In standalone mode,
-        one process replaces the first four.
+        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process is all but the
+        adapters.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -230,7 +225,7 @@ class LocalCluster:
             environ = environment.of_broker(self._environ, self._embedded.environ)
             broker = [Child(BROKER, self._embedded.argv, environ, _LAST_GRACE_S)]
         elif "SIE_NATS_URL" in self._flags:
-            # the URL may contain a password, which must not be in a process list
+            # as an environment variable, not as a flag: the URL may contain a password, and process lists show flags
             self._environ["SIE_NATS_URL"] = self._flags.pop("SIE_NATS_URL")
         config: list[Child] = []
         if settings.config_service_url is None:
@@ -257,11 +252,9 @@ class LocalCluster:
         return broker, config, gateways, sidecars, adapters
 
     def _await_answer(self, name: str, port: int) -> None:
-        """Add a probe, so that the start waits for this process to be ready."""
         self._readiness[name] = functools.partial(not_ready, url=f"http://{_reachable(self._plan.host)}:{port}/readyz")
 
     def _await_gateway(self, name: str, port: int) -> None:
-        """Add probes, so that the start waits for this gateway: it must be ready, and report all workers as healthy."""
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
             return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers in SIE_GATEWAY_WORKERS
@@ -273,15 +266,11 @@ class LocalCluster:
         )
 
     def _name_workers(self, ports: list[int]) -> None:
-        """Set the workers' addresses in the gateways' settings, which /ws/status needs."""
         if self._plan.settings.gateway_workers is None:
             host = _reachable(self._plan.host)
             self._flags["SIE_GATEWAY_WORKERS"] = ",".join(f"http://{host}:{port}" for port in ports)
 
     def _worker_id(self, number: int) -> dict[str, str]:
-        """Return the setting with the id of a worker. Workers of one machine need different ids, so a number is
-        appended to the configured id.
-        """
         if self._plan.workers == 1:
             return {}
         base = self._plan.settings.worker_id or "worker"
@@ -298,15 +287,13 @@ class LocalCluster:
         if self._embedded is not None:
             environ |= self._embedded.credentials(role)
         if role == "adapter" and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
-            # oneDNN reads this variable at its start. By default it caches 1,024 compiled shapes of about 0.3 MB.
-            # This is too much for a process with a limit on its memory.
+            # oneDNN reads this variable at its start. Its default, 1,024 cached kernels of about 0.3 MB, would be too
+            # much for a process with limited memory.
             environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
         return Child(name, argv, environ, grace_s, self._plan.once)
 
     async def _until_ready(self, supervisor: Supervisor) -> None:
-        """Wait until all processes are ready, and print which ones are not ready yet. If a model of the command line
-        cannot be loaded, stop `sie serve`: it could answer no request for this model.
-        """
+        """Wait until all processes are ready. Stop `sie serve` if a model of the command line cannot be loaded."""
         started_s = last_reported_s = time.monotonic()
         last_line, repeats = "", 0
         waiting = {**self._readiness, **self._visibility}
@@ -330,7 +317,7 @@ class LocalCluster:
                         self._say("serve", f"{model.name}: {failed}; Ctrl-C ends", "WARNING")
                 if not waiting:
                     break
-                name = next(iter(waiting))  # report only the first process: the later ones usually wait for it
+                name = next(iter(waiting))  # report only the first process, because the later ones usually wait for it
                 line = f"waiting for {name}: {reasons[name]}"
                 if time.monotonic() - last_reported_s > TELL_EVERY_S:
                     last_reported_s = time.monotonic()
@@ -339,15 +326,13 @@ class LocalCluster:
                     if repeats % REPEAT == 0:
                         self._say("serve", line)
                     self._tell_unread()
-                await asyncio.sleep(READY_POLL_S)  # seconds between two rounds of probes
+                await asyncio.sleep(READY_POLL_S)
         supervisor.is_up = True
         self._say("serve", f"ready in {time.monotonic() - started_s:.1f} s")
         self._greet()
 
     def _tell_unread(self) -> None:
-        """Print the name of the stream whose files the broker is reading at its start. The broker answers only after it
-        has read the files of all streams, and with damaged files it may never finish.
-        """
+        """Print which stream the broker still reads. It answers only after that; with damaged files, perhaps never."""
         if stream := unread_stream(self._restores):
             data_dir = shlex.quote(str(self._plan.data_dir))
             self._say(
@@ -358,9 +343,7 @@ class LocalCluster:
             access.publish(self._plan.data_dir, msgspec.structs.replace(self._access(), unread_stream=stream))
 
     async def _watch_broker(self, supervisor: Supervisor, broker: Child) -> None:
-        """Restart the broker after a write error, usually a full disk, as soon as the disk has space again: until a
-        restart, the broker refuses writes to the stream.
-        """
+        """Restart the broker after a write error (a full disk) once there is space. Until then it refuses writes."""
         embedded = self._embedded
         assert embedded is not None
         is_reported = False
@@ -380,10 +363,9 @@ class LocalCluster:
                     is_reported = True
 
     def _access(self) -> Access:
-        """Return the addresses and credentials of this run, for the commands of this user."""
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
-        # with the operator's own config service, do not publish its token
+        # do not publish the token of the operator's own config service
         is_ours = plan.settings.config_service_url is None
         return Access(
             gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),
@@ -451,7 +433,6 @@ class LocalCluster:
             )
 
     def _metrics_urls(self) -> dict[str, list[str]]:
-        """Return the addresses of metrics and probes of the gateways and of the workers, by component."""
         host = _reachable(self._plan.host)
         return {
             name: [f"http://{host}:{first + number}" for number in range(count)]
@@ -467,7 +448,7 @@ _BODIES: Mapping[str, str] = {
 
 
 def example_request(model: NamedModel, url: str, token: str) -> str:
-    """Return a shell command that sends a request to a model, for the first task of the model."""
+    """Return a shell command that sends a request to a model, for its first task."""
     if "text" not in model.entry.inputs:
         return f"sie try {model.name} @FILE"
     task = model.entry.tasks[0]
@@ -483,7 +464,7 @@ def _reachable(host: str) -> str:
 
 
 def _command() -> list[str]:
-    """Return the argv that starts this program, with a name that shows the role in a list of processes."""
+    """Return the argv that starts this program. Lists of processes then show the name `sie`, if possible."""
     script = Path(sys.argv[0])
     return (
         [sys.executable, str(script)] if script.name == "sie" and script.exists() else [sys.executable, "-m", "sie_cli"]
@@ -491,7 +472,6 @@ def _command() -> list[str]:
 
 
 def flag(row: SettingRow, raw: str) -> list[str]:
-    """Return a setting as command-line arguments."""
     if isinstance(row.default, bool):
         return [row.flag if row.read(raw) else f"--no-{row.flag[2:]}"]
     return [row.flag, raw]

@@ -1,4 +1,4 @@
-"""Probes whether the processes of `sie serve` are ready. A probe returns what is missing."""
+"""Probes of the processes of `sie serve`. A probe returns why a process is not ready."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _RESTORE = re.compile(r"(Starting restore|Restored \d+ messages) for stream '\S+
 
 
 def unread_stream(lines: Iterable[str]) -> str:
-    """Return the name of the stream whose files a starting broker is still reading, according to the lines that it has
-    printed; empty if there is none.
-    """
+    """Return the name of the stream that a starting broker is reading, from the lines that it printed; else empty."""
     pending: dict[str, None] = {}
     for line in lines:
         if (match := _RESTORE.search(line)) is not None:
@@ -33,7 +31,6 @@ def unread_stream(lines: Iterable[str]) -> str:
 
 
 async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
-    """Return why the process with /readyz at `url` is not ready; None when it is ready."""
     try:
         answer = await client.get(url)
     except httpx.HTTPError as error:
@@ -42,8 +39,7 @@ async def not_ready(client: httpx.AsyncClient, url: str) -> str | None:
 
 
 async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, count: int) -> str | None:
-    """Return the reason why the gateway, according to its /health, does not have `count` workers yet; None when it has
-    them.
+    """Return why the gateway does not have `count` workers yet, according to its /health; None when it has them.
 
     A worker is ready before the gateway has its heartbeat. In this time, the gateway would refuse requests.
     """
@@ -82,8 +78,8 @@ class FailedLoad:
 
 
 async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model: str) -> FailedLoad | None:
-    """Return the failed load of a model, from the reports of a gateway's workers. None if no load failed, if a worker
-    has loaded or is loading the model, or if the gateway does not answer.
+    """Return the failed load of a model, as reported by a gateway. None if no load failed, if a worker has loaded or is
+    loading the model, or if the gateway does not answer.
     """
     try:
         answer = await client.get(f"{url}/v1/models/{model}", headers={"Authorization": f"Bearer {token.reveal()}"})

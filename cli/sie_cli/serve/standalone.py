@@ -24,7 +24,7 @@ from sie_runtime.process import run as run_process
 
 
 class LocalSource:
-    """Source of catalogue updates for a sidecar. It reads the store in this process instead of a config service."""
+    """Source of catalogue updates for a sidecar: the store in this process, instead of a config service."""
 
     def __init__(self, store: CatalogueStore) -> None:
         self._store = store
@@ -85,7 +85,7 @@ async def _run(
         for number, worker in enumerate(_workers(settings, data_dir, workers))
     ]
     for task in sidecars:
-        task.add_done_callback(lambda _: stop.request())  # a worker that ends by itself ends the process
+        task.add_done_callback(lambda _: stop.request())  # if a worker ends on its own, end the process
     tasks = Tasks(logging.getLogger("sie.config"), stop.request)
     tasks.start(Reload(store, prepared.overlay, prepared.signature).run(stop), "folder of models")
     try:
@@ -103,7 +103,6 @@ async def _run(
 
 
 def _workers(settings: Settings, data_dir: Path, count: int) -> list[Settings]:
-    """Return the settings for each worker, which differ in socket, port and id."""
     workers = []
     for number in range(count):
         port = settings.worker_metrics_port

@@ -1,9 +1,8 @@
-"""Supervisor of child processes: it starts them in order, watches them, restarts them with back-off, and stops them in
-order.
+"""Supervisor of child processes: it starts them in order, restarts them with back-off, and stops them in order.
 
-A child never outlives its supervisor, whatever the reason of its end: the kernel kills a child with its parent (only on
-Linux; on other systems, the children of a killed supervisor continue). Each child has its own session, so Ctrl-C
-reaches only the supervisor, which decides the order of the stop.
+On Linux, the kernel kills a child when its parent ends for any reason; on other systems, the children of a killed
+supervisor continue. Each child has its own session: Ctrl-C reaches only the supervisor, which decides the order of the
+stop.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from typing import Protocol
 from sie_runtime.process import EXIT_BAD_SETTING
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-# failures in a row of a child that was never ready; after these, a restart is considered useless
+# consecutive failures of a child that was never ready, after which another restart is considered useless
 MAX_FIRST_FAILURES = 5
 LAST_LINES_S = 2.0  # seconds to wait for output that an ended child has left in its pipe
-MAX_LINE_BYTES = 1 << 20  # limit of the bytes of one line of output
-STEADY_S = 30.0  # seconds: a child that lived longer is started again without a pause
+MAX_LINE_BYTES = 1 << 20  # maximum length of one line of output, in bytes
+STEADY_S = 30.0  # seconds; a child that ran longer than this is restarted without a pause
 _PR_SET_PDEATHSIG = 1
 
 
 class ChildProcess(Protocol):
-    """Methods and attributes of `asyncio.subprocess.Process` that the supervisor uses."""
+    """Part of `asyncio.subprocess.Process` that the supervisor uses."""
 
     @property
     def returncode(self) -> int | None: ...
@@ -44,7 +43,7 @@ class ChildProcess(Protocol):
 
 
 async def started(argv: Sequence[str], environ: Mapping[str, str]) -> ChildProcess:
-    """Start a process in a session of its own. On Linux, the kernel kills it when this process ends. Raises OSError."""
+    """Start a process in its own session. On Linux, the kernel kills it when this process ends. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *argv,
         env=dict(environ),
@@ -61,7 +60,7 @@ def _die_with_parent() -> Callable[[], None] | None:
     """Return a `preexec_fn` that makes the kernel kill the child when the thread that forked it ends."""
     if not sys.platform.startswith("linux"):
         return None
-    # look the function up before the fork: after it, the child of a process with threads must not load a library
+    # look the function up before the fork: the child of a process with threads must not load a library
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def arrange() -> None:
@@ -84,7 +83,7 @@ class Child:
     keeper: asyncio.Task[None] | None = None
     output: set[asyncio.Task[None]] = field(default_factory=set)
     ending: bool = False
-    refusal: str = ""  # last line in which the child names a setting that it refuses
+    refusal: str = ""  # last line of output in which the child refuses a setting
 
     def count_restart(self) -> None:
         self.restarts += 1
@@ -95,7 +94,7 @@ class Supervisor:
 
     `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
     in a row while `is_up` is False. The owner sets `is_up` once all processes are ready. From then on, a child is
-    restarted however often it ends.
+    always restarted.
     """
 
     def __init__(self, say: Callable[[str, str, str], None]) -> None:
@@ -105,7 +104,7 @@ class Supervisor:
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self, child: Child) -> None:
-        """Start a child and restart it after each end until `stop`."""
+        """Start a child, and restart it after each end until `stop`."""
         self._children.append(child)
         await self._spawn(child)
         child.keeper = asyncio.create_task(self._keep(child), name=f"keep:{child.name}")
@@ -123,7 +122,7 @@ class Supervisor:
             try:
                 line = await stream.readline()
             except ValueError:
-                continue  # the line was longer than MAX_LINE_BYTES; the text after the limit is read as further lines
+                continue  # the line exceeded MAX_LINE_BYTES; its remainder is read as further lines
             if not line:
                 return
             text = line.decode("utf-8", "replace").rstrip("\n")
@@ -154,14 +153,14 @@ class Supervisor:
                 )
                 return
             self._say(child.name, f"{how}; starting again in {pause_s:g} s", "WARNING")
-            await asyncio.sleep(pause_s)  # back-off before the restart
+            await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             while not child.ending:
                 child.count_restart()
                 try:
                     await self._spawn(child)
                     break
-                except OSError as error:  # for example, there are too many processes or too little memory at the moment
+                except OSError as error:  # for example, too many processes or too little memory at the moment
                     self._say(child.name, f"cannot be started: {error}", "ERROR")
                     await asyncio.sleep(LONGEST_PAUSE_S)
 
@@ -170,9 +169,7 @@ class Supervisor:
             self.fatal.set_result(reason)
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """Send SIGTERM to all children, wait for the grace time of each, then send SIGKILL. Wait until all of them have
-        ended.
-        """
+        """Send SIGTERM to the children, and SIGKILL to each whose grace time ends. Wait until all have ended."""
         await asyncio.gather(*(self._stop_one(child) for child in children))
 
     async def _stop_one(self, child: Child) -> None:
@@ -193,12 +190,11 @@ class Supervisor:
             await asyncio.wait(child.output, timeout=1.0)
 
     def restart(self, child: Child) -> None:
-        """Send SIGTERM to a child. The task that watches the child starts it again."""
+        """Send SIGTERM to a child. The task that watches it starts it again."""
         if child.process is not None and child.process.returncode is None:
             _signal(child.process, signal.SIGTERM)
 
     def kill_all(self) -> None:
-        """Send SIGKILL to every child now."""
         for child in self._children:
             child.ending = True
             if child.process is not None and child.process.returncode is None:

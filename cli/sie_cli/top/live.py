@@ -1,5 +1,5 @@
-"""Main loop of `sie top`: it receives a gateway's frames and draws them, in place in a terminal, or one after the other
-in a pipe.
+"""Main loop of `sie top`: it receives a gateway's frames (measurements of one moment) and draws them, in place in a
+terminal, or one after the other in a pipe.
 
     frames (SIEAsyncClient.watch) ──► View ──► picture of a width and height ──► terminal or pipe
 """
@@ -29,7 +29,7 @@ from sie_client.errors import RequestError, SIEConnectionError, SIEError
 from sie_contracts.loopback import direct
 
 PAST_EVERY_S = 10.0
-PAST_S = 3.0  # seconds to wait for the reply to /v1/history
+PAST_S = 3.0  # seconds to wait for the reply of /v1/history
 REDRAW_S = 1.0
 PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 
@@ -37,9 +37,7 @@ PIPE_WIDTH, PIPE_HEIGHT = 120, 60
 async def show(
     view: View, url: str, token: str | None, console: Console, once: bool, patience_s: float = FIRST_S
 ) -> None:
-    """Show the frames of a gateway. Raises SIEError if no gateway answers within the first `patience_s` seconds, or if
-    a gateway refuses the request.
-    """
+    """Draw a gateway's frames. Raises SIEError if none arrives in `patience_s` seconds, or if the gateway refuses."""
     frames = _frames(view, url, token, patience_s)
     async with contextlib.aclosing(frames):
         if once:
@@ -70,9 +68,7 @@ async def show(
 
 
 async def _frames(view: View, url: str, token: str | None, patience_s: float) -> AsyncGenerator[StatusFrame, None]:
-    """Yield frames without end, and connect again after a lost connection. Raises SIEError if the first connection
-    fails, or if the gateway refuses the request.
-    """
+    """Yield frames without end. Raises SIEError if the first connection fails, or if the gateway refuses."""
     async with SIEAsyncClient(url, api_key=token, connection_budget_s=patience_s) as client:
         while True:
             try:
@@ -84,7 +80,7 @@ async def _frames(view: View, url: str, token: str | None, patience_s: float) ->
                 if view.frame is None:
                     raise
                 view.trouble = str(error) if isinstance(error, SIEConnectionError) else type(error).__name__
-            await asyncio.sleep(REDRAW_S)  # pause before the next attempt to connect
+            await asyncio.sleep(REDRAW_S)
 
 
 async def _follow_past(view: View, url: str, token: str | None) -> None:
@@ -94,9 +90,7 @@ async def _follow_past(view: View, url: str, token: str | None) -> None:
 
 
 async def _ask_past(view: View, url: str, token: str | None) -> None:
-    """Read the history of the last hour. If the gateway does not answer, or sends another format, keep the earlier
-    history.
-    """
+    """Read the history of the last hour. If the answer is missing or of another format, keep the earlier one."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
@@ -105,7 +99,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
             view.past = msgspec.json.decode(answer.content, type=HistoryTrend)
             view.changed.set()
     except (httpx.HTTPError, msgspec.DecodeError):
-        return  # not reported here, because a lost connection is reported by the stream of frames
+        return  # not reported here: the stream of frames reports a lost connection
 
 
 async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
@@ -114,7 +108,6 @@ async def _add_frame(frames: AsyncIterator[StatusFrame], view: View) -> None:
 
 
 async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw the picture: in a terminal in place, restoring the terminal at the end; in a pipe, once for each frame."""
     if console.is_terminal:
         await _draw_in_place(view, console, stop)
     while True:
@@ -122,16 +115,14 @@ async def _draw(view: View, console: Console, stop: asyncio.Event) -> None:
         view.changed.clear()
         with (
             console.capture() as captured
-        ):  # print the text without Rich, which would end the process if the reader closed the pipe
+        ):  # print without Rich, which would end the process if the reader closed the pipe
             console.print(picture(view, console.width, PIPE_HEIGHT, time.monotonic()))
         click.echo(captured.get())
 
 
 async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> None:
-    """Draw in place until the task is cancelled. The key q sets `stop`. Ctrl-Z restores the terminal until the shell
-    continues the process.
-    """
-    suspension = asyncio.Event()  # event that Ctrl-Z sets
+    """Draw in place until the key q sets `stop`. Ctrl-Z restores the terminal until the shell continues the process."""
+    suspension = asyncio.Event()
 
     def request_pause() -> None:
         suspension.set()
@@ -149,7 +140,8 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
             while not suspension.is_set():
                 live.update(picture(view, console.width, console.height, time.monotonic()), refresh=True)
                 view.changed.clear()
-                # redraw after REDRAW_S even without a new frame: the shown age and the terminal's size may change
+                # redraw after REDRAW_S even without a new frame, because the shown age and the terminal's size may
+                # change
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(REDRAW_S):
                         await view.changed.wait()
@@ -158,9 +150,7 @@ async def _draw_in_place(view: View, console: Console, stop: asyncio.Event) -> N
 
 
 def takes_keys() -> bool:
-    """Return whether this process may read keys from the terminal: the kernel stops a background process that
-    reads it.
-    """
+    """Return whether this process may read keys from the terminal. The kernel stops background processes that do."""
     try:
         descriptor = sys.stdin.fileno()
     except (AttributeError, OSError, ValueError):  # standard input is closed or is not a file
@@ -169,7 +159,7 @@ def takes_keys() -> bool:
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # not the controlling terminal of this process, so the kernel does not stop a reader
+    except OSError:  # the terminal does not control this process, so the kernel does not stop it for reading
         return True
 
 
@@ -191,7 +181,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
             on_key(key)
 
     before = termios.tcgetattr(descriptor)
-    # TCSANOW does not wait for the output: if nobody reads the terminal, waiting would block this process for ever
+    # TCSANOW does not wait for pending output: if nobody reads the terminal, that wait would never end
     tty.setcbreak(descriptor, termios.TCSANOW)
     loop.add_reader(descriptor, read)
     try:
@@ -203,9 +193,7 @@ def single_keys(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def suspend() -> None:
-    """Stop this process as Ctrl-Z does by default, and return when it continues. The kernel does not stop the process
-    if there is no shell that could continue it.
-    """
+    """Stop this process like Ctrl-Z. Return when it continues, or at once if no shell could continue it."""
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     try:
         os.kill(os.getpid(), signal.SIGTSTP)

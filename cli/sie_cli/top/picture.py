@@ -1,4 +1,4 @@
-"""Picture of `sie top`: a frame of `/ws/cluster-status` in the size of a terminal."""
+"""Picture of `sie top`, drawn from a frame of `/ws/cluster-status` to fit a terminal."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rich.text import Text
 from sie_cli.display import counted, printable, size
 from sie_contracts.status import QueueInfo
 
-STALE_S = 3.0  # seconds: age of a frame that counts as stale; a gateway sends one every second
+STALE_S = 3.0  # seconds; an older frame is shown as stale, because a gateway sends one every second
 MIN_WIDTH = 30
-# smallest terminal widths, in cells, at which the tables show all columns, or a middle number of them
+# minimum widths of the terminal, in cells, for tables with all columns, and for tables with some of them
 _WIDE, _MIDDLE = 100, 70
-_CELLS = (9, 7, 7, 7)  # smallest widths, in cells, of the columns after the first
-# cells that all columns except the first need, in a narrow, middle and wide terminal
+_CELLS = (9, 7, 7, 7)  # minimum widths of the columns after the first, in cells
+# cells that all columns except the first need together, in a narrow, middle and wide terminal
 _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70
-# seconds: waiting work older than this is yellow, or red; red is also the limit of the alert SIEQueueStuck
+# seconds; older waiting work is shown in yellow, or in red, which is also the limit of the alert SIEQueueStuck
 _OLD_S, _STUCK_S = 10.0, 60.0
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
-MAX_REASONS = 3  # number of failed models whose reason is shown
+MAX_REASONS = 3  # maximum number of failed models whose reason is shown
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
-    """One device of a worker with several devices."""
+    """Row of one device, for a worker with several devices."""
 
     device: str
     ready: bool
@@ -44,8 +44,6 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """Worker in a frame; see `sie_gateway.operations.status.WorkerInfo`."""
-
     name: str
     gpu: str
     pool: str
@@ -61,8 +59,6 @@ class WorkerRow(msgspec.Struct, frozen=True):
 
 
 class ModelRow(msgspec.Struct, frozen=True):
-    """One model in a frame."""
-
     name: str
     state: str
     worker_count: int
@@ -77,7 +73,7 @@ class ClusterSums(msgspec.Struct, frozen=True):
 
 
 class StatusFrame(msgspec.Struct, frozen=True):
-    """Frame that a gateway sends each second. `queues` is None while the gateway does not know the queues."""
+    """Frame that a gateway sends each second. `queues` is None while the gateway has no data about the queues."""
 
     timestamp: float
     version: str
@@ -91,7 +87,7 @@ class StatusFrame(msgspec.Struct, frozen=True):
 
 @dataclass
 class Queued:
-    """Messages in a queue: their number, how many of them have priority bulk, and the age of the oldest in seconds."""
+    """Messages in a queue: their number, how many have priority bulk, and the age of the oldest in seconds."""
 
     messages: int = 0
     bulk: int = 0
@@ -105,9 +101,7 @@ class Queued:
 
 @dataclass
 class LaneRow:
-    """Lane (pool.machine profile.bundle) with the numbers of its healthy workers and of all its workers. `queued` is
-    None while it is unknown.
-    """
+    """Lane (pool.machine profile.bundle) and the numbers of its workers. `queued` is None while it is unknown."""
 
     name: str
     healthy: int = 0
@@ -116,14 +110,14 @@ class LaneRow:
 
     @property
     def is_well(self) -> bool:
-        """Return whether all workers of the lane are healthy. A lane with queued work and no worker is not well."""
+        """Return whether all workers are healthy. A lane without workers is well only if no work is queued."""
         return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 
 @dataclass
 class View:
-    """State of the display: the last frame, when it arrived (monotonic clock), and the fault of the connection since
-    then. `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
+    """State of the display: the last frame, when it arrived (monotonic clock), and the connection's fault since then.
+    `trend`: for each of the last frames, requests per second and queued messages (None if unknown).
     """
 
     url: str
@@ -141,7 +135,7 @@ class View:
         self.changed.set()
 
     def state(self, now_s: float) -> tuple[str, str]:
-        """Describe the age of the picture in words, and return the colour for these words."""
+        """Return the age of the picture in words, and a colour for them."""
         if self.frame is None:
             return "connecting", "yellow"
         age_s = now_s - self.came_s
@@ -172,7 +166,7 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
     reasons = [_reason(model.name, frame.failures[model.name]) for model in failed[:MAX_REASONS]]
     room = max(
         6, height - 1 - len(figures) - 9 - len(reasons)
-    )  # each of the three tables also needs a blank line, a heading, and a line that counts hidden rows: 9 lines
+    )  # 9 lines: each of the three tables has a blank line, a heading, and a line that counts hidden rows
     some_lanes = _fitting(len(lanes), max(1, room // 5))
     some_workers = min(len(frame.workers), max(1, (room - some_lanes) // 2), room - some_lanes)
     some_models = min(len(active), max(1, room - some_lanes - some_workers))
@@ -210,22 +204,17 @@ def picture(view: View, width: int, height: int, now_s: float) -> RenderableType
 
 
 def _reason(model: str, why: str) -> Text:
-    """Format the reason of a failed load in one line."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in f"{model} failed: {why}").split())
     return Text(f"  {line}", "red", no_wrap=True, overflow="ellipsis")
 
 
 def _fitting(count: int, room: int) -> int:
-    """Return the number of rows to show. If only one row would be hidden, it is shown instead of the line that counts
-    hidden rows.
-    """
+    """Return how many rows fit. A single hidden row is shown in place of the line that counts hidden rows."""
     return count if count <= room + 1 else room
 
 
 def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
-    """Return the totals for the head, each with its colour. A CPU is not counted as a GPU, even if a worker reports it
-    so.
-    """
+    """Return the totals for the head, each with its colour. A CPU is no GPU, even if a worker reports it as one."""
     sums, most = frame.cluster, len(frame.workers)
     workers = (
         counted(most, "worker") if sums.worker_count == most else f"{sums.worker_count} of {counted(most, 'worker')}"
@@ -245,12 +234,10 @@ def _figures(frame: StatusFrame, lanes: list[LaneRow]) -> list[tuple[str, str]]:
 
 
 def queued_in(frame: StatusFrame) -> int | None:
-    """Return the number of messages in all queues of a frame; None if its gateway does not know the queues."""
     return None if frame.queues is None else sum(queue.messages for queue in frame.queues)
 
 
 def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
-    """Join parts with two cells between them, on as many lines as needed. No part is split."""
     lines = [Text(no_wrap=True, overflow="ellipsis")]
     for text, colour in parts:
         if lines[-1].cell_len and lines[-1].cell_len + 2 + len(text) > width:
@@ -260,7 +247,6 @@ def _lines(parts: list[tuple[str, str]], width: int) -> list[Text]:
 
 
 def _with_rest(table: Table, count: int, rest: int, noun: str) -> Iterable[RenderableType]:
-    """Return a table and a line below it: the number of hidden rows, or `none` for a table without rows."""
     below = f"  {rest:,} {noun}" if rest > 0 else "" if count else "  none"
     return (table, Text(below, "bright_black")) if below else (table,)
 
@@ -286,7 +272,6 @@ def lanes_of(frame: StatusFrame) -> list[LaneRow]:
 
 
 def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
-    """Return the queue of each model. It is read from the broker's report, or without one from the workers' reports."""
     queues: dict[str, Queued] = {}
     for row in frame.model_queues or ():
         queues.setdefault(row.model, Queued()).add(row)
@@ -294,7 +279,6 @@ def _queues_of_models(frame: StatusFrame) -> dict[str, Queued]:
 
 
 def _age(age_s: float) -> str:
-    """Format an age with at most three digits and a unit."""
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= 2 * seconds:
             return f"{age_s / seconds:.0f} {unit}"
@@ -306,14 +290,13 @@ def _age_colour(age_s: float) -> str:
 
 
 def _aged(queued: Queued) -> str:
-    """Return a table cell with the age of the oldest work, and its colour; empty if there is no work."""
     age, colour = _age(queued.oldest_s), _age_colour(queued.oldest_s)
     return "" if not queued.oldest_s else f"[{colour}]{age}[/{colour}]" if colour else age
 
 
 def _table(first: int, *columns: tuple[str, bool]) -> Table:
-    """Return an empty table. `columns`: for each title, whether its cells are numbers. The first column is `first`
-    cells wide, so that all tables align.
+    """Return an empty table. `first`: width of the first column, in cells. `columns`: title -> whether it is
+    numeric.
     """
     table = Table(box=None, pad_edge=False, header_style="bold cyan")
     least = dict(enumerate(_CELLS, start=1))
@@ -343,9 +326,7 @@ def _lanes(lanes: list[LaneRow], width: int, first: int) -> Table:
 
 
 def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: int) -> Table:
-    """Build the table of workers: unhealthy workers first, then by queue. A worker with several devices has a row for
-    each of them below its own if there is `room` for these rows.
-    """
+    """Return the table of workers: unhealthy ones first, then by queue. With `room` (lines), devices have rows too."""
     shown = sorted(workers, key=lambda worker: (worker.healthy, -worker.queue_depth, _counting(worker.name)))[:most]
     columns = [("WORKER", False), ("STATE", False), ("IN FLIGHT", True)]
     columns += [("LOADED", True)] if width >= _MIDDLE else []
@@ -358,13 +339,12 @@ def _workers(workers: list[WorkerRow], most: int, room: int, width: int, first: 
         room -= len(devices)
         rows += [_cells(f"  {_plain(row.device)}", row.device, row.ready, row, width) for row in devices]
         for row in rows:
-            # an unhealthy worker is grey, because its values are the last ones that it reported
+            # grey: these are the last values that the unhealthy worker reported
             table.add_row(*row[: len(columns)], style=None if worker.healthy else "bright_black")
     return table
 
 
 def _cells(name: str, device: str, is_ready: bool, row: WorkerRow | DeviceRow, width: int) -> list[str]:
-    """Return the table cells for a worker, or for one of its devices."""
     state = "[green]ready[/green]" if is_ready else "[red]not ready[/red]"
     share = row.memory_used_bytes / row.memory_total_bytes if row.memory_total_bytes else None
     memory = [_plain(device), _memory(row, share)] if width >= _WIDE else ["-" if share is None else f"{share:.0%}"]
@@ -404,15 +384,13 @@ def _plain(text: str) -> str:
     return escape(printable(text))
 
 
-TREND = 60  # limit of the points in a trend line: frames, or minutes
-_LEAST_TREND = 10  # cells: a trend line is left out if it would be shorter
+TREND = 60  # maximum number of points (frames or minutes) in a trend line
+_LEAST_TREND = 10  # cells; a shorter trend line is left out
 _STEPS = "▁▂▃▄▅▆▇█"
 
 
 class TrendStep(msgspec.Struct, frozen=True):
-    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency of each
-    stage.
-    """
+    """Interval of a gateway's history. `at`: its start in seconds since 1970. `p50_ms`, `p99_ms`: latency by stage."""
 
     at: int
     requests: int
@@ -422,7 +400,7 @@ class TrendStep(msgspec.Struct, frozen=True):
 
 
 class HistoryTrend(msgspec.Struct, frozen=True):
-    """History of a gateway's traffic in the last hour, from `/v1/history`. Intervals without requests are left out."""
+    """History of a gateway's traffic in the last hour, from `/v1/history`, without intervals that had no requests."""
 
     now: float
     step_s: int
@@ -431,8 +409,8 @@ class HistoryTrend(msgspec.Struct, frozen=True):
 
 
 def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Text]:
-    """Return one line with the trend of requests per second and of queued messages, the newest frame at the right end.
-    Return no line if there are fewer than two frames, or if the width is too small.
+    """Return a line with the trends of requests per second and queued messages, the newest at the right. Return no line
+    for fewer than two frames, or if the width is too small.
     """
     steps = list(trend)
     if len(steps) < 2:
@@ -452,9 +430,7 @@ def of_frames(trend: Iterable[tuple[float, int | None]], width: int) -> list[Tex
 
 
 def of_past(past: HistoryTrend | None, width: int) -> list[Text]:
-    """Return a line with latency and errors of the last hour and the trend of the latency, the newest minute at the
-    right end. Return no line if no request was answered.
-    """
+    """Return a line with latency and errors of the last hour, the newest minute at the right; none without requests."""
     if past is None:
         return []
     if not past.steps or "total_time" not in past.stages:
@@ -490,7 +466,6 @@ def _ms(value: float) -> str:
 
 
 def _most(values: Iterable[float | None]) -> str:
-    """Format the largest value of a trend, which its highest bar shows."""
     most = max((value for value in values if value is not None), default=0)
     return f" max {most:,}" if isinstance(most, int) else f" max {most:,.1f}"
 

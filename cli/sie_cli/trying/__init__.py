@@ -1,4 +1,4 @@
-"""Commands `sie try` and `sie run`: show a model's answer in the terminal.
+"""Commands `sie try` and `sie run`: they show a model's answer in the terminal.
 
 command  the commands
 asking   the inputs, the choice of encode, score or extract, and the answer

@@ -1,4 +1,4 @@
-"""Inputs of a question to a model. Each argument becomes a text or a file, with a name for the display."""
+"""Question to a model: it reads the inputs (texts and files), sends them, and returns the answer."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class QuestionInput:
 
     @property
     def label(self) -> str:
-        """Return the text, or the name of the file, as one line for a table."""
         return printable(" ".join(self.text.split()) if self.text else f"{FILE}{self.file}")
 
 
 def read(arguments: Sequence[str], query: str | None) -> tuple[tuple[QuestionInput, ...], QuestionInput | None]:
-    """Read the inputs, and the query if one is given. Raises CommandRefused."""
+    """Read the inputs, and the query if there is one. Raises CommandRefused."""
     if not arguments:
         raise CommandRefused(
             'nothing to try: give a text, as in `sie try MODEL "a text"`; - reads one from standard input, @FILE names '
@@ -70,7 +69,6 @@ def _text(text: str, name: str) -> QuestionInput:
 
 
 def _standard_input() -> str:
-    """Read standard input as one text, without the line break at its end."""
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
@@ -78,9 +76,7 @@ def _standard_input() -> str:
 
 
 def _file(name: str) -> QuestionInput:
-    """Build an input from a file: an image, a sound or a document, by the suffix of its name. The client reads the
-    file.
-    """
+    """Build an input from a file. The client reads it, and treats it as image, sound or document by its suffix."""
     path = Path(name)
     if not path.is_file():
         raise CommandRefused(
@@ -94,13 +90,13 @@ def _file(name: str) -> QuestionInput:
 
 STRONGEST = 10  # number of the largest weights of a sparse vector that are shown
 DECODE_S = 10.0
-# fields of a reply about the whole request; all other fields are about one input
+# fields of a reply that describe the whole request; all other fields describe one input
 _OF_REQUEST = ("model", "fingerprint", "request_id", "muvera", "warnings", "explain", "timing")
 
 
 @dataclass(frozen=True)
 class Question:
-    """Question to a model: its inputs and options. `threshold` and `labels` are only for extract."""
+    """Question to a model: its inputs and options. `threshold` and `labels` are for the task extract only."""
 
     model: str
     inputs: tuple[QuestionInput, ...]
@@ -112,8 +108,8 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """Answer of a model. `results`: one per input, in order; for score sorted by score, best first. `shared`: fields
-    about the whole request. `info`: the model's description. `words`: the text of each token id; empty if unknown.
+    """Answer of a model. `results`: one per input, in order; for score sorted, best first. `shared`: fields about the
+    whole request. `info`: the model's description. `words`: the text of each token id; empty if unknown.
     """
 
     verb: str
@@ -125,17 +121,17 @@ class ModelAnswer:
 
     @property
     def failed(self) -> int:
-        """Return the number of inputs with an error."""
         return sum("error" in result for result in self.results)
 
     def place(self, entry: Mapping[str, Any]) -> int:
-        """Return the position of the input to which this score belongs."""
+        """Return the position of the input to which a score belongs."""
         return int(str(entry["item_id"]).removeprefix("item-"))
 
 
 def verb_of(info: Mapping[str, Any], question: Question) -> str:
-    """Return the task (encode, score or extract) that the options require, else the model's first task. Raises
-    CommandRefused if they do not fit together.
+    """Return the task (encode, score or extract) that the options require, else the model's first task.
+
+    Raises CommandRefused if the options do not fit the model.
     """
     tasks, name = list(info["tasks"]), info["name"]
     does = f"{name} does {' and '.join(tasks)}"
@@ -161,8 +157,9 @@ def verb_of(info: Mapping[str, Any], question: Question) -> str:
 def ask_model(
     client: SIEClient, info: Mapping[str, Any], question: Question, url: str, token: str | None
 ) -> ModelAnswer:
-    """Send the inputs of a question to its model, and return the answer. `info` is the reply of `get_model` for this
-    model. Raises CommandRefused, and the errors of the client.
+    """Send the inputs of a question to its model, and return the answer. `info`: reply of `get_model` for this model.
+
+    Raises CommandRefused and SIEError.
     """
     verb = verb_of(info, question)
     items = [result.item for result in question.inputs]
@@ -184,7 +181,7 @@ def ask_model(
     results = [
         {name: value for name, value in result.items() if name not in (*_OF_REQUEST, "headers")} for result in replies
     ]
-    # the client splits a long list into several requests; show the timing of the slowest
+    # the client splits a long list into several requests: show the timing of the slowest
     slowest = max(replies, key=lambda reply: reply["timing"]["total_ms"])
     shared = {name: slowest[name] for name in _OF_REQUEST if name in slowest} | {"usage": replies.usage}
     ids = {int(number) for result in results if "sparse" in result for number in strongest(result["sparse"])[0]}
@@ -228,7 +225,6 @@ def reply(answer: ModelAnswer) -> dict[str, Any]:
 
 
 def _slot(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result in which each output is a map of its description and its values."""
     slot = {name: value for name, value in result.items() if name != "outputs"}
     for name, described in result.get("outputs", {}).items():
         held = result[name]

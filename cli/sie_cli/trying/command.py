@@ -25,8 +25,6 @@ POLL_S, SERVED_S = 0.25, 30.0
 
 
 def _question_options(command: F) -> F:
-    """Add the arguments and options of a question to a model, and the option --json, to a command."""
-
     @click.argument("model")
     @click.argument("texts", metavar="TEXT...", nargs=-1)
     @click.option("--query", "-q", metavar="TEXT", help="Rank the texts by how well they answer this. - or @FILE too.")
@@ -88,9 +86,7 @@ def run_model(cluster: Cluster, model: str, **question: Any) -> None:
 
 
 def _served(cluster: Cluster, model: str) -> str:
-    """Return the name under which the gateway serves a model. If the local `sie serve` lacks the model, add it and wait
-    for it. Raises CommandRefused.
-    """
+    """Return the name under which the gateway serves a model. If `sie serve` here lacks it, add it and wait."""
     from sie_cli.models.lookup import look_up
     from sie_cli.models.pull import where_served
 
@@ -98,7 +94,7 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            # raises the error: the gateway of another machine cannot read a folder of this machine
+            # raises the error: a gateway on another machine cannot read a folder of this machine
             client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:
@@ -110,7 +106,7 @@ def _served(cluster: Cluster, model: str) -> str:
                     f"{named.name} is not served after {SERVED_S:g} s: `sie models list` shows the served "
                     "models; the log of `sie serve` may have the reason"
                 )
-            time.sleep(POLL_S)  # seconds until the next check whether `sie serve` has read its models folder
+            time.sleep(POLL_S)  # wait until `sie serve` has read its models folder again
         return named.name
 
 
@@ -134,7 +130,6 @@ def _print_answer(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Print the answer of a model. The process ends with status 1 if an input has no result."""
     from rich.console import Console
 
     from sie_cli.trying.asking import Question, ask_model, read
@@ -168,7 +163,6 @@ def _print_answer(
 
 
 def json_of(answer: ModelAnswer) -> str:
-    """Return the answer as JSON text."""
     from sie_cli.trying.asking import reply
 
     return document(reply(answer))

@@ -17,9 +17,9 @@ from sie_cli.display import counted, printable
 from sie_cli.trying.asking import ModelAnswer, strongest
 from sie_contracts.stages import STAGE_WORDS
 
-NUMBERS = 4  # how many numbers of a dense vector are shown
-LINES = 20  # limit of the shown lines of a text that a model wrote
-LONGEST = 400  # limit of the shown characters of other data
+NUMBERS = 4  # number of values of a dense vector that are shown
+LINES = 20  # maximum number of shown lines of a text that a model generated
+LONGEST = 400  # maximum number of shown characters of any other value
 _CELL = 8  # width of a cell of a heat map, in characters
 _SCALES = {
     "probability": "a probability, from 0 to 1",
@@ -27,7 +27,7 @@ _SCALES = {
     "cosine": "a cosine, at most 1",
     "maxsim": "a sum of similarities of tokens: compare it for one query alone",
 }
-# key of a chunk's stage at its worker -> its words, in the order of the stages
+# stage of a chunk at its worker -> its description, in the order of the stages
 _AT_WORKER = {
     "fetch_ms": "fetch of the input",
     **{key.replace("_time", "_ms"): word for key, word in STAGE_WORDS.items()},
@@ -48,9 +48,6 @@ def shown(answer: ModelAnswer, width: int, *, has_colours: bool) -> Iterator[Ren
     yield from _time(answer)
     if answer.question.explain:
         yield from _explained(answer)
-
-
-# ---- encode
 
 
 def _encoded(answer: ModelAnswer, width: int) -> Iterator[RenderableType]:
@@ -125,9 +122,6 @@ def _sparse(answer: ModelAnswer, number: int, label: str, sparse: Mapping[str, A
         yield Text(f"  {counted(count - len(ids), 'weaker word')}", "bright_black")
 
 
-# ---- score
-
-
 def _scored(answer: ModelAnswer) -> Iterator[RenderableType]:
     inputs = answer.question.inputs
     assert answer.question.query is not None
@@ -145,9 +139,6 @@ def _scored(answer: ModelAnswer) -> Iterator[RenderableType]:
     if scale in _SCALES:
         yield Text(f"  a score is {_SCALES[scale]}", "bright_black")
     yield from _errors(answer, [inputs[answer.place(result)].label for result in answer.results])
-
-
-# ---- extract
 
 
 def _extracted(answer: ModelAnswer, *, has_colours: bool) -> Iterator[RenderableType]:
@@ -177,7 +168,6 @@ def _extracted(answer: ModelAnswer, *, has_colours: bool) -> Iterator[Renderable
 
 
 def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator[RenderableType]:
-    """Yield a table for each kind of result."""
     if result["entities"]:
         table = _table("LABEL", "TEXT", "SCORE", "PLACE")
         for row in result["entities"]:
@@ -208,7 +198,6 @@ def _tables(result: Mapping[str, Any], colour_of: Mapping[str, str]) -> Iterator
 
 
 def _place(entity: Mapping[str, Any]) -> str:
-    """Format the offsets of an entity in a text, or its box in an image."""
     if entity.get("bbox"):
         x, y, width, height = (round(edge) for edge in entity["bbox"])
         return f"x {x}, y {y}, {width} x {height}"
@@ -226,13 +215,8 @@ def _datum(name: str, value: object) -> Text:
     return Text.assemble(head, ("\n" if len(printed) > 1 else "") + "\n".join(printed))
 
 
-# ---- all verbs
-
-
 def _table(*titles: str) -> Table:
-    """Return a table. Numbers are on the right, bars have a fixed width, and the input's text gets the remaining
-    width.
-    """
+    """Return an empty table. Numbers align right, bars have a fixed width, input texts get the remaining width."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         is_number = title in ("#", "NORM", "TOKENS", "WEIGHT", "SCORE", "RANK", "MS")
@@ -249,7 +233,6 @@ def _table(*titles: str) -> Table:
 
 
 def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableType]:
-    """Return one line for each input that has an error."""
     for result, label in zip(answer.results, labels, strict=True):
         if "error" in result:
             why = printable(f"{result['error'].get('code', '')}: {result['error'].get('message', '')}")
@@ -257,7 +240,6 @@ def _errors(answer: ModelAnswer, labels: Sequence[str]) -> Iterator[RenderableTy
 
 
 def _time(answer: ModelAnswer) -> Iterator[Text]:
-    """Yield a line with the time of each stage, and below it the notes about the line."""
     timing, usage = answer.shared["timing"], answer.shared["usage"]
     rest = timing["total_ms"] - timing["queue_ms"] - timing["inference_ms"]
     yield Text.assemble(
@@ -276,7 +258,6 @@ def _ms(value: float) -> str:
 
 
 def _explained(answer: ModelAnswer) -> Iterator[RenderableType]:
-    """Yield a bar for each stage of the request, and then for each stage of each chunk at its worker."""
     timing = answer.shared["timing"]
     yield Text("")
     yield _stages([(name, timing[key]) for key, name in STAGE_WORDS.items()], timing["total_ms"])
@@ -300,10 +281,10 @@ def _stages(stages: Sequence[tuple[str, float]], total_ms: float) -> Table:
     return table
 
 
-BAR = 24  # width of a bar in terminal cells
+BAR = 24
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _COLOURS = ("green", "magenta", "cyan", "yellow", "blue", "red")
-_COLD, _WARM = (24, 44, 92), (250, 204, 92)  # red, green and blue of the lowest and of the highest value in a heat map
+_COLD, _WARM = (24, 44, 92), (250, 204, 92)  # RGB of the lowest and the highest value in a heat map
 
 
 def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
@@ -316,9 +297,7 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale each value to 0..1 between `least` and `most`. If a value is outside, the scale is extended to
-    include it.
-    """
+    """Scale values to 0..1 between `least` and `most`. Values outside extend the scale."""
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low
@@ -342,12 +321,11 @@ class LabelledSpan:
 
 
 def colours(labels: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each label, in the order of the labels."""
     return {label: _COLOURS[number % len(_COLOURS)] for number, label in enumerate(dict.fromkeys(labels))}
 
 
 def marked(text: str, spans: Sequence[LabelledSpan], colour_of: dict[str, str], *, has_colours: bool) -> Text:
-    """Return a text with its spans in the colours of their labels; in brackets if there are no colours."""
+    """Return a text whose spans are in the colours of their labels, or in brackets if there are no colours."""
     shown = printable(text, lines=True)
     if has_colours:
         styled = Text(shown)

@@ -9,12 +9,12 @@
 A function that uses the broker declares the smallest protocol that it needs.
 
 Implementations: `nats` (NATS JetStream, for a cluster) and `memory` (inside one process, for `sie serve --standalone`
-and as a fake in tests that models ack wait, delays, delivery counts, limits and lost connections). One conformance
-suite, `tests/contract/broker`, runs against both.
+and for tests, with ack wait, delays, delivery counts, limits and lost connections). One conformance suite,
+`tests/contract/broker`, runs against both.
 
-A delivery leases a message to a process until the end of `ack_wait`. Then the broker delivers the message again,
-perhaps to another process, so delivery is at least once. A late ack of the first process still removes the message. So
-each process must stop work on a message whose lease has ended (see the sidecar's leases).
+A delivery leases a message to a process for `ack_wait`. Then the broker delivers the message again, perhaps to another
+process, so delivery is at least once. A late ack of the first process still removes the message. So each process must
+stop work on a message whose lease has ended (see the sidecar's leases).
 """
 
 from __future__ import annotations
@@ -34,15 +34,11 @@ class BrokerError(Exception):
 
 
 class BrokerUnavailable(BrokerError):
-    """The connection was lost, or an answer did not arrive in time. It is unknown whether the operation was
-    executed.
-    """
+    """The connection was lost, or an answer was late. It is unknown whether the operation was executed."""
 
 
 class StreamFull(BrokerError):
-    """A stream has reached its limit, in total or for one subject. The broker refuses new messages, and keeps all
-    stored ones.
-    """
+    """A stream has reached its limit, in total or for one subject. It refuses new messages; stored ones remain."""
 
 
 class PayloadTooBig(BrokerError):
@@ -66,14 +62,12 @@ class TopologyMismatch(BrokerError):
 
 
 class WrongRevision(BrokerError):
-    """A compare-and-set failed, because a key has another revision than the write expected. No write of its batch was
-    stored.
-    """
+    """A compare-and-set failed: a key has another revision than expected. No write of its batch was stored."""
 
 
 @dataclass(frozen=True)
 class CoreMessage:
-    """Message that is delivered at most once. `reply` is empty unless the sender waits for an answer."""
+    """Message that is delivered at most once. `reply`: subject for the answer; empty if the sender expects none."""
 
     subject: str
     data: bytes
@@ -82,9 +76,7 @@ class CoreMessage:
 
 @dataclass(frozen=True)
 class Published:
-    """Answer to a publish. `sequence`: number of the stored message in its stream. `duplicate`: the broker had already
-    stored a message with the same message id.
-    """
+    """Answer to a publish. `sequence`: number of the message in its stream. `duplicate`: its id was already stored."""
 
     sequence: int
     duplicate: bool = False
@@ -92,9 +84,7 @@ class Published:
 
 @dataclass(frozen=True)
 class StreamState:
-    """State of a stream. `created` changes if the stream was lost and created again. The counts include leased
-    messages.
-    """
+    """State of a stream. `created` changes if the stream was created again. The counts include leased messages."""
 
     created: str
     messages: int
@@ -130,7 +120,7 @@ class StreamMessage:
 
 @dataclass(frozen=True)
 class Entry:
-    """Value of a key at a revision. Each write in the bucket increases the revision. `value` is None for a removed key;
+    """Value of a key at a revision. Each write to the bucket increases the revision. `value` is None for a removed key;
     only `since` and `watch` return removed keys.
     """
 
@@ -193,9 +183,8 @@ class Subscription(Protocol):
 class Pulls(Protocol):
     """Pull requests of one process to many consumers of a stream.
 
-    Every delivery is passed once to the handler, which was named at creation and must not block. If a pull request
-    expires, or is lost with its connection or its status message, it is sent again. This ends when it is filled, or
-    when `want` lowers the credit.
+    Each delivery is passed once to the handler, which must not block. A pull request that expires, or that is lost with
+    its connection, is sent again until it is filled or until `want` lowers the credit.
     """
 
     def want(self, consumer: str, credit: int) -> None:
@@ -207,9 +196,7 @@ class Pulls(Protocol):
         """Return the number of deliveries that were requested from this consumer and have not arrived."""
 
     async def stop(self) -> None:
-        """Withdraw all pull requests. Deliveries that the broker has already sent are handled before this method
-        returns.
-        """
+        """Withdraw all pull requests. Deliveries that the broker has already sent are handled before this returns."""
 
 
 class KeyValue(Protocol):
@@ -229,7 +216,7 @@ class KeyValue(Protocol):
         """
 
     async def write(self, writes: list[Write]) -> int:
-        """Write all keys in one atomic batch; each key may appear once. Returns the bucket's last revision. Raises
+        """Write all keys in one atomic batch; each key may appear once. Return the bucket's last revision. Raises
         WrongRevision if no write was stored, BrokerUnavailable.
         """
 
@@ -237,20 +224,14 @@ class KeyValue(Protocol):
         """Remove the keys below `within` without a trace: watches and `since` do not report this removal."""
 
     async def epoch(self) -> str:
-        """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was lost and created
-        again between two reads.
-        """
+        """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader has a write with this or a later revision. Without new writes, it may lose the last
-        ones: they expire, or a file of the broker is damaged.
-        """
+        """Return whether the leader has this or a later revision. The last ones may be lost (expiry, damaged file)."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
-        """Call `handler` once for each write after revision `after`, in order, also across reconnects.
-
-        If a key was written several times, the watch may skip all but the last write, because a bucket keeps only that
-        one.
+        """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was
+        written several times, all but the last write may be skipped, because a bucket keeps only that one.
         """
 
 
@@ -259,7 +240,7 @@ class Connection(Protocol):
 
     name: str
     max_payload: int
-    owns_streams: bool  # if True, this process creates streams itself instead of requesting them from their owner
+    owns_streams: bool  # True: this process creates streams itself. False: it requests them from their owner.
     troubles: dict[str, str]  # bucket or stream -> why it cannot be used at present; /readyz reports it
 
     @property
@@ -292,13 +273,13 @@ class Bus(Connection, Protocol):
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
         message is handled.
 
-        Waiting messages are limited to `held_messages` and `held_bytes`. While a limit is reached, new messages are
-        dropped, and `on_dropped` is called with their subject. With None, the limits of `limits` apply, which only a
-        handler that blocks for a long time can reach.
+        The messages that wait for the handler are limited in number and bytes; None stands for the defaults in
+        `limits`, which only a handler that blocks for long can reach. At a limit, new messages are dropped, and
+        `on_dropped` is called with their subject.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
-        """Send a request and return the first answer. Raises NoResponder at once if nobody is subscribed,
+        """Send a request and return the first answer. Raises NoResponder at once without a subscriber,
         BrokerUnavailable at the time-out.
         """
 
@@ -307,8 +288,8 @@ class Queue(Connection, Protocol):
     """Protocol for messages that are stored in streams and delivered at least once, for publishers and consumers."""
 
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
-        """Store a message in the stream of `subject`. A message with the same id as an earlier one within the duplicate
-        window is not stored again. Raises StreamFull, BrokerUnavailable.
+        """Store a message in the stream of `subject`. Within the duplicate window, a second message with the same id is
+        not stored. Raises StreamFull, BrokerUnavailable.
         """
 
     def pulls(self, stream: str, handler: Callable[[Delivery], None]) -> Pulls: ...
@@ -319,33 +300,27 @@ class Queue(Connection, Protocol):
     async def stream_state(self, stream: str) -> StreamState: ...
 
     async def delete(self, stream: str, sequence: int) -> bool:
-        """Delete a message, even if it is leased. Returns False if the message does not exist any more."""
+        """Delete a message, even if it is leased. Return False if the message does not exist any more."""
 
     async def release(self, reply: str) -> None:
-        """Deliver a leased message again at once, like `nak` of its delivery. If the message was already acknowledged,
-        nothing happens. Raises ValueError for a `reply` that identifies no delivery.
+        """Deliver a leased message again at once, like `nak`. This has no effect if the message was already
+        acknowledged. Raises ValueError for a `reply` that identifies no delivery.
 
         Use it for leases of an earlier run of the same process. If another process has leased the message meanwhile,
         two processes then have it.
         """
 
     async def first_stored(self, stream: str, sequence: int = 0, subject: str = ">") -> StreamMessage | None:
-        """Return the first stored message with this or a later sequence whose subject matches `subject`, even if it is
-        leased; None if there is none.
-        """
+        """Return the first stored message from `sequence` on with a matching subject, even if it is leased, or None."""
 
     async def server_time(self, stream: str) -> float:
-        """Return the wall clock, in seconds since 1970, of the server that sets the times of this stream's messages.
-        The server reads its clock during this call.
-        """
+        """Return the wall clock, in seconds since 1970, of the server that sets the times of this stream's messages."""
 
     async def consumers(self, stream: str) -> list[str]:
         """Return the names of all durable consumers of a stream."""
 
     async def watch_consumers(self, stream: str, handler: Callable[[str, bool], Awaitable[None]]) -> Subscription:
-        """Call `handler(name, exists)` whenever a consumer of the stream is created or deleted. Some of these calls may
-        be lost.
-        """
+        """Call `handler(name, exists)` when a consumer of the stream is created or deleted. Some calls may be lost."""
 
 
 class Administration(Queue, Protocol):
@@ -360,8 +335,8 @@ class Administration(Queue, Protocol):
         """
 
     async def delete_stream(self, stream: str) -> bool:
-        """Delete a stream with its messages and consumers. Returns False if it does not exist. After this, open pulls
-        deliver nothing, and acks have no effect.
+        """Delete a stream with its messages and consumers. Return False if absent. Open pulls then deliver nothing, and
+        acks have no effect.
         """
 
     async def ensure_consumer(self, spec: ConsumerSpec) -> None:
@@ -370,19 +345,15 @@ class Administration(Queue, Protocol):
         """
 
     async def delete_consumer(self, stream: str, name: str) -> bool:
-        """Delete a durable consumer. Returns False if it does not exist. Messages that it had leased are delivered
-        again by the next consumer of the same subject; acks of the old leases have no effect.
+        """Delete a durable consumer. Return False if it does not exist. Messages that it had leased are delivered again
+        by the next consumer of the same subject; acks of the old leases have no effect.
         """
 
     async def consumer_states(self, stream: str) -> list[ConsumerState]:
-        """Return the states of all durable consumers of a stream. The states are read one after the other, so they may
-        differ in time.
-        """
+        """Return the states of all durable consumers of a stream, read one after the other."""
 
 
 class Store(Connection, Protocol):
-    """Protocol that opens buckets."""
-
     async def key_value(
         self,
         bucket: str,

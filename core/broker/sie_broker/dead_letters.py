@@ -16,7 +16,8 @@ from sie_broker import Queue, StreamMessage, StreamState
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
-SPAN = 16  # sequences that `newest` reads in one step at first; it has at most this many letters in memory
+# number of sequences in the first range of `newest`, and the maximum number of letters that it holds in memory
+SPAN = 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def letter_stream(pool: str) -> str:
 
 
 class Letters:
-    """Reader of a pool's dead letters. It reads each letter from the broker when it is requested. Raises BrokerError.
+    """Reader of a pool's dead letters. All methods read from the broker, and raise BrokerError.
 
     A letter that this version cannot decode is skipped, and `on_unreadable` is called with its sequence and the error.
     """
@@ -67,9 +68,7 @@ class Letters:
         return await self._queue.stream_state(self._stream)
 
     async def all(self, after: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Yield every letter above the sequence `after`, oldest first. Letters that are written during the iteration
-        are included.
-        """
+        """Yield every letter above the sequence `after`, oldest first, including those written during the iteration."""
         sequence = after + 1
         while (stored := await self._queue.first_stored(self._stream, sequence)) is not None:
             sequence = stored.sequence + 1
@@ -77,11 +76,11 @@ class Letters:
                 yield letter
 
     async def newest(self, before: int = 0) -> AsyncGenerator[DeadLetterEntry, None]:
-        """Yield every letter below the sequence `before`, newest first. Without `before`, yield all letters.
+        """Yield every letter below the sequence `before` (0: all), newest first.
 
-        The broker finds the next stored message only in ascending order. So a range of SPAN sequences is read in
-        ascending order, and then yielded in reverse. While a range has no letters, it is doubled. A range that was
-        doubled is halved again before it is read, to limit the number of letters in memory.
+        The broker finds the next stored message only in ascending order, so a range of SPAN sequences is read in
+        ascending order and yielded in reverse. After a range without letters, the next range is twice as large. A large
+        range with letters is halved before it is read, to limit the letters in memory.
         """
         state = await self.state()
         high = min(state.last_sequence, before - 1) if before else state.last_sequence
@@ -112,11 +111,10 @@ class Letters:
         return self._read(stored) if stored is not None and stored.sequence == sequence else None
 
     async def named(self, begin: str) -> list[DeadLetterEntry]:
-        """List the letters whose id begins with `begin`."""
         return [letter async for letter in self.all() if letter.letter.id.startswith(begin)]
 
     async def remove(self, letter: DeadLetterEntry) -> bool:
-        """Remove a letter with its inputs. Returns False if it does not exist any more."""
+        """Remove a letter with its inputs. Return False if it does not exist any more."""
         return await self._queue.delete(self._stream, letter.sequence)
 
     def _read(self, stored: StreamMessage) -> DeadLetterEntry | None:

@@ -9,16 +9,16 @@ from sie_contracts.wire.topology import StreamSpec
 
 API_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 5.0
-# Default limits of a subscription: number and bytes of the messages that wait for its handler.
-# Inboxes for answers have no limit, because each request gets only one answer.
+# Default limits of a subscription: number and bytes of the messages that wait for its handler. Inboxes for answers have
+# no limit, because each request gets only one answer.
 HELD_MESSAGES, HELD_BYTES = 1 << 18, 512 << 20
 
 
 def check_room(spec: StreamSpec, held_bytes: int, counts: Mapping[str, int]) -> None:
-    """Check that a new limit per subject drops no messages: the broker drops messages above a new limit.
+    """Raise BrokerError if a new limit per subject could drop messages: the broker drops messages above a new limit.
 
     `held_bytes`: the present limit, in messages (0: no limit). A new limit that is not lower passes. For a lower limit,
-    no subject may have more than half of it, because publishers continue during the update. Raises BrokerError.
+    no subject may have more than half of it, because publishers continue during the update.
     """
     limit = spec.max_per_subject
     if limit <= 0 or 0 < held_bytes <= limit:

@@ -2,10 +2,10 @@
 
     gateway, worker ──StreamRequest──► sie.streams.* ──► own ──► broker
 
-NATS permissions apply to subjects. They cannot check the settings of a stream. By its settings, a stream can copy
-messages from any subject and publish them on any other subject, so a user that may create streams has all permissions.
-So the owner writes these settings itself. From a request it uses the name, which must be a known one, and the storage,
-replicas and limits.
+NATS permissions apply to subjects, not to the settings of a stream. By its settings, a stream can copy messages from
+any subject and publish them on any other, so a user that may create streams has all permissions. So the owner writes
+these settings itself. From a request it uses only the name, which must be a known one, the storage, replicas and
+limits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _LASTING = (*_KEYS, topology.CATALOGUE_BUCKET, topology.CATALOGUE_COPY_BUCKET)
 
 
 def spec_of(request: StreamRequest) -> StreamSpec:
-    """Return the settings of the stream that a request names, for work or dead letters. Raises ValueError for any other
-    name.
-    """
+    """Return the settings of the requested stream for work or dead letters. Raises ValueError for any other name."""
     kind, _, pool = request.name.partition("_")
     if kind not in ("WORK", "DEAD") or topology.pool_name(pool) != pool:
         raise ValueError(f"{request.name[:70]!r} is no name of a stream for work or dead letters")
@@ -45,9 +43,7 @@ def spec_of(request: StreamRequest) -> StreamSpec:
 
 
 async def make(broker: Broker, request: StreamRequest) -> None:
-    """Create or update the stream or bucket that a request names. Raises ValueError for an invalid request,
-    BrokerError.
-    """
+    """Create or update the requested stream or bucket. Raises ValueError for an invalid request, BrokerError."""
     if request.storage not in ("file", "memory"):
         raise ValueError(f"storage {request.storage[:70]!r}: expected file or memory")
     if request.version > topology.TOPOLOGY_VERSION:

@@ -14,9 +14,9 @@ bucket. `follow` calls `on_lost`, reads all values and watches again. The owner 
 If two writers compete, the later one gets WrongRevision, and the broker stores no part of its batch. `change` reads the
 value again and repeats the attempt, after a random pause that grows, at most MAX_ATTEMPTS times.
 
-If a watch receives no entries for two seconds, the broker client reads the state of the bucket, and reads the entries
-that it missed. If another process has created the bucket again in that time, its revisions begin at 1 again. So a
-revision that is not above the last one means a lost bucket, and the record becomes stale.
+If a watch receives no entries for two seconds, the broker client reads the state of the bucket and the missed entries.
+If another process has created the bucket again in that time, its revisions begin at 1 again. So a revision that is not
+above the last one means a lost bucket, and the record becomes stale.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from sie_broker import BrokerError, Entry, KeyValue, PayloadTooBig, Store, Subsc
 from sie_contracts.wire import messages
 from sie_contracts.wire.topology import LEASES_BUCKET
 
-MAX_ATTEMPTS = 16  # limit of the attempts at one change, if other writers always change the same key first
-# seconds: longest random pause after the first attempt, and after any attempt; it doubles each time
+MAX_ATTEMPTS = 16  # maximum number of attempts at one change, if other writers always change the same key first
+# longest random pause after the first attempt, and after any attempt, in seconds; it doubles each time
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
-LEASE_S = 30.0  # seconds after which an unchanged lease is lost: three times the leader's period of ten seconds
+LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader renews it every 10 s
 RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,10 +69,8 @@ async def retry_conflicts(attempt: Callable[[], Awaitable[R]], attempts: int | N
 
 
 class RecordBucket:
-    """Bucket with a name, which is opened at its first use.
-
-    If an operation fails, the broker may have lost the bucket. So the next operation opens the bucket again, which
-    creates it if it does not exist.
+    """Bucket with a name, which is opened at its first use. After a failed operation, the next one opens it again,
+    which creates it if the broker has lost it.
     """
 
     def __init__(
@@ -85,7 +83,6 @@ class RecordBucket:
         max_age_s: float = 0.0,
         removed_age_s: float = 0.0,
     ) -> None:
-        """Store the settings for a new bucket. They are the parameters of `Store.key_value`."""
         self.broker = broker
         self.name = name
         self._storage = storage
@@ -95,9 +92,7 @@ class RecordBucket:
         self._opened: KeyValue | None = None
 
     async def open(self) -> KeyValue:
-        """Open the bucket even if it is open already, because the broker may have lost it. Return it. Raises
-        BrokerError.
-        """
+        """Open the bucket, even if it is open, because the broker may have lost it. Return it. Raises BrokerError."""
         with self.reporting():
             self._opened = await self.broker.key_value(
                 self.name,
@@ -110,9 +105,7 @@ class RecordBucket:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """If the context raises a BrokerError, record it in `Connection.troubles`, and open the bucket again at its
-        next use.
-        """
+        """Record a BrokerError of the context in `Connection.troubles`, and open the bucket again at its next use."""
         try:
             yield
         except (WrongRevision, PayloadTooBig):
@@ -125,11 +118,9 @@ class RecordBucket:
             raise
 
     async def get(self, key: str) -> Entry | None:
-        """Read a key; see `KeyValue.get`."""
         return await self.use(lambda bucket: bucket.get(key))
 
     async def write(self, writes: list[Write]) -> int:
-        """Write keys; see `KeyValue.write`."""
         return await self.use(lambda bucket: bucket.write(writes))
 
     async def use(self, operation: Callable[[KeyValue], Awaitable[R]]) -> R:
@@ -190,7 +181,7 @@ class Record(Generic[T]):
     async def follow(self) -> bool:
         """Read all values and watch the later ones, unless the same bucket is already watched.
 
-        Returns whether values were read: False if the bucket is already watched, or if `close` was called meanwhile.
+        Return whether values were read: False if the bucket is already watched, or if `close` was called meanwhile.
         Raises BrokerError; the owner then keeps its previous values.
         """
         with self.bucket.reporting():
@@ -212,8 +203,8 @@ class Record(Generic[T]):
         self._on_lost()
         for entry in entries:
             self.apply(entry)
-        # The revision is from the leader, but the entries may be from a replica that is behind.
-        # So the watch starts at the lower revision and delivers the missing entries.
+        # The revision is from the leader, but the entries may be from a replica that is behind. So the watch starts at
+        # the lower revision and delivers the missing entries.
         self._last = min(int(revision), after)
         watch = await bucket.watch(self._on_entry, self._last)
         if closings != self._closings:
@@ -224,9 +215,7 @@ class Record(Generic[T]):
         return True
 
     async def close(self) -> None:
-        """Stop the watch, also one that a running `follow` is about to start. The owner may call `follow` again
-        later.
-        """
+        """Stop the watch, also one that a running `follow` is about to start. `follow` may be called again."""
         self._closings += 1
         await self._end_watch()
 
@@ -236,9 +225,7 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Mark the record as stale, because a broker that restarted may have lost the bucket. Pass this method to
-        `Connection.on_reconnect`.
-        """
+        """Mark the record as stale: a restarted broker may have lost the bucket. Pass it to `on_reconnect`."""
         self._reconnects += 1
         self.is_stale = True
 
@@ -250,9 +237,7 @@ class Record(Generic[T]):
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry and pass it to `on_value`, by default to the owner's callback. If it cannot be decoded, an
-        error is logged.
-        """
+        """Decode an entry and pass it to `on_value`, by default to the owner's callback. Log an error if that fails."""
         if not self._wants(entry.key):
             return
         try:
@@ -306,16 +291,15 @@ async def _read_all(bucket: KeyValue) -> tuple[Sequence[Entry], int]:
 
 
 def leases_of(broker: Store, *, storage: str, replicas: int) -> RecordBucket:
-    """Return the bucket of all leases. Since each job has a lease, the markers of released leases are removed after
-    RELEASED_AGE_S seconds. They may be removed so early because no process watches the bucket.
+    """Return the bucket of all leases. Each job has a lease, so the markers of released leases are removed after
+    RELEASED_AGE_S seconds. No process watches this bucket, so no process needs them longer.
     """
     return RecordBucket(broker, LEASES_BUCKET, storage=storage, replicas=replicas, removed_age_s=RELEASED_AGE_S)
 
 
 class LeaderLease:
-    """Election of a leader among several processes. The leader has the lease, a key that it renews.
-
-    For short times there may be two leaders or none, so the work of a leader must be correct in these times too.
+    """Election of a leader among several processes. The leader has the lease, a key that it renews. For short times
+    there may be two leaders or none, so the work of a leader must be correct in these times too.
 
     The clocks of two processes are never compared. A process that is not the leader measures, on its own clock, how
     long the key stays unchanged. After `lease_s` seconds it acquires the key by compare-and-set. Source: the
@@ -333,7 +317,7 @@ class LeaderLease:
         self._observed = (0, 0.0)  # last seen revision of the key, and when this process first saw it
 
     async def acquire(self) -> bool:
-        """Acquire the lease, or renew it. Returns whether this process is the leader. Raises BrokerError."""
+        """Acquire the lease, or renew it. Return whether this process is the leader. Raises BrokerError."""
         entry = await self._bucket.get(self._key)
         now_s = self._clock()
         revision = 0 if entry is None else entry.revision
@@ -348,9 +332,7 @@ class LeaderLease:
         return True
 
     async def release(self) -> None:
-        """Release the lease if this process has it, so that another process can acquire it at once. Raises
-        BrokerError.
-        """
+        """Release the lease if this process has it: another process can acquire it at once. Raises BrokerError."""
         entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == self._holder:
             with contextlib.suppress(WrongRevision):  # another process may have acquired the lease meanwhile

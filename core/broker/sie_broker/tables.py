@@ -20,7 +20,8 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# bytes of a table; a larger one is stored in parts, because each worker of the lane reads changes every 5 s under load
+# Largest table, in bytes, that is stored whole, and size of a part. Under load, each worker of the lane reads changes
+# every 5 s.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512
@@ -29,7 +30,7 @@ SPARE_BYTES = 4 << 10  # bytes for the headers, which are subtracted from the br
 
 @dataclass(frozen=True)
 class TableChange:
-    """Writes that store a table, and what a `StoredTable` has after them. `table`: the whole table. `head`: the value
+    """Writes that store a table, and the content of a `StoredTable` after them. `table`: the whole table. `head`: value
     of the lane's key. `sizes`: bytes of each part.
     """
 
@@ -56,8 +57,8 @@ def decode(entry: Entry) -> StoredPart:
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Read the table of one lane. Return its entries, of which the last is that of the lane's key, and a revision: a
-    watch that starts after this revision delivers all entries that are missing here. Raises BrokerError.
+    """Read the table of one lane. Return its entries, the one of the lane's key last, and a revision: a watch that
+    starts after it delivers all entries that are missing here. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:
@@ -68,7 +69,8 @@ async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
         has_parts = False
     if not has_parts:
         return [head], head.revision
-    parts = await bucket.entries(lane_key)  # may come from a replica that is behind, so the lowest revision is returned
+    # the parts may come from a replica that is behind, so the lowest revision is returned
+    parts = await bucket.entries(lane_key)
     return [*parts, head], min(head.revision, max((part.revision for part in parts), default=0))
 
 
@@ -88,19 +90,16 @@ class StoredTable:
         self._sizes: dict[int, int] = {}
 
     def apply(self, entry: Entry) -> bool:
-        """Apply an entry of the bucket; see `put`. Returns whether the table changed. Raises ValueError for an entry
+        """Apply an entry of the bucket; see `put`. Return whether the table changed. Raises ValueError for an entry
         that cannot be decoded; the table then stays unchanged.
         """
         return self.put(entry.key, None if entry.value is None else decode(entry), entry.revision)
 
     def has(self, key: str) -> bool:
-        """Return whether the key belongs to this table."""
         return key == self.key or topology.part_number(self.key, key) is not None
 
     def put(self, key: str, stored: StoredPart | None, revision: int) -> bool:
-        """Set the value of a key. None means that the key was removed, or that its value is unreadable. Returns whether
-        the table changed.
-        """
+        """Set the value of a key; None: it was removed, or is unreadable. Return whether the table changed."""
         number = topology.part_number(self.key, key)
         value = None if stored is None else stored.value
         if key == self.key:
@@ -181,7 +180,6 @@ class StoredTable:
         self._parts, self._sizes = change.parts, change.sizes
 
     def _split(self, table: Placement, limit: int) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """Split a table into parts. Return all parts, and the encoded parts that differ from those in the bucket."""
         before = self._head
         if before is not None and before.parts and self.table is not None and len(self._parts) == len(before.parts):
             parts, encoded = self._renewed(table, self.table)
@@ -201,9 +199,6 @@ class StoredTable:
         }
 
     def _renewed(self, table: Placement, before: Placement) -> tuple[dict[int, PlacementPart], dict[int, bytes]]:
-        """Update the parts that have a changed row, and keep the others. Return all parts, and the encoded parts that
-        changed.
-        """
         changed = {model for model, hosts in table.hosts.items() if before.hosts.get(model) != hosts}
         changed |= before.hosts.keys() - table.hosts.keys()
         changed |= {model for model, _ in table.raised_s.items() ^ before.raised_s.items()}

@@ -1,6 +1,4 @@
-"""Background tasks of a broker connection, and safe calls of the callbacks that code outside the connection
-registered.
-"""
+"""Background tasks of a broker connection, and safe calls of callbacks that code outside the connection registered."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ class ReconnectHandlers:
         self._reconnected = asyncio.Event()
 
     def add(self, handler: Callable[[], Awaitable[None]]) -> bool:
-        """Add a handler. Returns whether it is the first handler: the caller must then start `run`."""
+        """Add a handler. Return whether it is the first handler: the caller must then start `run`."""
         self._handlers.append(handler)
         return len(self._handlers) == 1
 
@@ -73,9 +71,9 @@ async def guarded(work_name: str, work: Awaitable[None]) -> None:
 
 
 def log_failure(work_name: str, error: BaseException) -> None:
-    """Log the error of a user's callback, including a cancellation that was raised inside the callback. A BrokerError
-    is logged in one line without a traceback, because it is no fault of the callback. If the current task itself was
-    cancelled, the CancelledError is raised again.
+    """Log the error of a user's callback, also a CancelledError that was raised inside it. A BrokerError is no fault of
+    the callback: it is logged in one line without a traceback. If the current task itself was cancelled, raise the
+    CancelledError again.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

@@ -1,5 +1,5 @@
-"""Arrays of numpy in bodies. In msgpack, an array is a map of five entries whose keys are bytes; JavaScript clients
-send an ext type instead. In JSON, it is nested lists.
+"""Arrays of numpy in bodies. In JSON, an array is nested lists. In msgpack, it is a map of five entries whose keys are
+bytes, or, from JavaScript clients, an ext type.
 
 Only the dtypes listed here are accepted in either direction. Object and structured arrays are refused, so that decoding
 cannot execute code.
@@ -25,31 +25,26 @@ VIEW_BYTES = 16 << 10
 
 
 def pack(array: Array) -> dict[bytes, Any]:
-    """Return the map of one array for a msgpack encoder, in C order and little endian. Raises ValueError for a dtype
-    that clients cannot read.
-    """
+    """Return the map of an array in C order, little endian. Raises ValueError for a dtype that clients cannot read."""
     little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
     if little.dtype.str not in EMITTED:
         raise ValueError(f"dtype {array.dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
-    # The encoder copies these bytes anyway. A view saves one copy, but for a small array it takes longer than the copy.
+    # The encoder copies these bytes anyway. A view saves one copy, but takes longer than the copy for a small array.
     data = little.tobytes() if little.nbytes < VIEW_BYTES else little.reshape(-1).view(np.uint8).data
     return {b"nd": True, b"type": little.dtype.str, b"kind": b"", b"shape": list(array.shape), b"data": data}
 
 
 def packed(dtype: str, shape: Sequence[int], data: memoryview) -> dict[bytes, Any]:
-    """Return the map of an array, like `pack`, but for an array whose bytes are already in C order and little
-    endian.
-    """
+    """Return the map of an array, like `pack`, from bytes that are already in C order and little endian."""
     if dtype not in EMITTED:
         raise ValueError(f"dtype {dtype} cannot be sent; allowed: {', '.join(sorted(EMITTED))}")
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
 
 
 def unpack(value: Any) -> Any:
-    """Return `value` with a numpy array in place of each map that stands for an array, at any depth. Raises ValueError
-    for a dtype that is not accepted, or if the number of bytes does not fit the shape.
-
-    Arrays are copies that the caller owns and may write to.
+    """Return `value` with a numpy array in place of each map that stands for an array, at any depth. Arrays are copies
+    that the caller may write to. Raises ValueError for a dtype that is not accepted, or if the number of bytes does not
+    fit the shape.
     """
     if isinstance(value, dict):
         marker = value.get(b"nd", value.get("nd"))
@@ -115,7 +110,6 @@ def multivector(value: Any) -> NDArray[np.float32]:
 
 
 def _nested(rows: list[Any]) -> Array:
-    """Convert lists of numbers to float64. Raises ValueError for a row of another length, a string or a boolean."""
     width = len(rows[0]) if rows and isinstance(rows[0], list) else 0
     for index, row in enumerate(rows):
         if not isinstance(row, list):
@@ -132,26 +126,22 @@ def _nested(rows: list[Any]) -> Array:
 
 
 def ext_hook(code: int, data: memoryview) -> Array:
-    """Decode an ext type for msgspec: an array of numpy from a JavaScript client. Raises ValueError for any other ext
-    type.
-    """
+    """Decode an ext type for msgspec: an array from a JavaScript client. Raises ValueError for any other ext type."""
     dtype, axes, raw = _ext(code, data)
     return _array(dtype, axes, raw, _EXT_ACCEPTED)
 
 
 def _ext_map(code: int, data: memoryview) -> dict[bytes, Any]:
-    """Return the map of the array in an ext type. Raises ValueError."""
     dtype, axes, raw = _ext(code, data)
     _array(dtype, axes, raw, _EXT_ACCEPTED)
     return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": axes, b"data": raw}
 
 
 def _ext(code: int, data: memoryview) -> tuple[str, list[int], bytes]:
-    """Return dtype, shape and bytes of an array in numpy's ext type. Raises ValueError."""
     if code != NUMPY_EXT:
         raise ValueError(f"msgpack ext type {code} is not accepted")
     parts = bytes(data).split(b"|", 2)
-    # a dtype may begin with a bar, as "|i1" does, but none of the accepted dtypes does
+    # a dtype may begin with a bar, such as "|i1", but none of the accepted dtypes does
     if len(parts) != 3:
         raise ValueError("array ext: expected `dtype|shape|data`")
     dtype, shape, raw = parts
@@ -166,9 +156,7 @@ _DECODER = msgspec.msgpack.Decoder(ext_hook=_ext_map)
 
 
 def decode_msgpack(data: bytes) -> Any:
-    """Decode a client's msgpack body. Arrays stay maps, which `unpack` converts; ext types of JavaScript clients become
-    maps too.
-
-    Raises ValueError, msgspec.DecodeError or RecursionError.
+    """Decode a client's msgpack body. Arrays and ext types become maps, which `unpack` converts. Raises ValueError,
+    msgspec.DecodeError or RecursionError.
     """
     return _DECODER.decode(data)

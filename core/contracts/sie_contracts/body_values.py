@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-MAX_VALUES = 1_000_000  # largest number of values of a body; the decoder needs less than 0.1 s for them
-MAX_CONTAINERS = 250_000  # largest number of lists, maps and keys of maps in a body
+MAX_VALUES = 1_000_000  # maximum number of values in a body, which the decoder reads in less than 0.1 s
+MAX_CONTAINERS = 250_000  # maximum number of lists, maps and keys of maps in a body
 MAX_NESTING = 64
-VALUE_BYTES = 80  # upper bound of the mean number of bytes that a decoded value needs in memory
+VALUE_BYTES = 80  # upper bound of the memory that a decoded value needs on average, in bytes
 
 _PIECE_BYTES = 256 << 10  # bytes that are counted before another thread may run
 _NO_MARK = bytes(set(range(256)) - set(b"{[,:"))
 
 
 class Excess(ValueError):
-    """Raised if a body exceeds a limit of the decoder. The message names the limit. `reason` is the reason in the
-    client's error.
-    """
+    """Raised if a body exceeds a limit, which the message names. `reason`: the reason in the client's error."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -31,19 +29,19 @@ class Excess(ValueError):
 
 
 def of_json(data: bytes) -> int:
-    """Return the number of values and keys of a JSON body. The number may include marks inside strings, as long as it
-    is within the limits. Raises Excess.
+    """Return the number of values and keys of a JSON body. It may also count marks inside strings if that does not
+    exceed the limits. Raises Excess.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:
-        # fast count first: it also counts marks inside strings, and most strings have few
+        # first a fast count, which includes marks inside strings; most strings have few
         return _count(piece.translate(None, _NO_MARK) for piece in pieces)
     except Excess:
         return _count(_marks(data))
 
 
 def _count(pieces: Iterable[bytes]) -> int:
-    """Count values by the marks `{`, `[`, `,` and `:`, each of which precedes a value. Every mark except the comma also
+    """Count values by the marks `{`, `[`, `,` and `:`, each of which precedes a value. Each mark except the comma also
     counts as a list, a map or a key.
     """
     values = containers = 0
@@ -64,10 +62,9 @@ def _check(values: int, containers: int) -> None:
 
 
 def _marks(data: bytes) -> Iterator[bytes]:
-    """Yield the marks `{`, `[`, `,` and `:` that are outside of strings."""
     in_string = False
     for piece in _pieces(data):
-        # after escapes are removed, each quote begins or ends a string
+        # without escapes, each quote begins or ends a string
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         yield b"".join(parts[in_string::2]).translate(None, _NO_MARK)
         in_string ^= len(parts) % 2 == 0
@@ -97,16 +94,14 @@ _LENGTHS = {
 }
 _EXTENSIONS = frozenset({0xC7, 0xC8, 0xC9})
 _ONE_BYTE = bytes(byte for byte, size in enumerate(_SIZES) if size == 1)
-# Smallest number of values of a list for which it saves time to check first whether all values have the same size.
+# minimum length of a list for which it saves time to check first whether all values have the same size
 _ALIKE = 8
 
 
 def of_msgpack(data: bytes) -> int:
-    """Return the number of values and keys of a msgpack body. Raises Excess, also for nesting deeper than
-    MAX_NESTING.
-    """
+    """Return the number of values and keys of a msgpack body. Raises Excess, also for nesting above MAX_NESTING."""
     values = containers = at = 0
-    # number of values still to read in the innermost container, and in each container around it
+    # numbers of values still to read: in the innermost container, and in each container around it
     left, outer = 1, list[int]()
     end = len(data)
     while True:
@@ -142,9 +137,6 @@ def _is_map(first: int) -> bool:
 
 
 def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
-    """Return two facts of the list or map whose header is at `at`: the number of its values (keys included), and the
-    offset of the first one.
-    """
     if first < 0xA0:
         return (first & 15) << _is_map(first), at + 1
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(first)
@@ -155,8 +147,8 @@ def _children(data: bytes, first: int, at: int) -> tuple[int, int]:
 
 
 def _behind_alike(data: bytes, begin: int, count: int) -> int:
-    """Skip `count` values at once. Return the offset after them if all begin with the same byte (of a type with a fixed
-    size), or if each of them is one byte long. Otherwise return `begin`.
+    """Skip `count` values at once if all begin with the same byte (of a type with a fixed size), or if each is one byte
+    long. Return the offset after them, else `begin`.
     """
     size = _SIZES[data[begin]]
     if not size or begin + count * size > len(data):

@@ -33,8 +33,8 @@ _FIRST_LEVEL: dict[Boundary, int] = {"paragraph": PARAGRAPH, "sentence": SENTENC
 _LINE_END = re.compile(r"\r\n?|\n")
 _WORD_START = re.compile(r"(?<=\s)(?=\S)")
 _GRAPHEME = regex.compile(r"\X")
-# Number of code points that sentencex reads in one call, and the largest number, which is used if no sentence ends in
-# the first. The time of a call grows with the square of the number.
+# number of code points in a call of sentencex, and the number in a second call if no sentence ends in them; the time of
+# a call grows with the square of this number
 _PIECE, _LONGEST_PIECE = 512, 2048
 _TABLE = re.compile(r"(?m)^(?: {0,3}\|.*(?:\r\n?|\n|\Z))+")
 
@@ -79,7 +79,7 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
         index = int(np.searchsorted(counts[-1], lower, side="right"))
         if index < len(counts[-1]):
             return int(places[-1][index])
-    raise AssertionError("the end of the text is a place")
+    raise AssertionError("no place to cut was found, although the end of the text is one")
 
 
 def _next_start(
@@ -102,9 +102,7 @@ def _next_start(
 
 
 def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
-    """Return the positions at which the text may be cut, ascending, for each level from that of `boundary` down to
-    TOKEN.
-    """
+    """Return the positions at which the text may be cut, ascending, for each level from `boundary` down to TOKEN."""
     first = _FIRST_LEVEL[boundary]
     levels: list[set[int]] = [set() for _ in range(TOKEN)]
     if first < TOKEN:
@@ -122,9 +120,6 @@ def _places(text: str, token_ends: Places, boundary: Boundary) -> list[Places]:
 
 
 def _add_blocks(text: str, levels: list[set[int]]) -> None:
-    """Add to `levels` the positions at which the text may be cut: between blocks of Markdown, sentences, list items,
-    and lines of code and tables.
-    """
     starts = np.array([0, *(match.end() for match in _LINE_END.finditer(text)), len(text)])
     whole = np.zeros(
         len(text) + 1, bool
@@ -138,7 +133,7 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
             _add_lines(starts, first, stop, levels, whole)
         if token.level == 0:
             levels[PARAGRAPH if heading is None else LINE].add(first)
-            if heading is not None:  # no cut after a heading, so that it stays in one chunk with the block that follows
+            if heading is not None:  # no cut after a heading: it stays in one chunk with the block that follows
                 whole[heading + 1 : first + 1] = True
             heading = first if token.type == "heading_open" else None
         elif token.type == "list_item_open":
@@ -149,18 +144,14 @@ def _add_blocks(text: str, levels: list[set[int]]) -> None:
 
 
 def _add_lines(starts: Places, first: int, stop: int, levels: list[set[int]], whole: NDArray[np.bool_]) -> None:
-    """Add the line ends of a block of code or a table, from `first` to `stop`, as possible cuts. Ends of sentences
-    inside it are no cuts.
-    """
+    """Add the line ends of a block of code or a table as possible cuts. Ends of sentences inside it are no cuts."""
     whole[first + 1 : stop] = True
     lines = slice(int(np.searchsorted(starts, first, side="right")), int(np.searchsorted(starts, stop)))
     levels[LINE].update(starts[lines].tolist())
 
 
 def _sentence_ends(text: str) -> Iterator[int]:
-    """Yield the ends of sentences and paragraphs. The end of a sentence of more than _LONGEST_PIECE code points may be
-    missed.
-    """
+    """Yield the ends of sentences and paragraphs. Ends of sentences above _LONGEST_PIECE code points may be missed."""
     start, size = 0, _PIECE
     while start < len(text):
         sentences = sentencex.get_sentence_boundaries(_LANGUAGE, text[start : start + size])
@@ -179,17 +170,14 @@ def _sentence_ends(text: str) -> Iterator[int]:
 
 @cache
 def _markdown() -> MarkdownIt:
-    """Return the parser for blocks of Markdown. It reads indented code and HTML as plain text, because most texts with
-    them are not Markdown. Tables are not parsed but found by a regular expression, because the parser would create an
-    object for each cell.
+    """Return the parser for blocks of Markdown. Indented code and HTML are read as text: most texts with them are not
+    Markdown. Tables are found by a regular expression: the parser would create an object for each cell.
     """
     return MarkdownIt("commonmark").disable(["inline", "code", "html_block"])
 
 
 def _grapheme_bounds(text: str) -> NDArray[np.bool_]:
-    """Return an array of booleans for all positions 0 to len(text): true if a grapheme begins at the position, or the
-    text ends there.
-    """
+    """Return booleans for the positions 0 to len(text): true if a grapheme begins or the text ends there."""
     bounds = np.ones(len(text) + 1, bool)
     if text.isascii():
         bounds[[match.start() + 1 for match in re.finditer("\r\n", text)]] = False

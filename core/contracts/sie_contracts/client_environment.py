@@ -1,6 +1,4 @@
-"""Environment variables that clients read: the gateway's address and the client's key. They are not settings of
-servers.
-"""
+"""Environment variables of clients: the gateway's address and the client's key. They are no settings of servers."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ def base_url() -> str | None:
 
 
 def api_key() -> str | None:
-    """Return the client's key from the first variable that is set: API_KEY, otherwise one of KEY_ALIASES. Return None
-    if none is set.
-    """
+    """Return the client's key from the first variable that is set, API_KEY or one of KEY_ALIASES; None if none is."""
     return _value(API_KEY) or next(filter(None, map(_value, KEY_ALIASES)), None)
 
 

@@ -93,9 +93,7 @@ class SIEError(Exception):
 
     @staticmethod
     def from_info(info: ErrorInfo) -> SIEError:
-        """Return the error that `info` describes. An unknown code, from a newer sender, becomes INTERNAL_ERROR with the
-        code in the message.
-        """
+        """Return the error that `info` describes. An unknown code, from a newer sender, becomes INTERNAL_ERROR."""
         cls = _BY_CODE.get(info.code)
         if cls is None:
             return InternalFailure(
@@ -238,7 +236,7 @@ class AllItemsFailed(SIEError):
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
             self.retry_after_s = 5
-        # An error that was decoded from its wire form has no `failures`, but it has `retry_after_s`.
+        # an error that was decoded from its wire form has no `failures`, but it has `retry_after_s`
         if self.retry_after_s:
             self.status, self.retryable = 503, True
         elif failures and not any(failure.status >= 500 for failure in failures):
@@ -332,7 +330,7 @@ class GatewayTimeout(SIEError):
 
 
 def catalogue() -> list[type[SIEError]]:
-    """Return all classes of errors with a code, in the order of the drawing in the docstring of this module."""
+    """Return all error classes with a code, in the order of the drawing above."""
     return list(_BY_CODE.values())
 
 
@@ -340,9 +338,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """Yield one error for each code and status, and one for each reason that changes the status for some client
-    family.
-    """
+    """Yield one error for each code and status, and for each reason that changes the status for some client family."""
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
@@ -402,9 +398,7 @@ _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 def envelope(
     error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native"
 ) -> dict[str, Any]:
-    """Return the HTTP body of `error` for a client family: the members that FAMILIES lists for the family, and
-    `errors`, the errors of single inputs, if there are any.
-    """
+    """Return the HTTP body of `error` for a client family. `errors`: errors of single inputs."""
     code = _SPELLED.get(family, str)(error.code)
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     every: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The type of a GPU, as SIE_GPU_TYPE and requests write it, derived from the product name that the driver reports."""
+"""Type of a GPU, as written in SIE_GPU_TYPE and requests, derived from the driver's product name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_TWO_SIZES = ("a100", "v100")  # GPUs that are sold with two memory sizes; th
 @functools.lru_cache(256)
 def gpu_type(name: str) -> str:
     """Return the type of a GPU: `NVIDIA L4` gives l4, `NVIDIA A100-SXM4-80GB` a100-80gb, `NVIDIA H100 80GB HBM3` h100.
-    If the name is a type already, or empty, it is returned unchanged.
+    A name that is a type already, or empty, is returned unchanged.
     """
     whole, is_part, part = name.lower().partition(" mig ")
     words = [word for word in re.split(r"[^a-z0-9]+", whole) if word and not _IGNORED.fullmatch(word)]

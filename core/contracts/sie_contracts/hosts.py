@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 UNLIMITED = 1 << 30
-_LOAD_STEPS = 10  # Use is compared in tenths: workers whose planned use is in the same tenth count as equal.
+_LOAD_STEPS = 10  # number of steps of planned use: workers whose use is in the same step (here a tenth) count as equal
 _NEAR = 16
 # order of workers: first those with room, then by planned use in tenths, then by number of models
 Key = tuple[bool, int, int]
@@ -19,9 +19,7 @@ Key = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Holdings:
-    """The models of one live worker: models that are loaded, models that are loading, and models that were refused
-    because they did not fit.
-    """
+    """Models of one live worker. `refused`: models that it refused because they did not fit."""
 
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
@@ -75,7 +73,7 @@ class Order:
         self._sorted = sorted(self._rings)
 
     def moved(self, worker: HostWorker) -> None:
-        """Put the worker at its new position, after its room, use or number of models has changed."""
+        """Move the worker to its new position, after its room, use or number of models has changed."""
         before, key, entry = self._keys[worker.name], worker.key, (worker.lot, worker.name)
         if key == before:
             return
@@ -92,8 +90,8 @@ class Order:
             bisect.insort(self._sorted, key)
 
     def first(self, lot: int, excluded: set[str], *, only_free: bool) -> tuple[Key, str] | None:
-        """Return the key and the name of the first worker that is not in `excluded`, for a model with the hash `lot`.
-        Return None if there is none. With `only_free`, a worker without room does not count.
+        """Return key and name of the first worker outside `excluded` for a model with the hash `lot`; None if there is
+        none. `only_free`: skip workers without room.
         """
         for key in self._sorted:
             if only_free and key[0]:

@@ -25,13 +25,14 @@ from sie_contracts.api.jobs import ENDED, MAX_REQUEST_BYTES, JobRequest, JobStat
 from sie_contracts.errors import ErrorInfo, InvalidInput
 
 FileState = Literal["writing", "ready", "removing"]
-MAX_CODES = 20  # largest number of error codes that a record counts separately; all other codes are counted as OTHER
-MAX_BROKEN = 20  # largest number of unreadable parts of the input that a record names
+# maximum number of error codes that a record counts separately; all others are counted together as OTHER
+MAX_CODES = 20
+MAX_BROKEN = 20  # maximum number of unreadable parts of the input that a record names
 MAX_RECORD_BYTES = 64 << 10
-# largest number of bytes of an error message, and of the name of an unreadable part with its error
+# maximum number of bytes of an error message, and of the name of an unreadable part with its error
 MAX_MESSAGE_BYTES, MAX_BROKEN_BYTES = 2048, 512
-MAX_WORD_BYTES = 128  # largest number of bytes of a code, a reason or a fingerprint
-# largest number of bytes of an object's name with its rows; a name in S3 has at most 1024 bytes
+MAX_WORD_BYTES = 128  # maximum number of bytes of a code, a reason or a fingerprint
+# maximum number of bytes of an object's name with its rows; a name in S3 has at most 1024 bytes
 MAX_SOURCE_BYTES = 4096
 _CUT = "…".encode()
 T = TypeVar("T", bound="FileRecord | JobRecord | ShardRecord")
@@ -42,8 +43,8 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="file/1"):
     With `expires_s` 0 the file does not expire.
 
     The record is written before its object and removed after it, so that no object exists without a record. A file is
-    `writing` until its object is stored, and `removing` until its object is deleted. In these two states, requests
-    cannot read the file.
+    `writing` until its object is stored, and `removing` until its object is deleted. In these two states, it cannot be
+    read.
     """
 
     id: str
@@ -62,7 +63,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     offsets in a text format, or numbers of row groups in Parquet. For images, `source` is the folder, and the rows are
     the images after the name `after`.
 
-    `tag` is the entity tag of the object when the job was planned. If it has changed when the rows are read, they are
+    `tag`: entity tag of the object when the job was planned. If it has changed when the rows are read, they are
     refused.
     """
 
@@ -74,7 +75,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     end: int = 0
     after: str = ""
     tag: str = ""
-    header: str = ""  # first line of a CSV file
+    header: str = ""
 
 
 class Unread(msgspec.Struct, frozen=True):
@@ -86,8 +87,8 @@ class Unread(msgspec.Struct, frozen=True):
 
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
-    id, file name); the retry runs the rows that failed in each of them. An empty file name means that the job had no
-    output for these rows, so all of them failed. `rows`: number of rows that failed in the last file.
+    id, file name); the rows that failed in each of them run again. An empty file name means that the job had no output
+    for these rows, so all of them failed. `rows`: number of rows that failed in the last file.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -95,9 +96,9 @@ class Again(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan/1"):
-    """Plan of a job: its input as numbered parts, and the objects that cannot be read. It is one object in the payload
-    store. `again`: for a retry, the rows of each part that run again. `repeated`: lines of a batch whose id was used by
-    an earlier line.
+    """Plan of a job, one object in the payload store: its input as numbered parts, and the objects that cannot be read.
+    `again`: for a retry, the rows of each part that run again. `repeated`: lines of a batch whose id was used by an
+    earlier line.
     """
 
     spans: tuple[RowSpan, ...]
@@ -133,8 +134,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     """A job. A job of SIE has a `request`; a batch of OpenAI has a `batch`.
 
     `owner`: key of the credential whose quota and permissions the job uses; `owner_name`: its name in metrics.
-    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job; only this
-    gateway writes the progress and the end. An empty `leader` means that no gateway runs the job, or that it has ended.
+    `wanted`: the last command of the owner: run, pause or cancel. `leader`: the gateway that runs the job, and alone
+    writes its progress and end; empty if no gateway runs the job, or if it has ended.
 
     `done`, `failed`, `reused`, `tokens` and `codes` count the rows that are answered, including rows of shards that
     have no record yet; a new leader runs the rows of these shards again. `is_planned`: the numbers of rows and shards
@@ -178,7 +179,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     finalizing_s: float = 0.0
     cancelling_s: float = 0.0
     ended_s: float = 0.0
-    output_file: str = ""  # output file of a batch
+    output_file: str = ""
     error_file: str = ""
     retry_of: str = ""
 
@@ -188,8 +189,8 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
 
     @property
     def output_url(self) -> str:
-        """Return the URL of the output folder; empty if SIE stores the output. A retry writes to a subfolder of the
-        folder of the first job.
+        """Return the URL of the output folder, empty if SIE stores the output. That of a retry is a subfolder of the
+        first job's.
         """
         url = self.request.output.url if self.request is not None else ""
         return f"{url.rstrip('/')}/retry-{self.id}/" if url and self.retry_of else url
@@ -203,8 +204,8 @@ encode = msgspec.msgpack.encode
 
 
 def bounded(record: T) -> T:
-    """Return the record with the texts that were added while the job runs, shortened to their limits. Raises ValueError
-    if the record is still larger than MAX_RECORD_BYTES.
+    """Return the record; the texts that were added while the job runs are shortened to their limits. Raises ValueError
+    if it is still larger than MAX_RECORD_BYTES.
     """
     cut = record
     if isinstance(record, JobRecord):
@@ -231,7 +232,6 @@ def bounded(record: T) -> T:
 
 
 def cut_text(text: str, most: int) -> str:
-    """Return the text, shortened to at most `most` bytes of UTF-8."""
     if len(text) * 4 <= most or len(data := text.encode()) <= most:
         return text
     return data[: most - len(_CUT)].decode(errors="ignore") + _CUT.decode()

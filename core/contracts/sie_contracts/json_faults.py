@@ -1,8 +1,8 @@
-"""Error messages for a body that is not JSON: the fault and its position. They repeat no part of the body, because it
-is input of a client.
+"""Error messages for a body that is not JSON: the fault and its position. No part of the body, which is a client's
+input, is repeated.
 
-The JSON decoder reports the position of most faults. It does not report it for a body that ends early or that has one
-half of a surrogate pair; then this module finds it.
+The JSON decoder reports the position of most faults. For a body that ends early or has one half of a surrogate pair, it
+does not: this module then finds it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ def fault_of(body: bytes, error: Exception) -> str:
 
 
 def _explained(body: bytes, at: int, says: str) -> str:
-    """Return the message for a fault at the byte `at`, where the decoder stopped with the message `says`."""
     if "trailing characters" in says:
         at = max(0, at - 1)  # the decoder has already read one of the trailing characters
     for number in _NO_NUMBERS:
-        for begin in (at, at - 1):  # at -Infinity the decoder stops after the minus sign
+        for begin in (at, at - 1):  # at -Infinity, the decoder stops after the minus sign
             if begin >= 0 and body.startswith(number, begin):
                 return f"{number.decode()} is no number in JSON, {_place(body, begin)}: send a number, or null"
     if body[at : at + 1] == b"'" or (at and body[at - 1 : at] == b"'"):
@@ -78,8 +77,8 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; if the
-    decoder gave none, which happens near the end of the body, return the offset of the last half in the body.
+    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; None near
+    the end of the body: then return the offset of the last half.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 T = TypeVar("T")
-MAX_CAUSE = 200  # largest number of characters of a cause in an error message
+MAX_CAUSE = 200  # maximum number of characters of a cause in an error message
 
-# Only names and addresses, no networks: httpx and the standard library do not understand networks in NO_PROXY.
+# only names and addresses: httpx and the standard library do not understand networks in NO_PROXY
 _HOSTS = ("localhost", "127.0.0.1", "::1")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy", "grpc_proxy")
-# Both names are set, because libraries differ in the one that they read; gRPC reads only the first.
+# set both names: some libraries read only one of them (gRPC reads only the first)
 _EXCEPTIONS = ("no_proxy", "NO_PROXY")
 
 
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
     """Return whether `host`, a name or an address, is the loopback interface of this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # not an address, so `host` is a name
+    except ValueError:  # `host` is a name
         return False
 
 
@@ -43,7 +43,7 @@ def is_refused(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True
-        # An exception group: one exception for each address of the host name.
+        # an exception group has one exception for each address of the host name
         causes = [exception for exception in getattr(cause, "exceptions", ()) if isinstance(exception, BaseException)]
         if causes and all(map(is_refused, causes)):
             return True

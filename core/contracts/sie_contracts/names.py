@@ -1,6 +1,4 @@
-"""Search for the ids that are similar to a misspelled name. With ten thousand ids, a search takes about as long as with
-a hundred.
-"""
+"""Search for the ids that are similar to a misspelled name, which takes hardly longer for 10,000 ids than for 100."""
 
 from __future__ import annotations
 
@@ -12,23 +10,21 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import accumulate
 
-# The ids compared with a name: the MAX_COMPARED most promising ones if there are more than ALL_COMPARED, otherwise all.
-# A comparison takes up to 0.1 ms.
+# a name is compared with all ids, or with the MAX_COMPARED most promising ones if there are more than ALL_COMPARED; one
+# comparison takes up to 0.1 ms
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# To find the promising ids, occurrences of the name's pieces in the ids are counted, rare pieces first, up to this
-# number.
+# Maximum number of occurrences that are counted to choose the promising ids: occurrences of the name's pieces in all
+# ids, rare pieces first.
 _MAX_PLACES = 2000
 _PIECE = 3
 _LONG = 20
 _LONGEST = 256
-_LIKE = 0.7  # smallest similarity of a suggestion (1: equal); one or two letters may be wrong, missing or exchanged
+_LIKE = 0.7  # lowest similarity of a suggestion (1: equal); one or two letters may be wrong, missing or exchanged
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean `x`?" with the most similar candidate, for the end of an error message. Return an empty
-    string if no candidate is similar enough.
-    """
+    """Return "; did you mean `x`?" with the most similar candidate, to end an error message; empty if there is none."""
     like = difflib.get_close_matches(name.casefold()[:_LONGEST], sorted(candidates), 1, _LIKE)
     return f"; did you mean `{like[0]}`?" if like else ""
 
@@ -45,9 +41,7 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(?:, got `([^`]+)`)?")
 
 
 def in_words(message: str) -> str:
-    """Replace the type names in a message of msgspec by plain words, as in "expected a string or null, got a whole
-    number".
-    """
+    """Replace type names in a message of msgspec by words, as in "expected a string or null, got a whole number"."""
     return _EXPECTED.sub(
         lambda match: f"expected {_kinds(match[1])}" + (f", got {_kinds(match[2])}" if match[2] else ""), message
     )
@@ -66,7 +60,6 @@ class NameIndex:
 
     @cached_property
     def _folded(self) -> dict[str, list[str]]:
-        """Return a map from each id in its case-folded form to the ids as they are written."""
         ids: dict[str, list[str]] = {}
         for name in self._ids:
             ids.setdefault(name.casefold(), []).append(name)
@@ -74,16 +67,12 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return the case-folded ids in three forms: as one text with an id per line, as a list, and the offset of each
-        id in the text.
-        """
+        """Return the case-folded ids as a text with an id per line, as a list, and each id's offset in the text."""
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 
     def same(self, name: str) -> str | None:
-        """Return the id that equals `name` when case is ignored. Return None if there is no such id, or more than
-        one.
-        """
+        """Return the id that equals `name` when case is ignored; None if there is no such id, or more than one."""
         ids = self._folded.get(name.casefold(), ())
         return ids[0] if len(ids) == 1 else None
 
@@ -101,14 +90,11 @@ class NameIndex:
         return [self._folded[hit][-1] for hit in dict.fromkeys(hits)][:count]
 
     def _alike(self, folded: str) -> list[str]:
-        """Return the ids to compare with a name: those that have the most rare pieces (three letters) in common with
-        it.
-        """
+        """Return the ids to compare with a name: those with the most rare pieces (three letters) in common with it."""
         text, lines, starts = self._lines
         if len(lines) <= ALL_COMPARED:
             return lines
-        # A long name has enough pieces: only every second one or fewer are used, because each is searched in the whole
-        # text.
+        # each piece is searched in the whole text, so of a long name only every second piece or fewer are used
         step = 1 + len(folded) // _LONG
         pieces = {folded[at : at + _PIECE] for at in range(0, max(1, len(folded) - _PIECE + 1), step)}
         counts = sorted((places, piece) for piece in pieces if piece.strip() and (places := text.count(piece)))

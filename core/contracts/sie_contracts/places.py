@@ -15,7 +15,6 @@ _PATH = re.compile(r"(?<![\w.~:/…-])(?:file://|~)?/[^\s:;,'\"()\[\]{}<>|]+")
 
 
 def without_paths(text: str) -> str:
-    """Return the text with each absolute path replaced by `…/NAME`."""
     return _PATH.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)
 
 

@@ -18,15 +18,15 @@ from sie_contracts import arrays, body_values
 from sie_contracts.body_values import MAX_NESTING
 from sie_contracts.json_faults import fault_of
 
-SMALL_BYTES = 4096  # size of a body up to which its values are not counted, because it cannot contain too many
+SMALL_BYTES = 4096  # largest size in bytes of a body whose values are not counted, because it cannot contain too many
 _CONTAINERS = frozenset({dict, list})
 _PLAIN = frozenset({dict, list, str, int, float, bool, type(None), bytes})
 _TEXT_KEYS = frozenset({str})
 
 
 class Malformed(ValueError):
-    """Error for bytes that are not a plain value, or that contain too many values. `reason` is the reason in the
-    client's error. The message repeats no part of the bytes.
+    """Error for bytes that are not a plain value, or that contain too many values. `reason`: the reason in the client's
+    error. The message repeats no part of the bytes.
     """
 
     def __init__(self, message: str, reason: str = "malformed") -> None:
@@ -35,9 +35,7 @@ class Malformed(ValueError):
 
 
 def count(data: bytes, *, msgpack: bool) -> int:
-    """Return an upper bound of the number of values in the bytes, or 0 for a body of at most SMALL_BYTES. Raises
-    Malformed for too many values.
-    """
+    """Return an upper bound of the number of values; 0 up to SMALL_BYTES. Raises Malformed for too many values."""
     if len(data) <= SMALL_BYTES:
         return 0
     try:
@@ -82,15 +80,13 @@ def _decoded(decode: Any, data: bytes, kind: str) -> Any:
 
 
 def _clean(error: Exception) -> str:
-    """Return the decoder's message without the fragment of the body that it may quote, because that is a client's
-    input.
-    """
+    """Return the decoder's message without the fragment of the body that it may quote: a client's input."""
     return str(error).split("'")[0].split('"')[0].strip()[:120]
 
 
 def _check(root: Any, *, is_json: bool) -> None:
-    """Raise Malformed for values that are nested too deep, and in msgpack also for wrong types of values and keys. The
-    types of a list are compared as a set, which takes a fifth of the time of a test for each value.
+    """Raise Malformed for values that are nested too deep, and in msgpack for wrong types of values and keys. The types
+    of a list are compared as a set, which takes a fifth of the time of a test for each value.
     """
     level: list[Any] = [[root]]
     for _ in range(MAX_NESTING + 1):

@@ -30,10 +30,10 @@ _MINOR = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})(?:\.([0-9]{1,6}))?")
 class Dialect:
     """Expectations that a range of client versions has of a server.
 
-    `holds`: whether a request waits in the gateway while its model is loaded. It does not for the public SDKs, which
-    repeat requests themselves: the gateway answers them at once. `on_item_error`: default of this parameter.
-    `statuses`: HTTP status by error code, where it differs from ours. `codes`: error code to send instead of a
-    retryable code that these clients do not know; they would not retry after an unknown code.
+    `holds`: whether a request waits in the gateway while its model is loaded. The public SDKs repeat requests
+    themselves, so the gateway answers them at once. `on_item_error`: default of this parameter. `statuses`: HTTP status
+    by error code, where it differs from ours. `codes`: error code to send instead of a retryable code that these
+    clients do not know; they would not retry after an unknown code.
     """
 
     holds: bool = True
@@ -42,9 +42,7 @@ class Dialect:
     codes: Mapping[str, str] = field(default_factory=dict)
 
     def spoken(self, error: SIEError) -> SIEError:
-        """Return `error` as these clients expect it. If its code is replaced and it has no reason, the original code
-        becomes the reason.
-        """
+        """Return `error` as these clients expect it. A replaced code becomes the reason if there was none."""
         code = self.codes.get(error.code, error.code) if error.retryable else error.code
         status = self.statuses.get(error.code)
         if code == error.code and status is None:
@@ -93,9 +91,8 @@ def dialect_of(version: str) -> Dialect:
 
 
 def server_version(version: str) -> str:
-    """Return the contract version to send to a public SDK: its own version, but at most the version of this server.
-
-    The SDK warns if this version differs from its own by more than one minor version.
+    """Return the contract version to send to a public SDK: its own version, but at most the version of this server. The
+    SDK warns if this version differs from its own by more than one minor version.
     """
     number = _parsed(version)
     if number is None:

@@ -44,18 +44,14 @@ SINK_DTYPES = ("float32", "float16")
 
 
 class Credentials(NamedTuple):
-    """Functions for the credential of a job: `grant` looks up its current grant, `charge` opens the account by which a
-    call spends the tokens of its quota.
-    """
+    """Functions about a job's owner: `grant` returns the present rights, `charge` begins to count a call's tokens."""
 
     grant: Callable[[str], Grant | None]
     charge: Callable[[Grant], Charge | None]
 
 
 class JobEngine:
-    """Builder of jobs. `store`: the payload store, None if there is none. `route_of` finds the route that answers POST
-    of a path.
-    """
+    """Builder of jobs. `route_of` returns the route that answers POST of a path."""
 
     def __init__(
         self,
@@ -75,12 +71,8 @@ class JobEngine:
         self._credentials = credentials
         self._route_of = route_of
 
-    # checks before a job is stored
-
     async def check(self, call: Call, job: JobRecord) -> JobRecord:
-        """Return the job with its model pinned: an alias is resolved once, so that no job uses two models. Raises
-        SIEError for a job that could never run.
-        """
+        """Return the job with its model's alias resolved, once for all rows. Raises SIEError if it can never run."""
         self.require_store()
         if job.batch is not None:
             await self._files.find(job.batch.input_file_id, call.grant.key, sees_all="admin" in call.grant.scopes)
@@ -102,9 +94,7 @@ class JobEngine:
         return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
-        """Plan a request of the job, with the model, its profile and the lane. Raises SIEError, also for parameters
-        that the model does not have.
-        """
+        """Return the plan of a sample request of the job. Raises SIEError if the model cannot serve such a request."""
         resolved = self._inference.resolve(request.model, call)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")
@@ -121,7 +111,7 @@ class JobEngine:
         if reads_images and "image" not in resolved.entry.inputs:
             message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
             raise InvalidInput(message, reason="schema", param="input.text")
-        # strict: without this header, an unknown option would be ignored in every row
+        # without x-sie-strict, an unknown option would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         understood = self._inference.understand(probe, infer_request)
@@ -133,9 +123,7 @@ class JobEngine:
         return understood
 
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
-        """Check that the database can store the output of the job. The check raises InvalidInput now, because the job
-        itself would fail only after it has computed a shard.
-        """
+        """Raise InvalidInput if the database cannot store the output, before any rows are computed."""
         output, run = request.output, understood.options.run
 
         def refused(param: str, why: str) -> InvalidInput:
@@ -165,7 +153,6 @@ class JobEngine:
             )
 
     def require_store(self) -> ObjectStore:
-        """Return the payload store. Raises NotReady without one."""
         if self._store is None:
             raise NotReady(f"jobs and files need a payload store: set {STORE}", reason="no_store", param=STORE)
         return self._store
@@ -230,11 +217,9 @@ class JobEngine:
         return Before(job, self.workplace(job), self.output(job), await self._ledger.shards(job.id))
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job from the payload store: its plan and its parts. Raises StoreError."""
         await self.workplace(job).remove()
 
     def workplace(self, job: JobRecord) -> JobStorage:
-        """Return the storage of a job's plan and parts. Raises NotReady."""
         return JobStorage(self.require_store(), job.id, self._files)
 
     def output(self, job: JobRecord) -> Place:
@@ -245,7 +230,6 @@ class JobEngine:
 
 
 def headers_of(request: JobRequest) -> dict[str, str]:
-    """Return the headers of a job's requests, which name its pool and its machine profile."""
     return {
         **({"x-sie-pool": request.pool} if request.pool else {}),
         **({"x-sie-machine-profile": request.machine_profile} if request.machine_profile else {}),

@@ -42,9 +42,7 @@ class BatchRow(NamedTuple):
 
 
 class _BatchLine(msgspec.Struct):
-    """A line whose values are not decoded. Its body is decoded when it is answered, like the body of a client's
-    request.
-    """
+    """Line of the input file. Its values stay raw JSON until they are used."""
 
     custom_id: msgspec.Raw = msgspec.Raw(b"")
     method: msgspec.Raw = msgspec.Raw(b"")
@@ -69,8 +67,8 @@ class BadLine(Exception):
 
 
 class BatchCut:
-    """Splitter of a file into spans of lines, one for each shard, while its bytes arrive. It also finds lines that
-    repeat the custom_id of an earlier line.
+    """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
+    that repeat the custom_id of an earlier line.
 
     A line with only white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
     """
@@ -113,7 +111,7 @@ class BatchCut:
             )
             raise InvalidInput(message, reason="too_many_items", param="input_file_id")
         request = _lenient(line)
-        # the body has at most as many inputs as commas, plus one, whatever field has the inputs
+        # a body with n commas outside of strings has at most n + 1 inputs
         self._inputs += 1 + count_outside(bytes(request.body), b",", SHARD_INPUTS)
         custom_id = _text(request.custom_id)
         if custom_id is not None and custom_id in self._seen:
@@ -128,7 +126,7 @@ class BatchCut:
 
     def plan(self) -> Plan:
         """Return the plan of the whole file. Raises InvalidInput for a file without requests."""
-        if self._rest:  # the last line has no newline
+        if self._rest:  # the last line of a file may have no newline
             self._line(self._rest, 0)
         self._cut()
         if not self._spans:
@@ -143,7 +141,7 @@ def requests_of(text: bytes, span: RowSpan) -> list[tuple[int, bytes]]:
 
 
 def read(line: bytes, number: int, endpoint: str, *, is_repeated: bool) -> LineRequest:
-    """Return the request in a line of the input file, after a check against the batch. Raises BadLine."""
+    """Decode a line of the input file and check it against the batch; `number` counts from 0. Raises BadLine."""
     where = f"line {number + 1}"
     try:
         request = _decode(line)
@@ -186,7 +184,7 @@ def failure(custom_id: str | None, code: str, message: str) -> BatchRow:
 
 
 def written(text: bytes) -> list[BatchRow]:
-    """Return the rows in the text of a stored part. Each line is a row."""
+    """Decode the rows of a stored part."""
     return [_row(line) for line in text.split(b"\n") if line]
 
 

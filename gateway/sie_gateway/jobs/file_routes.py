@@ -33,9 +33,7 @@ _FIELDS = ("file", "purpose", _ANCHOR, _SECONDS)
 
 
 async def upload(gateway: Gateway, request: Request) -> Response:
-    """Store a file. If the query has a purpose, the whole body is the file, else the body is a form that contains the
-    file. Raises InvalidInput, PayloadTooLarge, ResourceExhausted, NotReady, QueueUnavailable.
-    """
+    """Store an upload: the whole body if the query has a purpose, else the file in the form. Raises SIEError."""
     if "purpose" in request.query_params:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
@@ -80,7 +78,6 @@ def _expires_after_s(form: Form) -> int:
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """Return a page of the list of files. Raises InvalidInput, NotReady."""
     query, grant = request.query_params, _call(request).grant
     purpose, order = query.get("purpose", ""), query.get("order", "desc")
     if purpose and purpose not in PURPOSES:
@@ -101,12 +98,10 @@ async def page(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return the description of one file. Raises NotFound, NotReady, QueueUnavailable."""
     return json_response(_shown(await _file_of(gateway, request)))
 
 
 async def content(gateway: Gateway, request: Request) -> Response:
-    """Return the bytes of one file. Raises NotFound, NotReady, QueueUnavailable."""
     record = await _file_of(gateway, request)
     # a browser must not show an uploaded file as a page of this server
     headers = {
@@ -120,7 +115,6 @@ async def content(gateway: Gateway, request: Request) -> Response:
 
 
 async def remove(gateway: Gateway, request: Request) -> Response:
-    """Delete one file. Raises NotFound, NotReady, QueueUnavailable."""
     record = await _file_of(gateway, request)
     await gateway.files.remove(record)
     return json_response(api.FileDeleted(id=record.id))

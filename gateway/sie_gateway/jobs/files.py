@@ -107,16 +107,14 @@ class FileStore:
         return record
 
     def content(self, file: str) -> tuple[str, str] | None:
-        """Return the client's name of a file, and the SHA-256 of its bytes; None if the file was removed."""
+        """Return the name that the client gave to a file, and the file's SHA-256; None if it was removed."""
         record = self._records.get(file)
         return None if record is None else (record.name, record.sha256)
 
     def page(
         self, owner: str, *, sees_all: bool = False, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> Page:
-        """Return at most `limit` files of this owner, in the order of their creation, after the file with id `after`.
-        Raises InvalidInput.
-        """
+        """Return at most `limit` files in order of creation, from behind the file `after`. Raises InvalidInput."""
         self._required()
         if after and not _is_id(after):
             raise InvalidInput("after: expected the id of a file", reason="schema", param="after")
@@ -162,9 +160,7 @@ class FileStore:
         expires_after_s: float = 0.0,
         file: str,
     ) -> FileRecord:
-        """Store an output under the id `file`. If that file exists already, return its record without reading `data`:
-        so a repeated write creates the file only once.
-        """
+        """Store an output as the file `file`. If that file exists, return its record without reading `data`."""
         if (existing := await self._refreshed(file)) is not None and existing.state == "ready":
             return existing
         async with self._outputs:
@@ -174,11 +170,11 @@ class FileStore:
 
     async def receive(self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription]) -> FileRecord:
         """Store a file that a client sends. `about` is called after the end of `data`, when all fields of the form are
-        known.
+        read.
 
         Raises InvalidInput for an empty file, PayloadTooLarge, RateLimited above a limit of the key or of all keys,
-        ResourceExhausted for a full store, and the errors of `data` and `about`. After an error, the file and its
-        record are removed. If the task is cancelled, `clean` removes them later.
+        ResourceExhausted for a full store, and the errors of `data` and `about`. A failed file is removed; if the task
+        is cancelled, `clean` removes the file later.
         """
         with self._uploads.hold(owner):
             return await self._receive(owner, data, about, new_id(), bounded=True)
@@ -186,10 +182,7 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file with its record. If `bounded`, the file is refused above the limits of its owner or of all
-        owners. Outputs of batches are not bounded: their bytes are counted for these limits, but they are never
-        refused.
-        """
+        """Write a file and its record. Without `bounded`, no limit refuses the file, but the file still counts."""
         objects = self._required()
         if bounded:
             self._usage.check(owner, RecordUse(1))
@@ -222,7 +215,7 @@ class FileStore:
     def _charge(self, file: str, record: FileRecord | None) -> None:
         if record is None:
             self._usage.release(file)
-        # a record `writing` that is counted already is left as it is: the gateway that writes the file counts the bytes
+        # a record `writing` has 0 bytes, which must not replace the bytes that its upload has counted so far
         elif record.state != "writing" or file not in self._usage:
             self._usage.charge(file, record.owner, record.bytes)
 
@@ -254,7 +247,7 @@ class FileStore:
             _logger.warning("a file could not be removed, so it is removed later: %s", error)
 
     async def remove(self, record: FileRecord) -> None:
-        """Remove a file. From now on requests cannot read it, also if its bytes are removed later."""
+        """Remove a file. From now on requests cannot read it, even if its bytes are removed later."""
         self._required()
         with _unavailable():
             await self._records.change(
@@ -271,8 +264,8 @@ class FileStore:
     # clean-up
 
     async def clean(self) -> int:
-        """Remove expired files, half-removed files and abandoned writes, if this gateway has the lease for this work.
-        Return the number of removed files. Raises BrokerError, StoreError.
+        """Remove expired, half-removed and abandoned files if this gateway has the lease, and return their number.
+        Raises BrokerError, StoreError.
         """
         due = [record for record in self._records.values() if self._is_due(record)]
         if self._objects is None or not due or not await self._lease.acquire():
@@ -326,9 +319,7 @@ def sees_all(grant: Grant) -> bool:
 
 
 class _Read:
-    """Reader of a file that counts its bytes and computes their digest. `grow` is called with the size after each
-    piece. Raises InvalidInput for an empty file, PayloadTooLarge above `limit`, and the errors of `grow`.
-    """
+    """Reader that counts and hashes the bytes of a file, at most `limit`. `grow` gets the count after each piece."""
 
     def __init__(self, data: AsyncIterator[bytes], limit: int, grow: Callable[[int], None]) -> None:
         self.size = 0
@@ -367,15 +358,14 @@ def _is_id(file: str) -> bool:
 
 @contextlib.contextmanager
 def _unavailable() -> Iterator[None]:
-    """Map the errors of the broker and of the store to errors for clients."""
     try:
         yield
     except BrokerError as error:
-        raise QueueUnavailable(f"the broker refused: {error}") from error
+        raise QueueUnavailable(f"the broker failed, try again: {error}") from error
     except ObjectMissing as error:
         raise NotFound("the bytes of this file were removed", param="file_id") from error
     except StoreFull as error:
         raise ResourceExhausted("the payload store has no room for this file", reason="store_full") from error
     except StoreError as error:
         _logger.warning("the payload store, which holds files, did not answer: %s", error)
-        raise QueueUnavailable("the payload store, which holds files, did not answer") from error
+        raise QueueUnavailable("the payload store, which holds files, did not answer: try again") from error

@@ -74,9 +74,7 @@ def is_public(body: Any) -> bool:
 
 
 def requested(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the body of a public SDK to the body of a JobRequest. Raises InvalidInput with the name of the client's
-    field.
-    """
+    """Convert the body of a public SDK to that of a JobRequest. Raises InvalidInput, which names the client's field."""
     for name, instead in _REFUSED.items():
         if name in body:
             raise _refused(name, instead)
@@ -106,9 +104,7 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the field `input` of a JobRequest. For a score, the query is an option of the published SDKs; it is moved
-    from `options` into the input.
-    """
+    """Return the field `input` of a JobRequest. The query of a score is moved from `options` into it."""
     fields = job.field_map
     if fields.input_type != "text":
         raise _refused("field_map.input_type", "expected text: a job reads the column of a text")
@@ -164,9 +160,7 @@ def _refused(field: str, message: str) -> InvalidInput:
 
 
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
-    """Return the error for a body that does not fit the schema, with the wrong field: the decoder names a value at
-    `$.a.b`, or a key of that map.
-    """
+    """Map a decoder's error, whose text ends with a path such as `$.a.b`, to one that names the field."""
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")
@@ -204,19 +198,16 @@ def _form(body: Any) -> Any:
 
 
 def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Response:
-    """Return a job in the format of the client."""
     is_public = _call(request).dialect is not sdk_versions.NATIVE
     return json_response(as_public(info) if is_public else info, status)
 
 
 async def submit(gateway: Gateway, request: Request) -> Response:
-    """Create a job and return it. Raises SIEError."""
     job_request = await _body(request, api.JobRequest, _form)
     return _info_reply(request, await gateway.jobs.submit(_call(request), job_request), 201)
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """Return a page of the list of jobs. Raises InvalidInput, NotFound."""
     query, call = request.query_params, _call(request)
     jobs_page = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
     if call.dialect is sdk_versions.NATIVE:
@@ -225,7 +216,6 @@ async def page(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return the state and the counts of the job in the path. Raises NotFound."""
     jobs = gateway.jobs
     return _info_reply(request, jobs.as_info(jobs.find(_call(request), request.path_params["job"])))
 
@@ -251,21 +241,17 @@ async def retry(gateway: Gateway, request: Request) -> Response:
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    """Delete the records of a job that has ended, and its objects in the payload store. Raises NotFound,
-    ContentConflict, QueueUnavailable.
-    """
+    """Delete an ended job's records, and its objects in the payload store. Raises NotFound, ContentConflict."""
     return json_response(await gateway.jobs.delete(_call(request), request.path_params["job"]))
 
 
 async def manifest(gateway: Gateway, request: Request) -> Response:
-    """Return a page of the manifest of a job. Raises InvalidInput, NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     after = int(number(request.query_params, "after", 0, 0, 1 << 31))
     return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)))
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
-    """Return the bytes of a part of the output, by its name in the manifest. Raises NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     data = await gateway.results.part(job, request.query_params.get("name", ""))
     headers = {"Content-Disposition": "attachment"}
@@ -273,7 +259,6 @@ async def part(gateway: Gateway, request: Request) -> Response:
 
 
 async def rows(gateway: Gateway, request: Request) -> Response:
-    """Return a sample of the answered rows, or of the failed rows. Raises InvalidInput, NotFound, QueueUnavailable."""
     job = gateway.jobs.find(_call(request), request.path_params["job"])
     only_failed = request.query_params.get("failed", "false") == "true"
     return json_response(await gateway.results.rows(job, _limit(request, 20, 1000), only_failed=only_failed))
@@ -283,18 +268,15 @@ async def rows(gateway: Gateway, request: Request) -> Response:
 
 
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
-    """Create a batch from an uploaded file and return it. Raises SIEError."""
     return json_response(await gateway.jobs.batch(_call(request), await _body(request, batches_api.BatchRequest)))
 
 
 async def batch_page(gateway: Gateway, request: Request) -> Response:
-    """Return a page of the list of batches. Raises InvalidInput, NotFound."""
     query = request.query_params
     return json_response(gateway.jobs.batch_page(_call(request), _limit(request, 20, 100), query.get("after", "")))
 
 
 async def show_batch(gateway: Gateway, request: Request) -> Response:
-    """Return the state and the counts of the batch in the path. Raises NotFound."""
     jobs = gateway.jobs
     return json_response(jobs.batch_told(jobs.find_batch(_call(request), request.path_params["batch"])))
 
@@ -308,8 +290,6 @@ async def delete_batch(gateway: Gateway, request: Request) -> Response:
     """Delete the records of a batch that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
     return json_response(await gateway.jobs.delete_batch(_call(request), request.path_params["batch"]))
 
-
-# rows of the routing table
 
 _AFTER = Parameter("after", "query", str, "The id of the last one of the page before.")
 _STATE = Parameter("state", "query", api.JobState, "Only jobs in this state.")

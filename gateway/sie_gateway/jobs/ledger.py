@@ -22,8 +22,7 @@ from sie_runtime.metrics import Scrape
 class JobLedger:
     """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
 
-    While a job runs, its record grows by less than 20 KiB. These bytes count in `usage`, but no job ends because of
-    them.
+    While a job runs, its record grows by less than 20 KiB. These bytes count in `usage`, but they never end a job.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
@@ -40,7 +39,6 @@ class JobLedger:
 
     @property
     def is_read(self) -> bool:
-        """Return whether all records have been read."""
         return self._bucket.is_read
 
     def find(self, job_id: str) -> JobRecord:
@@ -59,9 +57,7 @@ class JobLedger:
             self._listeners[job_id] = listener
 
     async def create(self, job: JobRecord) -> JobRecord:
-        """Store a new job. If a job with its id exists, it is returned unchanged. Raises RateLimited above a limit of
-        the owner or of all owners, BrokerError.
-        """
+        """Store a new job, or return the job that has its id already. Raises RateLimited above a limit, BrokerError."""
         if job.id not in self._usage:  # a job with this id that exists or is being stored is counted already
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
@@ -72,15 +68,12 @@ class JobLedger:
             self._charge(job.id, self._jobs.get(job.id))
 
     def require(self) -> None:
-        """Raise NotReady while the records have not been read."""
         self._bucket.require()
 
     async def change(
         self, job_id: str, make: Callable[[JobRecord | None], JobRecord | None], *, created: bool = False
     ) -> JobRecord:
-        """Change a record in the same way as `Record.change`. Raises BrokerError, and NotFound if the job does not
-        exist. With `created`, a missing job is created instead.
-        """
+        """Replace a job by `make(job)`. Raises BrokerError, and NotFound for a missing job, unless `created`."""
 
         def changed(before: JobRecord | None) -> JobRecord | None:
             if before is None and not created:
@@ -129,14 +122,13 @@ class JobLedger:
 
 
 class JobFigures(Collector):
-    """Number of jobs and rows of all stored jobs, also of jobs that other gateways lead."""
+    """Metrics of all stored jobs, also of jobs that other gateways lead."""
 
     def __init__(self, ledger: JobLedger) -> None:
         self._ledger = ledger
         self._scrape = Scrape("gateway")
 
     def collect(self) -> Iterator[Metric]:
-        """Yield samples for Prometheus."""
         jobs = list(self._ledger)
         states = Counter(job.state for job in jobs)
         waiting = sum(max(0, (job.rows or 0) - job.done) for job in jobs if not job.ended)

@@ -55,9 +55,7 @@ class BatchJob:
         self._rows: dict[int, dict[int, BatchRow]] = {}  # rows of shards that are not stored yet: shard -> line -> row
 
     async def plan(self) -> Plan:
-        """Return the plan of the batch (see `run.JobWork`). Raises InvalidInput for a file without lines, or with too
-        many lines.
-        """
+        """Return the batch's plan (see `run.JobWork`). Raises InvalidInput for a file with no lines or too many."""
         plan = await self._place.plan() or await self._planned()
         self._repeated = frozenset(plan.repeated)
         return plan

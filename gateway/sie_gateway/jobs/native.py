@@ -42,16 +42,14 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
-SPAN_TOKENS = 16  # expected tokens of a chunk that a row of the input names itself
+SPAN_TOKENS = 16  # assumed tokens of a chunk whose start and end a row of the input gives
 UNTRIMMED = 0.1  # share of the cache's size limit that a job may store before it removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class AnsweredShard(NamedTuple):
-    """A shard (rows that are answered and written together) that is answered, but not written yet. `data`: its part of
-    the output. `unsent`: rows that are not in the database yet.
-    """
+    """Shard (rows written together) that is answered, but not written. `unsent`: rows not in the database yet."""
 
     data: bytes
     unsent: SinkRows | None
@@ -76,9 +74,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """The work of one job. `cache_bytes`: limit of the cache in bytes, over all jobs. `shares_cache`: jobs of all keys
-    share their cached answers.
-    """
+    """Work of one job. `cache_bytes`: limit of the cache for all jobs. `shares_cache`: all keys share their answers."""
 
     def __init__(
         self,
@@ -113,8 +109,6 @@ class NativeJob:
         # by number, the answered shards that are not in the database or not in the store yet
         self._unwritten: dict[int, AnsweredShard] = {}
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
-
-    # ---- the plan of a job
 
     async def plan(self) -> Plan:
         """Return the plan of the input, which is stored at the first call (see `run.JobWork`)."""
@@ -169,9 +163,7 @@ class NativeJob:
         return Plan(tuple(plan.spans[number] for number in failed), again=tuple(again))
 
     async def _rows(self, number: int, span: RowSpan) -> list[InputRow]:
-        """Read those rows of a shard that this job answers: a retry answers only the rows that failed before. Raises
-        InvalidInput, StoreError.
-        """
+        """Read the rows of a shard; for a retry, only the rows that failed before. Raises InvalidInput, StoreError."""
         rows = await read(self._places.source, span, self._request.input)
         for job_id, part in self._again[number].parts if self._again else ():
             if part:
@@ -181,8 +173,6 @@ class NativeJob:
                 outcomes = await asyncio.to_thread(parts.outcomes, data, before.job.request.output.format)
                 rows = [row for row, outcome in zip(rows, outcomes, strict=True) if outcome.error is not None]
         return rows
-
-    # ---- the answers of a shard
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
         """Answer the rows of one shard, write its part of the output, and return the record of the shard."""
@@ -227,9 +217,7 @@ class NativeJob:
         )
 
     async def _answers(self, number: int, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], int]:
-        """Return the answer to each row, and the number of rows whose answer was copied from an equal row or from the
-        cache.
-        """
+        """Return the answer to each row, and how many answers were copied from an equal row or from the cache."""
         answers, inputs = await asyncio.to_thread(self._inputs, rows)
         places = list(inputs)
         once = await asyncio.to_thread(unique, list(inputs.values()))
@@ -241,9 +229,7 @@ class NativeJob:
         return answers, self._reused(number, once)
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return an answer for each row, which is the fault of the row if it has one, and the inputs of all rows
-        without a fault, by the place of the row.
-        """
+        """Return answers, so far only with the errors of faulty rows, and the inputs of the other rows by position."""
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
         for place, row in enumerate(rows):
@@ -287,9 +273,7 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. If the store fails, this job continues, and a later job computes
-        the answers again.
-        """
+        """Write answers to the cache for later jobs. A failure of the store is only logged: later jobs compute them."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
@@ -298,9 +282,7 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> AnswerCache | None:
-        """Return the cache with the answers of other jobs; None if this job has no cache. The cache depends on the
-        current fingerprint of the model. If the fingerprint is not known yet, the first input is answered to learn it.
-        """
+        """Return the cache; None if the job has none. Answer the first input if the model's fingerprint is unknown."""
         if not self._cache_bytes or not once.inputs:
             return None
         async with self._opening:
@@ -317,9 +299,7 @@ class NativeJob:
         return self._cache
 
     async def _sent(self, rows: SinkRows) -> None:
-        """Write the vectors into the database. If the collection is missing, it is created again, once. Raises Halted
-        if the database refuses the rows, StoreError.
-        """
+        """Write the vectors into the database; create a missing collection again, once. Raises Halted, StoreError."""
         try:
             try:
                 await self._upserted(rows)
@@ -347,8 +327,6 @@ class NativeJob:
         if self._places.sink is not None:
             await self._places.sink.close()
 
-    # ---- the end of a job
-
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Write the manifest of the shards that exist (see `run.JobWork`)."""
         fields = dict[str, Any]()
@@ -371,16 +349,12 @@ class NativeJob:
 
 
 def _owner(job: JobRecord) -> str:
-    """Return the name that identifies a job in the folder of its output. The id alone is not unique. An id is derived
-    from the Idempotency-Key, so it is used again if a client sends the key again after the job was deleted.
-    """
+    """Return a unique name of the job for its output folder: an id repeats if its Idempotency-Key is used again."""
     return f"{job.id} {job.created_s!r}"
 
 
 def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread: Sequence[Unread]) -> api.JobManifest:
-    """Describe the output of a job from the records of its shards, with the parts of the input that could not be
-    read.
-    """
+    """Describe the output of a job: its parts, and the parts of the input that could not be read."""
     assert job.request is not None
     good = [shards[number] for number in sorted(shards) if shards[number].error is None]
     return api.JobManifest(
@@ -408,7 +382,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the lines that have a vector; None if no line has one."""
+    """Return the rows for the database, those with a vector; None if there are none."""
     lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
     if not lines:
         return None
@@ -424,9 +398,7 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the columns that searches may use as filters: all values of the column have the same type, which is text,
-    bool, int or float. `unfiltered`: columns that searches do not use.
-    """
+    """Return the type of each column whose values have one type: text, bool, int or float. Omit `unfiltered` ones."""
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]
     column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in names}
@@ -451,9 +423,7 @@ def _input(row: InputRow, request: api.JobRequest) -> ModelInput:
 
 
 def chunks_of(source: api.JobInput, text: str | None, value: Any) -> TextChunks | None:
-    """Return the chunks of a text by the rule of the job, or by the value of the row; None if the job has no chunks.
-    Raises InvalidInput.
-    """
+    """Return the chunks of a text, by the job's rule or the row's value; None without chunks. Raises InvalidInput."""
     if source.chunks is None:
         return None
     chunks = value if isinstance(source.chunks, str) else msgspec.structs.asdict(source.chunks)

@@ -30,14 +30,11 @@ class JobPace:
         self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)
 
     def note(self, now_s: float, done: int) -> None:
-        """Record the number of rows that are done. Call `rest` before a time in which the job cannot run, so that this
-        time does not count.
-        """
+        """Record the number of rows done by now. Call `rest` before a pause of the job: the pause must not count."""
         if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
             self._steps.append((now_s, done))
 
     def rest(self) -> None:
-        """Remove the measured steps, because the job does not run for a while."""
         self._steps.clear()
 
     @property
@@ -60,10 +57,9 @@ class JobPace:
 
 
 def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
-    """Forecast the end of a running job. Returns None while its rows are not counted, or its rate is unknown.
+    """Forecast the end of a running job; None while its rows are not counted or its rate is unknown.
 
-    `plus_minus_s` is computed from twice the standard error of the rate. The number of workers for a deadline is
-    computed on the assumption that each worker has the same part of the current rate.
+    `plus_minus_s` is two standard errors of the rate. `workers_needed` assumes that all workers are equally fast.
     """
     if job.state != "running" or job.rows is None or job.rows_per_s <= 0:
         return None
@@ -79,9 +75,9 @@ def forecast(job: JobRecord, workers: int, now_s: float) -> Forecast | None:
 
 
 def workers_needed(job: JobRecord, workers: int, now_s: float) -> int | None:
-    """Return the number of workers with which the job ends by its deadline, or within MIN_LEFT_S if that is later.
-    Returns None if the job has no deadline or its rate is unknown. Also returns None if more workers would not help:
-    the job does not run, or has a limit of tokens per second.
+    """Return how many workers can end the job by its deadline, or within MIN_LEFT_S if that is later. Returns None if
+    there is no deadline or rate, and if more workers cannot help: the job does not run, or limits its tokens per
+    second.
     """
     request = job.request
     if request is None or not request.deadline or request.tokens_per_s:
@@ -135,9 +131,7 @@ def _minute(text: str) -> int:
 
 
 def _until(now: datetime, start: int) -> float:
-    """Return the seconds until the local clock next shows this minute of the day. They include a change to or from
-    summer time.
-    """
+    """Return the seconds until the local clock next shows this minute of the day, across changes of summer time."""
     at = now.replace(hour=start // 60, minute=start % 60, second=0, microsecond=0)
     if at <= now:
         at += timedelta(days=1)

@@ -36,12 +36,11 @@ class UseBound(NamedTuple):
 
 
 class OwnerUsage:
-    """Number and bytes of records by owner, as far as this gateway knows. A record that this gateway writes counts from
-    the start of the write. A record of another gateway counts when the watch of the bucket has delivered it. So the
-    total may exceed a limit by the records that other gateways accept until then.
+    """Number and bytes of records by owner. A record of this gateway counts from the start of its write, and a record
+    of another gateway when the watch has delivered it. So the total may exceed a limit by the records not yet
+    delivered.
 
-    The rest is for the error above a limit. `kinds`: words for the counted things, such as "files" and "bytes of
-    files". `remedy`: advice for the client. `reason`: the field `reason` of the error.
+    The error above a limit has `kinds` (words for the two counts), `remedy` (advice) and `reason` (its field `reason`).
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
@@ -61,7 +60,6 @@ class OwnerUsage:
         self._add(owner, RecordUse(1, size))
 
     def release(self, record_id: str) -> None:
-        """Stop counting a record."""
         if (charge := self._charges.pop(record_id, None)) is not None:
             owner, size = charge
             self._add(owner, RecordUse(-1, -size))
@@ -87,7 +85,7 @@ class OwnerUsage:
 # seconds for which the broker stores that a record was removed; a gateway that has had no broker for longer may still
 # show the record
 REMOVED_AGE_S = 7 * 86_400.0
-LOOK_S = 0.5  # seconds between two checks whether the bucket must be read again, which need no request to the broker
+LOOK_S = 0.5  # seconds between two local checks whether the bucket must be read again
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
 _decoder = msgspec.msgpack.Decoder(_Kept)
@@ -102,7 +100,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         self._record = record
         self._prefix = prefix
         self._values: dict[str, T] = {}
-        self._revisions: dict[str, int] = {}  # includes removed records, until the watch has delivered their removal
+        self._revisions: dict[str, int] = {}  # by id, also of removed records until the watch delivers their removal
 
     def __getitem__(self, id_: str) -> T:
         return self._values[id_]
@@ -140,9 +138,7 @@ class RecordValues(Mapping[str, T], Generic[T]):
         await retry_conflicts(attempt)
 
     def apply(self, id_: str, value: T | None, revision: int, *, is_ours: bool = False) -> None:
-        """Apply a value that the watch delivered, or that this gateway wrote (`is_ours`). None: the record was removed.
-        A revision older than the known one is ignored.
-        """
+        """Apply a value (None: removed) of the watch or of this gateway (`is_ours`). Older revisions are ignored."""
         if revision < self._revisions.get(id_, 0):
             return
         if value is not None:
@@ -167,14 +163,10 @@ class RecordValues(Mapping[str, T], Generic[T]):
 
 
 class JobsBucket:
-    """Bucket of jobs and files. One task calls `run`; any task may call the other methods. `files` and `jobs` are empty
-    until the bucket has been read: see `require`.
-    """
+    """Bucket of jobs and files. One task calls `run`. `files` and `jobs` are empty until it was read: see `require`."""
 
     def __init__(self, broker: Store, replicas: int) -> None:
-        """Create the reader of the bucket. The broker always stores the bucket in files, because the objects that it
-        names are in a store that outlives the broker.
-        """
+        """Create the reader of a bucket in files: the objects that its records name outlive a restart of the broker."""
         bucket = RecordBucket(
             broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S
         )

@@ -47,9 +47,7 @@ class JobResults:
         )
 
     async def part(self, job: JobRecord, name: str) -> bytes:
-        """Return the bytes of a part in the payload store. Raises NotFound, also if the output is stored at another
-        URL; QueueUnavailable.
-        """
+        """Return a part in the payload store. Raises NotFound, also if the output is at a URL; QueueUnavailable."""
         assert job.request is not None
         if job.output_url:
             raise NotFound(f"the parts of this job are at {job.output_url}", param="name")
@@ -82,4 +80,4 @@ class JobResults:
         except ObjectMissing as error:
             raise NotFound("the part does not exist any more", param="name") from error
         except StoreError as error:
-            raise QueueUnavailable(f"the store failed: {error}") from error
+            raise QueueUnavailable(f"the store of the output failed, try again: {error}") from error

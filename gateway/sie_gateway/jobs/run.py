@@ -37,7 +37,7 @@ from sie_gateway.jobs.pace import JobPace
 from sie_store.datasets.answers import most_frequent
 from sie_store.object_stores import AccessRefused, BucketMissing, StoreError
 
-SHARDS_AT_ONCE = 3  # at most one shard is read, one is computed and one is written at a time
+SHARDS_AT_ONCE = 3  # shards in work at once: while one is read, another can be computed and another written
 FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
@@ -90,20 +90,16 @@ class JobProgress(Protocol):
 
 
 class JobWork(Protocol):
-    """Operations that differ between kinds of jobs."""
+    """Operations that differ between native jobs and batches."""
 
     async def plan(self) -> Plan:
-        """Return the plan of the input. If no plan is stored, create and store one. Raises SIEError for input that can
-        never be read, StoreError.
-        """
+        """Return the stored plan of the input, or create it. Raises SIEError for unreadable input, StoreError."""
 
     async def shard(self, number: int, span: RowSpan) -> ShardRecord:
-        """Answer the rows of one shard, store the answers, and return the record of the shard. Raises ShardBroken,
-        SIEError, StoreError.
-        """
+        """Answer and store the rows of a shard, and return its record. Raises ShardBroken, SIEError, StoreError."""
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
-        """Complete the output, also of a job that ends early. Shards that this call completes are added to `shards`.
+        """Complete the output, also of a job that ends early, and add shards that are completed here to `shards`.
         Returns fields for the record of the job. Raises SIEError, StoreError.
         """
 
@@ -112,9 +108,7 @@ class JobWork(Protocol):
 
 
 class _ShardSums:
-    """Sums over the records of shards. Each record is added only once, because a job may have 100,000 shards and
-    reports its progress every second.
-    """
+    """Sums over shard records. Each is added once: a job may have 100,000 shards and reports progress each second."""
 
     def __init__(self, shards: dict[int, ShardRecord]) -> None:
         self.shards = shards
@@ -211,24 +205,17 @@ class JobRun:
         return _INTERNAL
 
     def _left(self, error: Exception) -> None:
-        """Log that this run ends. The next leader, which may be this gateway, continues the job."""
         _logger.warning("this gateway stops its work on job %s, and the next leader continues it: %s", self._id, error)
 
-    # progress of the work
-
     def rows(self, shard: int, done: int, failed: int) -> None:
-        """Add `done` answered rows of a shard; `failed` of them have an error."""
         before, failed_before = self._live.get(shard, (0, 0))
         self._live[shard] = before + done, failed_before + failed
 
     def trouble(self, error: ErrorInfo | None) -> None:
-        """Set the error for which the job waits; None if the job continues."""
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Wait until the job may run. Outside its windows, the record of the job shows the error OUTSIDE_WINDOW, and
-        its rate is not measured (see `JobProgress`).
-        """
+        """Wait until the job may run (see `JobProgress`). Meanwhile its record has the trouble OUTSIDE_WINDOW."""
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
             message = f"the job works from {' and '.join(request.windows)} {request.time_zone}"
@@ -240,8 +227,6 @@ class JobRun:
     @property
     def _is_outside(self) -> bool:
         return self._trouble is not None and self._trouble.code == OUTSIDE_WINDOW
-
-    # the steps
 
     async def _steps(self) -> None:
         if self._job.wanted == "pause" and not self._is_late:
@@ -303,9 +288,7 @@ class JobRun:
 
     @property
     def _is_late(self) -> bool:
-        """Return whether the job has expired before all its inputs were answered. In the state finalizing, all are
-        answered.
-        """
+        """Return whether the job expired before all inputs were answered. In the state finalizing, all are answered."""
         return expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
 
     @property
@@ -350,7 +333,6 @@ class JobRun:
         await self._patiently(lambda: self._note(lost=()))
 
     async def _read(self, work: JobWork) -> tuple[Plan, dict[int, ShardRecord]]:
-        """Read the plan and the records of the answered shards."""
         plan = await self._patiently(work.plan)
         done = self._shards = await self._patiently(lambda: self._ledger.shards(self._id))
         self._unread = plan.unread
@@ -373,9 +355,7 @@ class JobRun:
         return await work.shard(number, span)
 
     async def _until_told(self, work: Awaitable[None]) -> str:
-        """Do the work until it is done, or until the owner or the deadline stops it. Returns the reason of the stop,
-        `pause`, `cancel` or `expired`; an empty string if the work is done.
-        """
+        """Do the work until it ends or must stop. Returns the reason (pause, cancel or expired), empty at the end."""
         doing = asyncio.ensure_future(work)
         try:
             while not doing.done():
@@ -402,9 +382,7 @@ class JobRun:
             await asyncio.gather(doing, return_exceptions=True)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]], for_s: float = float("inf")) -> _T:
-        """Return the result of `attempt`. While the store or the broker fails, it is called again, for at most `for_s`
-        seconds. Then the last error is raised.
-        """
+        """Return the result of `attempt`. If the store or the broker fails, repeat it for at most `for_s` seconds."""
         pause_s, met = FIRST_PAUSE_S, False
         last_s = time.monotonic() + for_s
         while True:
@@ -425,8 +403,6 @@ class JobRun:
                 return result
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
-
-    # ---- the record of the job
 
     async def _flush(self) -> None:
         before: object = None
@@ -470,9 +446,7 @@ class JobRun:
         }
 
     async def _claim(self) -> None:
-        """Write this gateway as the leader into the record. Raises Replaced if the job needs no leader: this gateway
-        may have an old record, and may have acquired the lease of a job that has ended. Raises BrokerError, NotFound.
-        """
+        """Become the leader in the record. Raises Replaced if the job needs no leader; BrokerError, NotFound."""
 
         def claim(job: JobRecord | None) -> JobRecord:
             assert job is not None
@@ -482,7 +456,6 @@ class JobRun:
         self._require_lead(self._job)
 
     def _require_lead(self, job: JobRecord) -> None:
-        """Check that this gateway leads the job. Raises Replaced."""
         if job.ended:
             raise Replaced(f"the job is {job.state}")
         if job.leader != self._leader:
@@ -493,9 +466,7 @@ class JobRun:
         await self._change(lambda job: fields)
 
     async def _change(self, fields: Callable[[JobRecord], dict[str, Any]]) -> None:
-        """Write into the record of the job the progress, and the fields that `fields` returns for the present record.
-        Raises the errors of `_note`.
-        """
+        """Write the progress, and `fields(record)`, into the record of the job. Raises the errors of `_note`."""
         progress = self._progress_fields()
 
         def noted(job: JobRecord | None) -> JobRecord:
@@ -506,10 +477,8 @@ class JobRun:
         self._job = await self._ledger.change(self._id, noted)
 
     async def _pause(self, error: ErrorInfo | None, *, is_asked: bool = False) -> None:
-        """Pause the job until its owner resumes it. `is_asked`: the owner requested the pause.
-
-        If the owner has cancelled or resumed the job while the work was being stopped, the job is not paused. The next
-        leader then carries out that command.
+        """Pause the job until its owner resumes it. `is_asked`: the owner requested the pause. If the owner has
+        cancelled or resumed the job in the meantime, the next leader carries out that command instead.
         """
         self._trouble = None
 
@@ -521,9 +490,7 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: str, error: ErrorInfo | None = None) -> None:
-        """Complete the output of the answered shards, then end the job. A completed job waits for its store without a
-        limit. A job that ends early waits for at most LAST_TRIES_S.
-        """
+        """Complete the output, then end the job. Only a completed job waits for its store without a limit."""
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
             # a shard may have got its record while the work was being cancelled
@@ -557,9 +524,8 @@ class JobRun:
 
 
 def claimed_by(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record with `leader` as the new leader. If the record still has another leader, that leader has died,
-    and is added to `lost`. If more rows are done than at every earlier death, the earlier entries of `lost` are
-    removed.
+    """Return the record with `leader` as leader. If the record names another leader, that one has died and is added to
+    `lost`. Earlier deaths no longer count if more rows are done now than at each of them.
     """
     if job.leader in ("", leader):
         return replace(job, leader=leader)
@@ -569,9 +535,7 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record of a job after `leader` has stopped to lead it. This leader has not died. But another gateway
-    may have added it to the dead leaders in `lost`, so it is removed from there too.
-    """
+    """Return the record without `leader`, in `lost` too: another gateway may have taken this one for dead."""
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 
@@ -593,7 +557,7 @@ def broken_parts(shards: Mapping[int, ShardRecord], unread: Iterable[Unread]) ->
 
 
 def expires_s(job: JobRecord) -> float:
-    """Return the time at which a job expires; infinite for a job that does not expire."""
+    """Return the time at which a job expires, in seconds since 1970; infinite if it never expires."""
     if job.batch is not None:
         return job.created_s + window_s(job.batch.completion_window)
     request = job.request
@@ -606,7 +570,7 @@ def is_due(job: JobRecord, now_s: float) -> bool:
 
 
 def window_s(text: str) -> float:
-    """Return the seconds of a completion window. An example of a window is 24h."""
+    """Return the seconds of a completion window such as 24h."""
     return int(text[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[text[-1]]
 
 

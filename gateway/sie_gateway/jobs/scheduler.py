@@ -63,18 +63,14 @@ class JobScheduler:
         replicas: int,
         now_s: Callable[[], float],
     ) -> None:
-        """Create the scheduler. `storage` and `replicas` are settings of the bucket of leases, which other tasks use
-        too. `now_s` returns seconds since 1970 by the broker's clock.
-        """
+        """`storage`, `replicas`: of the bucket of leases. `now_s`: seconds since 1970 by the broker's clock."""
         self._ledger = ledger
         self._leases = leases_of(broker, storage=storage, replicas=replicas)
         self._name = name
         self._work = work
         self._at_once = at_once
         self._now_s = now_s
-        # Leases of jobs that other gateways run; the lease whose last check is the oldest is the first.
-        # They are kept because only repeated checks show that a lease has expired.
-        # Their number is limited: each belongs to a job that needs a leader now.
+        # leases of jobs that other gateways run, oldest check first: only repeated checks show that a lease has expired
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 
@@ -108,7 +104,7 @@ class JobScheduler:
                     began.cancel()
                     running.renewed()
                 else:
-                    _logger.warning("job %s has another leader", job_id)
+                    _logger.warning("job %s is stopped here: another gateway leads it", job_id)
                     running.task.cancel()
 
     async def _acquire(self) -> None:
@@ -130,16 +126,14 @@ class JobScheduler:
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return the jobs whose leases are requested in this round. Half of them had another leader in an earlier
-        round; that leader may have died. The other half, the oldest first, may have no leader yet. With two halves,
-        neither group delays the other.
+        """Return the jobs whose leases are requested now. Half had another leader, which may have died. Half, the
+        oldest, may have no leader yet. So neither group delays the other.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]
         return (led[: max(LOOKS // 2, LOOKS - len(fresh))] + fresh)[:LOOKS]
 
     async def _leave(self) -> None:
-        """Stop all jobs of this gateway, and release their leases."""
         running, self._running = self._running, {}
         for entry in running.values():
             entry.fence.cancel()
@@ -151,9 +145,7 @@ class JobScheduler:
                 await self._hand_over(job_id, entry)
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:
-        """Give up a job whose task has ended on this gateway: remove the leader from the record, and release the lease.
-        Raises BrokerError.
-        """
+        """Give up a job whose task ended: remove its leader from the record, release its lease. Raises BrokerError."""
 
         def handed(job: JobRecord | None) -> JobRecord:
             assert job is not None

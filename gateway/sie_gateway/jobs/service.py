@@ -48,9 +48,9 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 
 
 class JobService:
-    """Operations on the jobs of all owners. `check` refuses a job that can never run before the job is stored, and
-    returns the job with its model resolved. `workers` counts the workers that serve a job. `forget` removes the objects
-    of a job from the payload store. `content` returns the name and the digest of a file, None if the file was removed.
+    """Operations on the jobs of all owners. `check` returns a job with its model resolved, or refuses it. `workers`
+    counts the workers for a job. `forget` removes its objects. `content`: name and digest of a file; None if it was
+    removed.
     """
 
     def __init__(
@@ -72,9 +72,7 @@ class JobService:
     # jobs
 
     async def submit(self, call: Call, request: api.JobRequest, *, retry_of: str = "") -> api.JobInfo:
-        """Store a new job. If the Idempotency-Key was used before, return the job of that call, also if the client has
-        uploaded its file again. Raises SIEError.
-        """
+        """Store a new job; for a repeated Idempotency-Key, return the earlier job. Raises SIEError."""
         job_id = self._new_id(call, "job-")
         stands = self._existing(call, job_id)
         if stands is None:
@@ -84,9 +82,7 @@ class JobService:
         return self.as_info(stands)
 
     def _is_same(self, request: api.JobRequest, previous: api.JobRequest) -> bool:
-        """Return whether two requests have the same fields and the same input. The ids of their files may differ: a
-        client that lost its answer may upload the file again.
-        """
+        """Compare two requests. Files with the same name and bytes are equal: a client may upload its file again."""
         if request != previous and request.input.file and previous.input.file:
             content = self._content(request.input.file)
             if content is not None and content == self._content(previous.input.file):
@@ -94,9 +90,7 @@ class JobService:
         return request == previous
 
     def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
-        """Return at most `limit` of the caller's jobs after the job `after`, the newest first. Raises NotFound if there
-        is no job `after`.
-        """
+        """Return at most `limit` jobs of the caller after the job `after`, newest first. Raises NotFound."""
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 
@@ -108,9 +102,7 @@ class JobService:
         return job
 
     async def want(self, call: Call, job_id: str, desired: str) -> api.JobInfo:
-        """Set the requested state of a job: run, pause or cancel. Raises NotFound, and ContentConflict if the job has
-        ended.
-        """
+        """Set the requested state of a job: run, pause or cancel. Raises NotFound, ContentConflict if it has ended."""
         self.find(call, job_id)
 
         def changed(job: JobRecord | None) -> JobRecord:
@@ -119,8 +111,7 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                # an administrator becomes the owner of the job, because the key of the earlier owner may have been
-                # removed
+                # an administrator becomes the owner: the key of the earlier owner may have been removed
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
@@ -130,9 +121,7 @@ class JobService:
             return self.as_info(await self.ledger.change(job_id, changed))
 
     async def retry(self, call: Call, job_id: str) -> api.JobInfo:
-        """Create a job that answers the failed rows of an earlier job, and return it. Raises NotFound, and
-        ContentConflict if that job has not ended or has no failed row.
-        """
+        """Create a job for the failed rows of an ended job. Raises NotFound, and ContentConflict without such rows."""
         job = self.find(call, job_id)
         if job.request is None or not job.ended:
             raise ContentConflict(f"the job is {job.state}: only a job that has ended can be retried", param="job")
@@ -141,9 +130,7 @@ class JobService:
         return await self.submit(call, job.request, retry_of=job.id)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
-        """Delete a job that has ended. Output outside of the payload store is not deleted. Raises NotFound,
-        ContentConflict.
-        """
+        """Delete an ended job, but no output outside of the payload store. Raises NotFound, ContentConflict."""
         job = self.find(call, job_id)
         if not job.ended:
             raise ContentConflict(f"the job is {job.state}: cancel it first", param="job")
@@ -151,9 +138,7 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job, then its records. So no object exists without a record. Raises
-        QueueUnavailable.
-        """
+        """Remove the objects of a job, then its records, so that each object has a record. Raises QueueUnavailable."""
         async with broker_errors_mapped():
             await self._forget(job)
             await self.ledger.remove(job.id)
@@ -208,9 +193,7 @@ class JobService:
         return self.batch_told(job)
 
     def batch_page(self, call: Call, limit: int, after: str) -> batches_api.BatchPage:
-        """Return at most `limit` of the caller's batches after the batch `after`, the newest first. Raises NotFound if
-        there is no batch `after`.
-        """
+        """Return at most `limit` of the caller's batches after `after`, newest first. Raises NotFound for `after`."""
         jobs, more = self._page(call, limit, after, lambda job: job.batch is not None)
         data = [self.batch_told(job) for job in jobs]
         ends = (data[0].id, data[-1].id) if data else (None, None)
@@ -284,8 +267,6 @@ class JobService:
             metadata=job.batch.metadata,
         )
 
-    # ---- jobs and batches
-
     def _new_id(self, call: Call, prefix: str) -> str:
         idempotency_key = call.headers.get("idempotency-key", "")
         if not idempotency_key:
@@ -294,9 +275,7 @@ class JobService:
         return prefix + uuid.uuid5(uuid.NAMESPACE_OID, named).hex
 
     def _existing(self, call: Call, job_id: str) -> JobRecord | None:
-        """Return the job that was created with the same Idempotency-Key; None if there is no such job. The job is
-        returned also if a new job would be refused now, for example because its file has expired. Raises NotReady.
-        """
+        """Return the job that an earlier call with this Idempotency-Key created, or None. Raises NotReady."""
         if not call.headers.get("idempotency-key"):
             return None
         self.ledger.require()
@@ -340,9 +319,9 @@ async def broker_errors_mapped() -> AsyncIterator[None]:
     try:
         yield
     except BrokerError as error:
-        raise QueueUnavailable(f"the broker failed: {error}") from error
+        raise QueueUnavailable(f"the broker failed, try again: {error}") from error
     except StoreError as error:
-        raise QueueUnavailable(f"the payload store failed: {error}") from error
+        raise QueueUnavailable(f"the payload store failed, try again: {error}") from error
 
 
 EVERY_S = 60.0
@@ -350,9 +329,7 @@ _logger = logging.getLogger("sie.gateway.jobs")
 
 
 class Sweeper:
-    """Task that deletes jobs `keep_s` seconds after their end. `has_store`: without a payload store no job is deleted,
-    because its objects could not be removed.
-    """
+    """Task that deletes jobs `keep_s` seconds after their end. Without a store (`has_store`) it deletes none."""
 
     def __init__(
         self, jobs: JobService, lease: LeaderLease, keep_s: float, now_s: Callable[[], float], *, has_store: bool
@@ -374,9 +351,8 @@ class Sweeper:
                 trouble.met(error)
 
     async def sweep(self) -> int:
-        """Delete the jobs that ended at least `keep_s` seconds ago, if this gateway has the lease for this work. Return
-        the number of deleted jobs. Raises BrokerError. If jobs could not be deleted, all are tried, then SIEError is
-        raised.
+        """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
+        BrokerError; SIEError for a job that could not be deleted, after all were tried.
         """
         if not self._has_store:
             return 0

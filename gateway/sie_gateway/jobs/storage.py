@@ -26,9 +26,7 @@ class JobStorage:
 
     @staticmethod
     def part(number: int, suffix: str) -> str:
-        """Return the name of a shard's object. Sorted by name, the objects of a job are in the order of their
-        numbers.
-        """
+        """Return the name of a shard's object. Sorted names are in the order of the shards."""
         return f"part-{number:06}.{suffix}"
 
     async def plan(self) -> Plan | None:
@@ -37,9 +35,7 @@ class JobStorage:
         return None if data is None else await asyncio.to_thread(records.decode_plan, data)
 
     async def keep_plan(self, plan: Plan) -> Plan:
-        """Store the plan. If another leader has stored a plan, that plan stays. Return the stored plan. Raises
-        StoreError.
-        """
+        """Store the plan unless another leader has stored one. Return the stored plan. Raises StoreError."""
         data = await self.put_once("plan", await asyncio.to_thread(records.encode, plan))
         return await asyncio.to_thread(records.decode_plan, data)
 

@@ -28,7 +28,7 @@ GROUP_ITEMS = 256  # largest number of inputs in a request of a job
 GROUP_BYTES = 256 << 10  # largest number of bytes of text in a request of a job; a token has about four bytes
 GROUP_FILES = 16  # largest number of files in a request of a job
 SHARD_BYTES = 256 << 20  # largest number of bytes that the answers of a shard are expected to have
-TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # expected tokens of a text; of an image
+TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # assumed tokens of a text, and of an image
 TOKEN_BYTES = 4  # bytes of text for one token, roughly
 _SIZES = {"float32": 4, "float16": 2}
 
@@ -63,9 +63,9 @@ class Bounds(NamedTuple):
 
 
 def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 0) -> Bounds:
-    """Return the limits of a shard whose answers have about SHARD_BYTES. All answers are in memory until the shard is
-    written, and token vectors are about a hundred times larger than their text. So if the output has token vectors, or
-    a vector for every `chunk_tokens` tokens, the bytes of the texts are limited too.
+    """Return the limits of a shard whose answers, which stay in memory until it is written, have about SHARD_BYTES.
+    Token vectors are about a hundred times larger than their text. So with token vectors, or a vector for every
+    `chunk_tokens` tokens, the bytes of the texts are limited too.
     """
     run, outputs = understood.options.run, understood.resolved.entry.outputs
     tokens = IMAGE_TOKENS if has_images else min(TEXT_TOKENS, understood.resolved.entry.max_tokens)
@@ -99,7 +99,7 @@ class RowValues:
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """`fingerprint` is the fingerprint of all earlier answers of the job; it is empty if there are none."""
+        """`fingerprint`: the one that all earlier answers of the job have; empty if there are none."""
         self._client = client
         self._spec = spec
         self._operation: Operation = operation

@@ -1,7 +1,7 @@
-"""Requests of the page at `/` to the config service, forwarded by the gateway: writes, and the history of models. The
+"""Forward requests of the console (the page at `/`) to the config service: writes, and the history of models. The
 browser lets the page send requests only to the gateway that served it. Programs use the config service directly.
 
-    /console/configs/ID ──► scope at the gateway ──► /v1/configs/models/ID, with the caller's own token ──► its answer
+ /console/configs/ID ──► scope at the gateway ──► /v1/configs/models/ID, with the caller's own token ──► its answer
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _logger = logging.getLogger("sie.gateway.configs")
 
 
 async def _forward(gateway: Gateway, request: Request, after: str = "") -> Response:
-    """Forward a request to the config service, with `after` at the end of its path. Raises NotFound if there is no
-    config service, NotReady if it does not answer.
-    """
+    """Forward a request; `after` is appended to its path. Raises NotFound without a config service, NotReady."""
     url = gateway.settings.config_service_url
     if url is None:
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
@@ -68,26 +66,21 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
 
 
 def _named(model: str) -> str:
-    """Return the path of a model below the models of the config service. Raises NotFound if a segment of the name is
-    `.` or `..`.
-    """
+    """Return the path of a model at the config service. Raises NotFound if a segment of its name is `.` or `..`."""
     if any(part in (".", "..") for part in model.split("/")):
         raise NotFound("no such path")
     return f"/{quote(model, safe='/:@')}" if model else ""
 
 
 async def forward(gateway: Gateway, request: Request) -> Response:
-    """Forward the creation, change or removal of a model to the config service, and return its answer."""
     return await _forward(gateway, request)
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
-    """Return the revisions of a model from the config service, the newest first."""
     return await _forward(gateway, request, "/history")
 
 
 async def rollback(gateway: Gateway, request: Request) -> Response:
-    """Let the config service store the content of an earlier revision as the newest revision of a model."""
     return await _forward(gateway, request, "/rollback")
 
 
@@ -122,7 +115,6 @@ def _document(
 
 
 async def models(gateway: Gateway, _request: Request) -> Response:
-    """Return all models of the catalogue, with their profiles and outputs, and all aliases."""
     present = _catalogue(gateway)
     documents: dict[str, dict[str, Any]] = {
         model: {
@@ -155,7 +147,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
-    def revision_at(epoch: str) -> int | None:  # None if `epoch` is before this revision, or newer than `present`
+    def revision_at(epoch: str) -> int | None:  # None if `epoch` lacks this revision, or is newer than `present`
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles
@@ -165,25 +157,21 @@ async def status(gateway: Gateway, request: Request) -> Response:
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
-    """Return the entry of a model or alias in the catalogue, with its revision as ETag."""
     present = _catalogue(gateway)
     entry = _entry(present, request.path_params["id"])
     return _document(request, msgspec.to_builtins(entry), headers={"ETag": f'"{present.revisions[entry.id]}"'})
 
 
 async def bundles(gateway: Gateway, _request: Request) -> Response:
-    """Return all bundles of the catalogue."""
     return json_response(configs.bundle_list(_catalogue(gateway).bundles))
 
 
 async def bundle(gateway: Gateway, request: Request) -> Response:
-    """Return the bundle in the path, as YAML unless the client accepts another format."""
     bundle_entry = configs.bundle_of(_catalogue(gateway).bundles, request.path_params["id"])
     return _document(request, bundle_entry, configs.YAML)
 
 
 async def resolve(gateway: Gateway, request: Request) -> Response:
-    """Return the model and the profile of a name, and the bundles that can serve them."""
     return json_response(configs.resolution(_catalogue(gateway), await request.body()))
 
 

@@ -24,9 +24,7 @@ _logger = logging.getLogger("sie.gateway.dead_letters")
 
 
 def _checked(request: Request, *more: str) -> None:
-    """Check the names of query parameters. Raises InvalidInput for an unknown name: if a misspelt filter were ignored,
-    the operation would process too many letters.
-    """
+    """Raise InvalidInput for an unknown parameter: if a misspelt filter were ignored, too many letters would fit."""
     for name in request.query_params:
         if name not in ("pool", *more):
             raise InvalidInput(
@@ -52,24 +50,17 @@ def _whole(request: Request, name: str, default: int, least: int, most: int) -> 
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    """Return a page of the list of dead letters. Raises InvalidInput, PoolNotFound, QueueUnavailable."""
     _checked(request, *FILTERS, "before", "limit")
     before, limit = _whole(request, "before", 0, 0, 1 << 53), _whole(request, "limit", 50, 1, 200)
     return json_response(await gateway.dead_letters.page(_filter(gateway, request), before, limit))
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return the description of the dead letter in the path. Raises InvalidInput, NotFound, PoolNotFound,
-    QueueUnavailable.
-    """
     _checked(request)
     return json_response(await gateway.dead_letters.show(_pool(gateway, request), request.path_params["letter"]))
 
 
 async def replay(gateway: Gateway, request: Request) -> Response:
-    """Run the work of the dead letter in the path again, and return its outcome. Raises InvalidInput, NotFound,
-    PoolNotFound, QueueUnavailable.
-    """
     _checked(request, "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     name, pool = request.path_params["letter"], _pool(gateway, request)
@@ -79,9 +70,6 @@ async def replay(gateway: Gateway, request: Request) -> Response:
 
 
 async def replay_all(gateway: Gateway, request: Request) -> Response:
-    """Run the work of all dead letters that fit the filters again, and return the outcomes. Raises InvalidInput,
-    PoolNotFound, QueueUnavailable.
-    """
     _checked(request, *FILTERS, "after", "limit", "timeout_s")
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     after, limit = _whole(request, "after", 0, 0, 1 << 53), _whole(request, "limit", 20, 1, 100)
@@ -94,7 +82,6 @@ async def replay_all(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge(gateway: Gateway, request: Request) -> Response:
-    """Remove the dead letter in the path for good. Raises InvalidInput, NotFound, PoolNotFound, QueueUnavailable."""
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
@@ -103,9 +90,7 @@ async def purge(gateway: Gateway, request: Request) -> Response:
 
 
 async def purge_all(gateway: Gateway, request: Request) -> Response:
-    """Remove the dead letters that fit the filters for good. Raises InvalidInput, also if the query has both a filter
-    and `all`, or has neither; PoolNotFound, QueueUnavailable.
-    """
+    """Remove the letters that fit the filters for good. Raises InvalidInput unless there is a filter or `all`."""
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
     if letters.is_all != (request.query_params.get("all") == "true"):
@@ -119,8 +104,6 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     _logger.info("%s removed %d dead letters of pool %s for good", _caller(request), done.removed, letters.pool)
     return json_response(done)
 
-
-# rows of the routing table
 
 _POOL = Parameter("pool", "query", str, "One of the installation's own pools; by default that of the gateway.")
 _WANTED = (

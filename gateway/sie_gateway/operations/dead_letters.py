@@ -45,9 +45,7 @@ _Errors = Counter[tuple[str, str]]  # number of errors by code and reason
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter for dead letters of a pool. A letter fits if its lane, model, code and reason equal the fields of the
-    filter. An empty field fits every letter.
-    """
+    """Filter for dead letters of a pool. A letter fits if it equals all fields that are not empty."""
 
     pool: str
     lane: str = ""
@@ -70,11 +68,9 @@ class Filter:
 
 
 class DeadLetterOperations:
-    """Operations on the dead letters of an installation's own pools. Workers write the dead letters of reservations to
-    these pools too.
-
-    Every answer is read from the broker: only the sequences of letters are in memory. The methods raise
-    QueueUnavailable if the broker does not answer, NotFound, PoolNotFound.
+    """Operations on the dead letters of an installation's own pools. Workers write the letters of reservations there
+    too. Every answer is read from the broker; only sequence numbers are in memory. The methods raise QueueUnavailable
+    if the broker does not answer, NotFound, PoolNotFound.
     """
 
     def __init__(
@@ -85,9 +81,7 @@ class DeadLetterOperations:
         pools: Iterable[str],
         on_publish: Callable[[Lane, Sequence[WorkItem]], None],
     ) -> None:
-        """Create the operations. `on_publish` is called with the work that is published again, so that its model gets a
-        host.
-        """
+        """Create the operations. `on_publish` gets the work that is published again: its model needs a worker."""
         self._broker = broker
         self._metrics = metrics
         self._ack_wait_s = float(settings.ack_wait_s)
@@ -98,9 +92,7 @@ class DeadLetterOperations:
         self._places: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def page(self, filters: Filter, before: int, limit: int) -> api.DeadLetterPage:
-        """Return at most `limit` letters with a sequence below `before`. If `before` is 0, begin at the newest
-        letter.
-        """
+        """Return at most `limit` letters with a sequence below `before`; 0: begin at the newest letter."""
         letters, more, last, size, examined = self._letters(filters.pool), False, 0, 0, 0
         shown = list[api.DeadLetterInfo]()
         counts: _Errors = Counter()
@@ -132,7 +124,6 @@ class DeadLetterOperations:
         )
 
     async def letter(self, pool: str, name: str) -> DeadLetterEntry:
-        """Return the letter with this id."""
         async with _bounded(LOOK_S):
             return await self._find(pool, name)
 
@@ -149,7 +140,6 @@ class DeadLetterOperations:
         raise NotFound(f"pool {pool} has no dead letter with this id; GET /v1/dead-letters lists them")
 
     async def show(self, pool: str, name: str) -> api.DeadLetterInfo:
-        """Return the description of a letter: its error and its attempts, without its inputs."""
         return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
@@ -159,10 +149,8 @@ class DeadLetterOperations:
             return await _replayed(replays, letter, timeout_s)
 
     async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
-        """Run at most `limit` letters with a sequence above `after` again, AT_ONCE at a time, in at most REPLAY_S
-        seconds.
-
-        Letters that are written during the replay are left out: work that fails again becomes a new letter.
+        """Run at most `limit` letters above the sequence `after` again, AT_ONCE at a time, for at most REPLAY_S
+        seconds. Letters that are written during the replay are left out: work that fails again becomes a new letter.
         """
         letters, end_s = self._letters(filters.pool), time.monotonic() + REPLAY_S
         done = list[api.Replayed]()
@@ -185,7 +173,6 @@ class DeadLetterOperations:
         return api.ReplayedAll(replayed=done, next=after if more else None)
 
     async def purge(self, pool: str, name: str) -> api.Purged:
-        """Remove a letter for good, with its inputs."""
         letter = await self.letter(pool, name)
         async with _bounded(LOOK_S):
             return api.Purged(removed=int(await self._letters(pool).remove(letter)), complete=True)
@@ -275,9 +262,7 @@ async def _first(letters: Letters, filters: Filter, after: int, last: int, most:
 
 
 async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float) -> api.Replayed:
-    """Run a letter again and return the outcome. It has the codes of the errors, but no messages, because a message may
-    contain input.
-    """
+    """Run a letter again. The outcome has the codes of errors, but no messages: a message may contain input."""
 
     def outcome(state: api.State, errors: _Errors | None = None) -> api.Replayed:
         return api.Replayed(
@@ -328,6 +313,6 @@ async def _bounded(limit_s: float) -> AsyncIterator[None]:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError as error:
-        raise QueueUnavailable("the broker did not answer in time") from error
+        raise QueueUnavailable("the broker did not answer in time: try again") from error
     except BrokerError as error:
-        raise QueueUnavailable(f"the broker refused: {error}") from error
+        raise QueueUnavailable(f"the broker failed, try again: {error}") from error

@@ -28,9 +28,8 @@ class Doctor:
     """Runs `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
-        """Choose the cluster to check. If a `sie serve` runs this gateway, `data_dir` is its data folder, and the
-        report is about that `sie serve`. If it is None, `sie doctor` checks the gateway at `host` and `port`, and the
-        cluster behind it.
+        """Choose the cluster to check: the one of the `sie serve` whose data folder is `data_dir`; or, if it is None,
+        the cluster behind the gateway at `host` and `port`.
         """
         self._options = ("--data-dir", str(data_dir)) if data_dir is not None else ()
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -40,9 +39,7 @@ class Doctor:
         self._at_s = -FRESH_S
 
     async def report(self) -> dict[str, Any]:
-        """Return the JSON document that `sie doctor --json` prints. Raises NotFound if the command is not installed,
-        NotReady if it does not end in time or prints no JSON.
-        """
+        """Return the JSON of `sie doctor --json`. Raises NotFound if `sie` is not installed, NotReady if it fails."""
         if importlib.util.find_spec("sie_cli") is None:
             raise NotFound(
                 "the command `sie` is not installed beside this gateway: install the extra `cli`, or run `sie doctor`"

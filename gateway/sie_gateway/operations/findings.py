@@ -22,8 +22,7 @@ from sie_contracts.status import QueueInfo
 from sie_gateway.fleet.pool_rules import HIDDEN
 
 MAX_FINDINGS = 50
-# seconds that a worker's clock may differ from the broker's clock before this is reported; the times in the worker's
-# log are those of its own clock
+# seconds; a worker's clock that differs more from the broker's is reported: the times in its log are misleading
 CLOCK_S = 2.0
 WINDOW_S = 300.0  # seconds of the history in which refusals are counted
 REFUSED_SHARE = 0.01
@@ -99,9 +98,7 @@ _ADAPTER = "its other devices do the work meanwhile; the log of its adapter says
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
-    """List three kinds of faults: workers that are not healthy, workers that compute on the CPU although their machine
-    profile names a GPU, and devices without an adapter in healthy workers.
-    """
+    """List workers that are not healthy, workers on the CPU despite a GPU profile, and devices without an adapter."""
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
     on_cpu = (
@@ -134,9 +131,7 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
-    """List the failed loads: one finding for each worker and error message. `errors`: pairs of a worker's name and its
-    errors by model.
-    """
+    """List the failed loads, one finding for each worker and message. `errors`: by worker, its errors by model."""
     # one error can hit several profiles of a model that share one copy of the weights: they are listed together
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
@@ -167,9 +162,8 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List each error code with which more than REFUSED_SHARE of the `requests` were refused. `errors`: number of
-    refused requests by code. With `has_loads`, leave out refusals because of failed loads, which `of_loads` lists
-    already.
+    """List each error code with which more than REFUSED_SHARE of the `requests` were refused. `errors`: refused
+    requests by code. `has_loads`: leave out MODEL_LOAD_FAILED, because `of_loads` lists the failed loads.
     """
     return [
         ClusterFinding(
@@ -196,9 +190,7 @@ class QueueTrend:
             self._samples.append(_lengths(queues))
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
-        """Return the first and the last length of a lane's queue in GROWTH_S, if it grew by more than the factor GROWTH
-        and shrank in neither half of this time; else None.
-        """
+        """Return a lane's first and last queue length if it grew more than GROWTH-fold without shrinking; else None."""
         if len(self._samples) < (self._samples.maxlen or 0):
             return None
         first, middle, last = (self._samples[place][lane] for place in (0, len(self._samples) // 2, -1))

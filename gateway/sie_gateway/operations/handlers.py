@@ -35,9 +35,7 @@ def json_response(body: Any, status: int = 200) -> Response:
 
 
 def number(query: QueryParams, name: str, default: float, least: float, most: float) -> float:
-    """Return the number in a parameter of the query, or `default`. Raises InvalidInput if it is not from `least` to
-    `most`.
-    """
+    """Return the number in a query parameter, or `default`. Raises InvalidInput if it is out of bounds."""
     try:
         value = float(query.get(name, default))
     except ValueError:
@@ -48,9 +46,7 @@ def number(query: QueryParams, name: str, default: float, least: float, most: fl
 
 
 async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
-    """Return `models`, the models that the query selects, and `total`, their number before `limit`, if the query has a
-    limit. Raises InvalidInput.
-    """
+    """Return the `models` that the query selects and, if it has a limit, `total`: their number without the limit."""
     listed = await model_list(
         gateway.inference.catalogue,
         gateway.fleet,
@@ -66,22 +62,18 @@ async def _listed(gateway: Gateway, query: QueryParams) -> dict[str, Any]:
 
 
 async def models(gateway: Gateway, request: Request) -> Response:
-    """Return the models of the catalogue. Raises InvalidInput."""
     listed = await _listed(gateway, request.query_params)
     return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def models_of_infinity(gateway: Gateway, request: Request) -> Response:
-    """Return the models of the catalogue, with the owner `infinity`: the client library of Infinity refuses other
-    owners. Raises InvalidInput.
-    """
+    """Return the models with the owner `infinity`, because Infinity's client library refuses other owners."""
     listed = await _listed(gateway, request.query_params)
     listed["models"] = [{**info, "owned_by": "infinity"} for info in listed["models"]]
     return json_response({"object": "list", "data": listed["models"], **listed})
 
 
 async def model(gateway: Gateway, request: Request) -> Response:
-    """Return one model or alias."""
     resolved = gateway.inference.resolve(request.path_params["model"])
     catalogue = gateway.inference.catalogue
     info = model_info(catalogue, gateway.fleet, resolved.entry, resolved.profile)
@@ -90,20 +82,16 @@ async def model(gateway: Gateway, request: Request) -> Response:
 
 
 async def health(gateway: Gateway, request: Request) -> Response:
-    """Return the health of the cluster: its workers and models."""
     return json_response(gateway.status.health(request.scope["sie.call"].grant))
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
-    """Return the load of a lane: a pool, machine profile and bundle. Raises NotFound, also if the lane belongs to a
-    reservation of another key.
-    """
+    """Return a lane's load (pool, machine profile, bundle). Raises NotFound, also for another key's reservation."""
     call = request.scope.get("sie.call")  # None on the metrics port, where an autoscaler sends no credentials
     return json_response(await gateway.scaling.answer(request.path_params["lane"], call and call.grant))
 
 
 async def metrics(gateway: Gateway, request: Request) -> Response:
-    """Return metrics for Prometheus. Raises NotFound if SIE_GATEWAY_API_METRICS is off."""
     if not gateway.settings.gateway_api_metrics:
         raise NotFound(
             "/metrics is served on the port SIE_GATEWAY_METRICS_PORT; set SIE_GATEWAY_API_METRICS=true to serve it on "
@@ -113,13 +101,8 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
     return Response(text, headers={"content-type": content_type})
 
 
-# the next handlers let an operator load and unload models
-
-
 def _resolved_models(gateway: Gateway, request: Request) -> tuple[Resolved, ...]:
-    """Return the model with this name, or all models of an alias with this name. Raises ModelNotFound, BundleConflict,
-    InvalidInput.
-    """
+    """Return the model of this name, or an alias's models. Raises ModelNotFound, BundleConflict, InvalidInput."""
     name = request.path_params["model"]
     gateway.inference.resolve(name)  # called only for its error, which suggests similar names
     return resolve_all(gateway.inference.catalogue, name.removesuffix("/"))
@@ -148,9 +131,7 @@ def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Request the load of a model. Answer 200 if it is loaded, 202 while it is not. Raises InvalidInput, ModelNotFound,
-    BundleConflict, PoolNotFound, NotFound, NotProvisioned, QueueUnavailable.
-    """
+    """Request the load of a model. Answer 200 if it is loaded, else 202. Raises SIEError."""
     models = _resolved_models(gateway, request)
     lanes = [gateway.inference.lane(request.headers, resolved) for resolved in models]
     _log(request, "load", models)
@@ -160,9 +141,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Request the unload of a model. Answer 200 if no worker holds it, 202 while one does. Raises the errors of
-    `load`.
-    """
+    """Request the unload of a model. Answer 200 if no worker holds it, else 202. Raises SIEError."""
     models, headers = _resolved_models(gateway, request), request.headers
     places: list[Where] = []
     for resolved in models:

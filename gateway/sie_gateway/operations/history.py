@@ -1,19 +1,16 @@
 """Log and history of the inference requests of a gateway, which show why requests are slow.
 
-The history covers the last hour. It has the counts, errors and stage latencies of each STEP_S, and full records of the
-slowest requests.
+The history has, for the last hour, counts, errors and stage latencies of each STEP_S, and records of the slowest
+requests. The log has one line for each request. But of requests that were refused before they ran, only the first in
+each interval have a line; one more line counts the others, so that overload does not flood the log:
 
-The log has one line for each inference request. But of the requests that were refused before they ran, only the first
-in each interval have a line; one more line counts the others. So overload does not flood the log. Model and request id
-are fields of the log record.
-
-    encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
-    512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
+ encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
+ 512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
 
 `LogTail` stores the newest log lines with a request id, so that a user can read the lines of a request.
 
-    a request ends ──► counts of its 10 seconds: requests, errors by code, a histogram of each stage
-                  └──► records of its minute, if it failed or was one of the slowest
+ a request ends ──► counts of its 10 seconds: requests, errors by code, a histogram of each stage
+                └──► records of its minute, if it failed or was one of the slowest
 
 The numbers of counts and of records are limited. No part of a body or of a credential is stored.
 """
@@ -54,8 +51,7 @@ MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the re
 MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
 MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds of a histogram of latencies, in ms. Each is a fifth larger than the one before, so a quantile is at most
-# a fifth too large
+# upper bounds of a histogram of latencies, in ms; each is 1.2 times the one before, so quantiles are at most 20 % high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -108,9 +104,7 @@ class _Minute:
     remaining: _SlowestNotes = field(default_factory=_SlowestNotes)
 
     def places(self, owner: str) -> _SlowestNotes:
-        """Return the list of records for an API key. Keys have separate lists, so that many slow requests of one key do
-        not remove the records of another key.
-        """
+        """Return the list of records of a key. Separate lists keep one key from pushing out the records of another."""
         if owner not in self.owners and len(self.owners) >= MAX_OWNERS:
             return self.remaining
         return self.owners.setdefault(owner, _SlowestNotes())
@@ -134,8 +128,7 @@ class RequestHistory:
             times_ms = _of_stages(timing)
         code = call.code if status >= 400 else ""
         self._step(now_s).count(code, times_ms)
-        # refused requests are counted but not recorded: in overload they would push out the records of requests that
-        # ran
+        # refused requests are not recorded: in overload they would push out the records of requests that ran
         if code in REFUSED:
             return
         places, total_ms = self._minute(now_s).places(call.key), 1000 * seconds
@@ -150,7 +143,7 @@ class RequestHistory:
 
     def _step(self, now_s: float) -> _HistoryBucket:
         at = int(now_s) // STEP_S * STEP_S
-        # after the clock was set back, count into the last step instead of an earlier one
+        # if the clock was set back, the request counts in the last step, not in an earlier one
         if not self._steps or self._steps[-1].at < at:
             self._steps.append(_HistoryBucket(at))
         return self._steps[-1]
@@ -162,8 +155,8 @@ class RequestHistory:
         return self._minutes[-1]
 
     def since(self, since_s: float = 0.0, step_s: int = STEP_S) -> dict[str, Any]:
-        """Return the counts of each `step_s` seconds, the oldest first, from `since_s` (seconds since 1970) and at most
-        an hour back. `step_s` is a multiple of STEP_S. Steps without a request are left out.
+        """Return the counts of each `step_s` seconds (a multiple of STEP_S) from `since_s` (seconds since 1970) on, at
+        most an hour back, the oldest first. Steps without a request are left out.
         """
         now_s = self._clock()
         first = max(since_s, now_s - STEPS * STEP_S)
@@ -188,9 +181,7 @@ class RequestHistory:
         return [note.fields for note in sorted(notes.values(), reverse=True, key=lambda note: note[:2])[:most]]
 
     def find(self, request_id: str, grant: Grant) -> dict[str, Any] | None:
-        """Return the record of the request with this X-SIE-Request-ID. None if it was not recorded, or if the
-        credential may not see it.
-        """
+        """Return the record with this X-SIE-Request-ID, or None if the credential may see no such record."""
         return next((note.fields for note in self._notes(grant) if note.fields["id"] == request_id), None)
 
     def _notes(self, grant: Grant) -> Iterator[Note]:
@@ -202,9 +193,7 @@ class RequestHistory:
 
 
 def quantile(counts: array[int], share: float) -> float:
-    """Return the upper bound, in ms, of the bucket in which the quantile `share` lies (0.5: the median). For the bucket
-    above all bounds, return the last bound.
-    """
+    """Return the upper bound in ms of the bucket with the quantile `share` (0.5: median), at most the last bound."""
     rank = share * sum(counts)
     for bound, below in zip(BOUNDS_MS, itertools.accumulate(counts), strict=False):
         if below >= rank:
@@ -213,9 +202,7 @@ def quantile(counts: array[int], share: float) -> float:
 
 
 def _joined(at: int, steps: list[_HistoryBucket]) -> dict[str, Any]:
-    """Return the summed counts of several steps, with the median and the 99th percentile of each stage in ms, in the
-    order of STAGES_TOLD.
-    """
+    """Return the summed counts of steps, and the median and 99th percentile in ms of each stage of STAGES_TOLD."""
     errors: Counter[str] = Counter()
     for step in steps:
         errors.update(step.errors)
@@ -271,15 +258,12 @@ class RequestLogger:
 
     def __init__(self) -> None:
         self._told = 0  # number of requests that were refused in this interval
-        # number of refused requests that have no log line, by endpoint, status and code; these have few values, so the
-        # counter stays small
+        # number of refused requests without a log line, by endpoint, status and code, which have few values
         self._left_out: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
 
     def ended(self, call: Call, endpoint: str, status: int, seconds: float) -> None:
-        """Log an answered request. If it was refused and MAX_REFUSED_LINES were logged in this interval, only
-        count it.
-        """
+        """Log an answered request; after MAX_REFUSED_LINES refused requests in an interval, only count further ones."""
         if call.code in REFUSED:
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._summarise)
@@ -297,9 +281,7 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log an answered request. `seconds`: from the arrival of its headers to its answer. If it ran, the line has its
-    stage latencies and tokens, and the worker that finished its last chunk.
-    """
+    """Log an answered request, `seconds` after its headers: if it ran, with stage latencies, tokens and last worker."""
     if not _logger.isEnabledFor(logging.INFO):
         return
     words = [f"{endpoint} {status} in {seconds * 1000:.1f} ms"]
@@ -323,8 +305,7 @@ def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
 
 
 MAX_LINES = 5_000
-# requests for which the API key is stored. Older requests' log lines are shown to administrators only, because their
-# key is unknown
+# requests whose API key is stored; log lines of older requests are shown to administrators only
 MAX_REQUESTS = 20_000
 MAX_CHARS = 500  # characters of a line
 
@@ -363,9 +344,7 @@ class LogTail(logging.Handler):
             self._lines.append(TailLine(str(request), record.created, record.levelname, record.name, message))
 
     def lines_of(self, request: str, grant: Grant) -> list[dict[str, Any]]:
-        """Return the log lines of a request, the oldest first. The list is empty if the credential may not see the
-        request.
-        """
+        """Return the log lines of a request, oldest first; none if the credential may not see the request."""
         if "admin" not in grant.scopes and grant.key and self._owners.get(request) != grant.key:
             return []
         with self.lock or contextlib.nullcontext():

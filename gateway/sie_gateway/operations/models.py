@@ -1,6 +1,4 @@
-"""Descriptions of the models and aliases of the catalogue for the API, with the reports of workers. They never cause
-the load of a model.
-"""
+"""Descriptions of models and aliases for the API, with the reports of workers. They never load a model."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ _SLICE = 50  # models that are described in one go, which takes one or two milli
 
 
 def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: str = "default") -> dict[str, Any]:
-    """Return a model with a profile as the fields of ModelInfo. For a profile other than `default`, `variant_of` names
-    the model.
-    """
+    """Return a model with a profile as ModelInfo. For a profile other than `default`, `variant_of` names the model."""
     resolved = catalogue.resolve_profile(entry, profile, entry.id)
     state, reports = fleet.model(resolved.residency)
     hosts = [_host(beat, status) for beat, status in reports]
@@ -91,9 +87,7 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested precision, the precisions in use at workers, and the workers' reasons if these differ.
-    `own`: precision in the entry or profile; None: the default that the workers report.
-    """
+    """Return the requested and the served precisions, and why they differ. `own`: requested by entry or profile."""
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
     reasons = sorted({precision.reason for precision in reported if precision.reason})
@@ -105,9 +99,7 @@ def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]
 
 
 def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the engine that the entry or profile requests (or None), the engines in use at workers, and the workers'
-    reasons for a difference.
-    """
+    """Return the requested engine (or None), the engines in use at workers, and the reasons for a difference."""
     reported = [status.engine for _, status in reports if status.engine is not None]
     return {
         "requested": own,
@@ -123,7 +115,6 @@ def _capabilities(entry: ModelEntry) -> list[str]:
 
 
 def _host(beat: Heartbeat, status: ModelStatus) -> dict[str, Any]:
-    """Return a worker's report about one model, in the form of the field `hosts` of ModelInfo."""
     error = status.error
     return {
         "worker": beat.worker,
@@ -163,7 +154,6 @@ def _profile(default: Resolved, entry: ModelEntry, name: str) -> dict[str, Any]:
 
 
 def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of `own` whose values differ from the values in `default`."""
     return {
         name: msgspec.to_builtins(value)
         for name in own.__struct_fields__
@@ -172,9 +162,7 @@ def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
 
 
 def score_scale(entry: ModelEntry) -> str | None:
-    """Return the scale of the model's scores. None if it returns no scores, or if only the model's own files say how
-    they are scaled.
-    """
+    """Return the scale of the model's scores; None if it returns none, or if only its own files tell the scale."""
     if "score" not in entry.tasks:
         return None
     family = families.row(entry.family)
@@ -207,8 +195,8 @@ async def model_list(
     """Return the models in the order of their names, each followed by its variants; then the aliases.
 
     `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
-    inputs or outputs, in upper or lower case. With `limit`, return only the first models. `total` is exact in any case;
-    without the filters `task`, `output` and `loaded`, this needs no description of the other models.
+    inputs or outputs, in upper or lower case. `total` also counts models beyond `limit`; without `task`, `output` and
+    `loaded`, this needs no description of these models.
     """
     names = listed_names(catalogue, text.lower().split(), variants=variants)
     if loaded:
@@ -239,9 +227,8 @@ async def model_list(
 
 
 def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) -> list[tuple[str, str | None]]:
-    """Return pairs (id of the entry, profile) in the order of their names; then a pair (name, None) for each usable
-    alias. All of `words` must occur in the name or, for an entry, in its description, license, tasks, inputs or
-    outputs.
+    """Return pairs (id of the entry, profile) by name, then a pair (name, None) for each usable alias. All of `words`
+    must occur in the name or, for an entry, in its description, license, tasks, inputs or outputs.
     """
     names: list[tuple[str, str | None]] = []
     for _, entry in sorted(catalogue.entries.items()):
@@ -261,9 +248,7 @@ def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) 
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return an alias as the fields of ModelInfo. `info` is the ModelInfo of its target with the largest weight; the
-    targets and the shadow are added.
-    """
+    """Return an alias as ModelInfo: `info` of its heaviest target, with the list of targets and the shadow model."""
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:
         model = alias.shadow.model

@@ -1,6 +1,4 @@
-"""Ollama's routes about models: `/api/tags`, `/api/show`, `/api/ps`, `/api/version`. As in Ollama, every listed name
-ends with a tag: the profile, or `latest`.
-"""
+"""Ollama's routes about models. As in Ollama, each listed name ends with a tag: the profile, or `latest`."""
 
 from __future__ import annotations
 
@@ -65,13 +63,11 @@ def _described(fleet: Fleet, name: str, resolved: Resolved) -> dict[str, Any]:
 
 
 async def tags(gateway: Gateway, request: Request) -> Response:
-    """Return all models of the catalogue that return dense vectors, as Ollama lists its local models."""
     models = [api.OllamaModel(**_described(gateway.fleet, *named)) async for named in _listed(gateway)]
     return json_response(api.OllamaModels(models=models))
 
 
 async def running(gateway: Gateway, request: Request) -> Response:
-    """Return the loaded models that return dense vectors."""
     models = []
     async for name, resolved in _listed(gateway):
         # True for a variant that shares the loaded weights of another name; only that name is listed
@@ -87,7 +83,6 @@ async def running(gateway: Gateway, request: Request) -> Response:
 
 
 async def show(gateway: Gateway, request: Request) -> Response:
-    """Return the description of one model. Raises InvalidInput, and the errors of `Inference.resolve`."""
     raw = await request.body()
     bodies.count(raw, msgpack=False)
     body = bodies.decode(raw, msgpack=False)
@@ -112,7 +107,6 @@ async def show(gateway: Gateway, request: Request) -> Response:
 
 
 async def version(gateway: Gateway, request: Request) -> Response:
-    """Return the version of this server."""
     return json_response(api.OllamaVersion(version=sie_contracts.__version__))
 
 

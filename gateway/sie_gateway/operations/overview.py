@@ -32,10 +32,8 @@ CONSOLE_POLICY = (
 
 @functools.cache
 def console(name: str, root: str = "") -> bytes:
-    """Return the content of a file of the console page.
-
-    `root`: the path prefix of a reverse proxy, which is put before the paths of the page's other files. Relative paths
-    would not work if the browser opened the prefix without a slash at its end.
+    """Return a file of the console page. `root`, the path prefix of a reverse proxy, is put before the paths of other
+    files: relative paths would fail if the browser opened the prefix without a slash at its end.
     """
     content = (CONSOLE / name).read_bytes()
     return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content
@@ -47,7 +45,6 @@ def _grant(request: Request) -> Grant:
 
 
 async def page(_gateway: Gateway, request: Request) -> Response:
-    """Return the console page or one of its files, by the name in the path. Raises NotFound."""
     name = request.path_params.get("file", "index.html")
     if name not in CONSOLE_FILES:
         raise NotFound("no such path")
@@ -60,22 +57,18 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
-    """Return the summary of the cluster that the page shows."""
     return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
-    """Return which workers hold each model, by lane."""
     return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)))
 
 
 async def doctor(gateway: Gateway, _request: Request) -> Response:
-    """Return the report of `sie doctor`. Raises NotFound, NotReady."""
     return json_response(await gateway.doctor.report())
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
-    """Return counts and latencies of this gateway over the last hour. Raises InvalidInput."""
     query = request.query_params
     since_s = number(query, "since", 0.0, 0.0, math.inf)
     step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
@@ -85,13 +78,11 @@ async def history(gateway: Gateway, request: Request) -> Response:
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
-    """Return the recorded requests of the caller in the last hour. Raises InvalidInput."""
     most = int(number(request.query_params, "limit", 50, 1, 1000))
     return json_response({"requests": gateway.status.history.requests(most, _grant(request))})
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
-    """Return the record of one request of the caller. Raises NotFound."""
     note = gateway.status.history.find(request.path_params["request"], _grant(request))
     if note is None:
         raise NotFound(
@@ -102,9 +93,7 @@ async def request(gateway: Gateway, request: Request) -> Response:
 
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
-    """Return the lines of this gateway's log about a request. The log in memory has only the newest lines, so the list
-    may be empty.
-    """
+    """Return the log lines of a request. Memory has only the newest lines, so the list may be empty."""
     return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
 
 
@@ -116,9 +105,7 @@ def _row(path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Gate
 
 
 def _file(path: str, summary: str, media: str) -> GatewayRoute:
-    """Return the route of a file of the page. It requires no credential: the file has no data, and the page asks the
-    user for a key.
-    """
+    """Return the route of a console file. It needs no credential: the file has no data, and asks for a key."""
     return _row(path, page, summary, Content(dict[str, Any], (media,)), scope=OPEN)
 
 

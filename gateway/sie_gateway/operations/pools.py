@@ -49,10 +49,8 @@ _logger = logging.getLogger("sie.gateway.pools")
 
 
 def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) -> ReservationSpec:
-    """Read a reservation from the decoded body of a request. `profiles`: the machine profiles that exist.
-
-    Raises InvalidInput that names the field, PoolOperationForbidden for a value above a limit, ModelNotFound for an
-    unknown pinned model, PayloadTooLarge.
+    """Read a reservation from a decoded body. `profiles`: existing machine profiles. Raises InvalidInput with the
+    field, PoolOperationForbidden above a limit, ModelNotFound for a pinned model, PayloadTooLarge.
     """
     if not isinstance(body, dict):
         raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
@@ -120,9 +118,7 @@ def _name(value: object) -> str:
 
 
 def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> dict[str, int]:
-    """Read a field that maps machine profiles to numbers. Return the numbers by the name in `profiles`. Raises
-    InvalidInput.
-    """
+    """Read a map from machine profiles to counts. Return the counts by the name in `profiles`. Raises InvalidInput."""
     counts = body.get(field)
     if counts is None:
         return {}
@@ -205,9 +201,7 @@ def _named(request: Request) -> str:
 
 
 def _profiles(gateway: Gateway) -> set[str]:
-    """Return the machine profiles that the settings list. If they list none, return the profiles of the present workers
-    and of this gateway's own settings.
-    """
+    """Return the machine profiles in the settings, or else those of the workers and of this gateway."""
     settings = gateway.settings
     if settings.gateway_configured_gpus:
         return {profile.strip().lower() for profile in settings.gateway_configured_gpus}
@@ -224,12 +218,10 @@ async def create(gateway: Gateway, request: Request) -> Response:
 
 
 async def pools(gateway: Gateway, request: Request) -> Response:
-    """Return the installation's own pools, and the reservations of the caller."""
     return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
 
 
 async def assignment(gateway: Gateway, request: Request) -> Response:
-    """Return the pools that a worker serves. Raises PoolNotFound if one of them is a reservation of another key."""
     worker, grant = request.query_params.get("worker", ""), _grant(request)
     served = gateway.pools.assigned(worker)
     if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
@@ -241,17 +233,14 @@ async def assignment(gateway: Gateway, request: Request) -> Response:
 
 
 async def pool(gateway: Gateway, request: Request) -> Response:
-    """Return the description of one pool."""
     return json_response(gateway.pools.pool(_named(request), _grant(request)))
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    """Delete a reservation."""
     await _written(gateway.pools.delete(_named(request), _grant(request)))
     return json_response(PoolDeleted(message="Pool deleted"))
 
 
 async def renew(gateway: Gateway, request: Request) -> Response:
-    """Renew the lease of a reservation."""
     renewed = await _written(gateway.pools.renew(_named(request), _grant(request)))
     return json_response(PoolRenewed(message="Pool renewed", expires_at=None if renewed is None else renewed.expires_s))

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 
 class Unreadable(Exception):
-    """Raised if a letter cannot be published again: its message cannot be decoded, or its subject is not a subject of
-    work.
-    """
+    """Raised if a letter cannot be published again: its message is not decodable, or its subject is not one of work."""
 
 
 class Replays:
@@ -50,11 +48,9 @@ class Replays:
         self._on_published = on_published
 
     async def run(self, located: DeadLetterEntry, timeout_s: float) -> WorkResult:
-        """Publish the work of a letter again, wait for its result and return it. The letter is removed if no input
-        failed.
-
-        `timeout_s`: seconds to wait, which the work also gets as its budget. Raises Unreadable before anything is
-        published, TimeoutError if no result arrives in time, BrokerError.
+        """Publish the work of a letter again and return its result. The letter is removed if no input failed.
+        `timeout_s`: seconds to wait, also the time limit of the work. Raises Unreadable before anything is published,
+        TimeoutError, BrokerError.
         """
         if located.item is None:
             raise Unreadable(f"{located.letter.id}: its message cannot be decoded; nothing was published")
@@ -89,9 +85,7 @@ class Replays:
             self._inbox.close(collector)
 
     async def _forgive(self, item: WorkItem) -> None:
-        """Remove the poison marks (records of crashed adapters) of the work's inputs, so that workers accept these
-        inputs again.
-        """
+        """Remove the poison marks of the work's inputs, which make workers refuse them."""
         marks = await self._broker.key_value(topology.POISON_BUCKET, max_age_s=topology.POISON_LIFETIME_S)
         for key in dict.fromkeys(content_keys(item)):
             if await marks.get(key) is not None:
@@ -106,9 +100,7 @@ async def open_replays(
     ack_wait_s: float,
     on_published: Callable[[str, WorkItem], None] | None = None,
 ) -> AsyncIterator[Replays]:
-    """Open a Replays with an inbox for its results, and close the inbox at the end. `on_published` is called with the
-    subject and the work item after each publish. Raises BrokerError.
-    """
+    """Open a Replays. `on_published` gets the subject and the work item after each publish. Raises BrokerError."""
     inbox = ResultInbox(broker, metrics)
     await inbox.start()
     try:

@@ -50,17 +50,15 @@ from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
 EVERY_S = 1.0
-MAX_ASKED = 16  # workers checked in one round, as a check takes 0.1 ms; the next round continues with the next workers
+# largest number of workers checked in a round (a check takes 0.1 ms); the next round continues with the next workers
+MAX_ASKED = 16
 LOOKED_S = 5.0  # seconds after the last request of an open page until the checks of its workers stop
-# seconds to wait for the broker's report that nobody subscribes to a subject. A connected worker sends no reply, so
-# this time passes
+# seconds to wait for the broker's report that nobody subscribes; for a connected worker they pass without a reply
 HEARD_S = 0.5
 
 
 class WorkerProbe:
-    """Finds workers that have lost their connection to the broker. `gone`: the workers that had none at the last check.
-    One task calls `run`.
-    """
+    """Finds workers that have no connection to the broker: `gone`, as of the last check. One task calls `run`."""
 
     def __init__(self, bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
         self._bus = bus
@@ -71,14 +69,12 @@ class WorkerProbe:
         self.gone: frozenset[str] = frozenset()
 
     def watch(self, workers: Iterable[str]) -> None:
-        """Set the workers to check: those that a page shows."""
+        """Set the workers that `run` checks: those that a page shows."""
         self._wanted = tuple(sorted(workers))
         self._until_s = self._clock() + LOOKED_S
 
     async def run(self, stop: Stop) -> None:
-        """Check the watched workers every EVERY_S seconds until `stop`. Check none if `watch` was not called in the
-        last LOOKED_S seconds.
-        """
+        """Check the watched workers every EVERY_S seconds, but none if LOOKED_S have passed since the last `watch`."""
         while not await stop.wait_for(EVERY_S):
             workers = self._wanted if self._clock() < self._until_s else ()
             first = self._next % max(1, len(workers))
@@ -93,8 +89,7 @@ class WorkerProbe:
             await self._bus.request(topology.assigned_subject(worker), b"", HEARD_S)
         except NoResponder:
             return True
-        # no reply in time: there is a subscriber, so the worker is connected. Or the broker is unreachable, which other
-        # modules report
+        # no reply in time: the worker subscribes, so it is connected; an unreachable broker is reported elsewhere
         except BrokerError:
             return False
         return False
@@ -111,7 +106,7 @@ _OF_LANE = ("pool", "machine_profile", "bundle", "priority")
 
 @dataclass(frozen=True)
 class ViewedWorker:
-    """A worker as people see it. `models`: state and queue depth of each model that it reports. `failures`: errors of
+    """A worker as pages show it. `models`: state and queue depth of each model that it reports. `failures`: errors of
     failed loads by model. `clock_ahead_s`: its clock minus the broker's clock, None if unknown.
     """
 
@@ -185,9 +180,7 @@ def of_socket(url: str, status: WorkerFrame | None) -> ViewedWorker:
 
 
 def summaries(models: Iterable[str], workers: Iterable[ViewedWorker]) -> list[ModelSummary]:
-    """Return a summary of each of `models`, from the reports of `workers`. A report about one of its profiles
-    (`model:profile`) counts for the model.
-    """
+    """Return a summary of each model from the workers' reports. A profile (`model:profile`) counts for its model."""
     reports: dict[str, list[tuple[WorkerInfo, str, int]]] = {model: [] for model in models}
     for worker in workers:
         for name, (state, queued) in worker.models.items():
@@ -216,9 +209,7 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
 
 
 class ClusterStatus:
-    """Status of the cluster, as far as this gateway knows it. `dead_letters`: number of letters ever written in its
-    pools, read every few seconds.
-    """
+    """Status of the cluster, as this gateway knows it. `dead_letters`: letters ever written in its pools."""
 
     def __init__(
         self,
@@ -233,9 +224,8 @@ class ClusterStatus:
         visible: Callable[[Grant], Callable[[str], bool]] = lambda grant: lambda pool: True,
         data_dir: Path | None = None,
     ) -> None:
-        """Create the status. `visible(grant)` returns a function that returns True for the name of a pool that this
-        credential may read. Raises SettingError if the workers are to be read from Kubernetes but the gateway does not
-        run in a pod.
+        """Create the status. `visible(grant)(pool)`: whether the credential may read the pool's name. Raises
+        SettingError if workers are to be read from Kubernetes, but the gateway runs in no pod.
         """
         self._settings = settings
         self._data_dir = data_dir
@@ -262,9 +252,7 @@ class ClusterStatus:
         self._placed = CachedSummary(self._look_at_tables)
 
     async def run(self, stop: Stop) -> None:
-        """Store log lines; every DEAD_EVERY_S seconds, record the lengths of the queues and read the number of dead
-        letters. Ends at `stop`.
-        """
+        """Store log lines; every DEAD_EVERY_S seconds, sample queue lengths and count dead letters. Ends at `stop`."""
         with self.log.listening():
             while not await stop.wait_for(DEAD_EVERY_S):
                 queues = self.queues()
@@ -323,9 +311,7 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of the lanes, and the queues of single models, as two lists. None while the numbers are
-        unknown.
-        """
+        """Return the queues of the lanes and the queues of single models, as two lists; None while they are unknown."""
         if not self._lag.is_known:
             return None
         return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())
@@ -369,9 +355,8 @@ class ClusterStatus:
         return ClusterSummary(cluster, infos, models, failures(workers), in_flight, findings[:MAX_FINDINGS])
 
     def shown(self, text: str, grant: Grant) -> dict[str, Any]:
-        """Return the data of the page at `/` for a credential: counts, and at most MAX_SHOWN workers and models.
-        Unhealthy workers come first, then the busiest. `text` selects models by a part of their name; models with
-        queued work come first.
+        """Return the data of the page at `/` for a credential: counts, and at most MAX_SHOWN workers (the unhealthy,
+        then the busiest) and models (with `text` in their name, those with queued work first).
         """
         glance, queues, visible = self._glance(), self.queues(), self._visible(grant)
         self.pulse.watch(info.name for info in glance.workers[:MAX_SHOWN] if self.fleet.listens(info.name))
@@ -407,10 +392,7 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed. `grant`: the rights of its credential.
-
-        Raises NotFound, NotReady, ResourceExhausted before the websocket is accepted.
-        """
+        """Serve a websocket until it is closed. Raises NotFound, NotReady, ResourceExhausted before it is accepted."""
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
         with self.seats.seat(scope, grant.key):

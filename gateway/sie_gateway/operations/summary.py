@@ -28,9 +28,7 @@ Pooled = TypeVar("Pooled", WorkerInfo, QueueInfo)
 
 
 class CachedSummary(Generic[T]):
-    """Cache of the result of `build`. The result is returned again until enough time has passed that building takes at
-    most COST_SHARE of it.
-    """
+    """Cache of the result of `build`, rebuilt so rarely that building takes at most COST_SHARE of the time."""
 
     def __init__(self, build: Callable[[], T]) -> None:
         self._build = build
@@ -47,9 +45,7 @@ class CachedSummary(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterSummary:
-    """Workers and models of the whole cluster, in the order in which the page shows them. `findings`: faults of loads
-    and clocks.
-    """
+    """Workers and models of the cluster, in the order of the page. `findings`: faults of loads and clocks."""
 
     cluster: ClusterInfo
     workers: Sequence[WorkerInfo]
@@ -59,9 +55,7 @@ class ClusterSummary:
     findings: Sequence[ClusterFinding]
 
     def shown(self, text: str, dead_letters: int, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN workers, and the first MAX_SHOWN models with `text` in their name. `visible`
-        returns True if the credential may read the name of a pool.
-        """
+        """Return the first MAX_SHOWN workers, and models with `text` in the name; `visible` may hide names of pools."""
         matching = [entry for entry in self.models if text in entry.name.lower()] if text else self.models
         models = matching[:MAX_SHOWN]
         return {
@@ -111,9 +105,7 @@ class LaneTable:
     def from_table(
         cls, table: Placement, lane: Lane, beats: Sequence[Heartbeat], waiting: Waitings, now_s: float
     ) -> LaneTable:
-        """Build the rows from the placement of a lane. `beats`: heartbeats of its healthy workers. `waiting`: messages
-        that wait, by model and lane.
-        """
+        """Build the rows from the placement of a lane, the heartbeats of its healthy workers and waiting messages."""
         reports = {beat.worker: {status.model: status for status in beat.models} for beat in beats}
         rows = list[dict[str, Any]]()
         for model, hosts in table.hosts.items():
@@ -135,9 +127,7 @@ class LaneTable:
         return cls(lane, round(max(0.0, now_s - table.at_s), 1), len(beats), rows)
 
     def shown(self, text: str, visible: Callable[[str], bool]) -> dict[str, Any]:
-        """Return the first MAX_SHOWN models with `text` in their name. `visible` returns True if the credential may
-        read the name of a pool.
-        """
+        """Return the first MAX_SHOWN models with `text` in their name. `visible` may hide the name of the pool."""
         rows = [row for row in self.rows if text in row["model"].lower()] if text else self.rows
         return {
             "lane": str(self.lane if visible(self.lane.pool) else replace(self.lane, pool=HIDDEN)),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 async def whoami(gateway: Gateway, request: Request) -> Response:
-    """Return the name and the scopes of the caller."""
     grant = request.scope["sie.call"].grant
     return json_response(
         api.Whoami(

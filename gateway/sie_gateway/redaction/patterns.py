@@ -68,9 +68,7 @@ def is_luhn(digits: Iterable[int]) -> bool:
 
 
 def iban_remainder(iban: str) -> int:
-    """Return the remainder of an IBAN without spaces, divided by 97. It is 1 if its check digits are right (ISO
-    13616).
-    """
+    """Return the remainder of an IBAN without spaces, divided by 97: 1 if its check digits are right (ISO 13616)."""
     return int("".join(str(int(character, 36)) for character in iban[4:] + iban[:4])) % 97
 
 
@@ -95,7 +93,7 @@ def _email(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Check an IP address. A colon behind it belongs to the sentence."""
+    """Return the length of the IP address, 0 if it is none. A colon behind it belongs to the sentence."""
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
         address = ipaddress.ip_address(candidate[:end])

@@ -1,4 +1,4 @@
-"""Text that stands for a value, in one of four styles, and the redacted text with the map that undoes it."""
+"""Replacements for personal data in four styles, and the redacted text with the map that undoes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sie_contracts.api.inference import RedactionStyle
 from sie_gateway.redaction.patterns import iban_remainder, is_luhn, pattern_of, plain_name
 from sie_gateway.redaction.spans import SensitiveSpan
 
-MASK = "*****"  # of one length, so that it does not show how long the value is
+MASK = "*****"  # has the same length for every value, so that it does not show how long the value is
 HASH_DIGITS = 16
 _NAME_CHARACTERS = 64
 _FIRST_NAMES = (
@@ -30,7 +30,7 @@ _FIRST_NAMES = (
     "Kim",
     "Lee",
 )
-_NETS = ("192.0.2", "198.51.100", "203.0.113")  # for documentation (RFC 5737)
+_NETS = ("192.0.2", "198.51.100", "203.0.113")  # networks that are reserved for documentation (RFC 5737)
 _HOSTS = 254
 
 
@@ -44,9 +44,7 @@ class ReplacedValue(NamedTuple):
 
 
 class Replacer:
-    """Replacements of the values of one text. Equal values of a kind have equal replacements. Different values have
-    different replacements, except in the style `mask`.
-    """
+    """Replacements for one text: equal for equal values of a kind, else different, except in the style `mask`."""
 
     def __init__(self, style: RedactionStyle, key: bytes = b"") -> None:
         self._style = style

@@ -1,4 +1,4 @@
-"""Parts of a text that are replaced, from all parts that a model and the patterns found."""
+"""Choice of the parts of a text to replace, from all parts that a model and the patterns found."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class SensitiveSpan(NamedTuple):
 def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
     """Return spans that do not overlap, in the order of the text. Every character in any of `spans` is in one of them.
 
-    Spans that overlap, or contain each other, become one span. Its kind is that of the longest of them; of equally long
-    ones a pattern's, then the one with the higher score, then the first, then the first by name. Spans that only touch
-    stay apart.
+    Spans that overlap become one. Its kind is that of the longest; of equally long ones that of a pattern, then of the
+    higher score, then of the first. Spans that only touch stay apart.
     """
     joined: list[SensitiveSpan] = []
     best: SensitiveSpan | None = None

@@ -1,3 +1,1 @@
-"""Work in JetStream: creates streams and consumers, publishes the chunks of requests with their inputs, and counts
-waiting messages.
-"""
+"""Work in JetStream: create streams and consumers, publish chunks of requests, count waiting messages."""

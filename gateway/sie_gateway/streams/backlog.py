@@ -27,9 +27,7 @@ _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Sum the messages by lane and priority. `counts`: messages by subject; the first six tokens of a subject name its
-    lane and priority.
-    """
+    """Sum messages by lane and priority: the first six tokens of a subject. `counts`: messages by subject."""
     sums: dict[str, int] = {}
     for subject, count in counts.items():
         prefix = ".".join(subject.split(".", 6)[:6])
@@ -38,9 +36,7 @@ def _by_priority(counts: dict[str, int]) -> dict[str, int]:
 
 
 class Backlog:
-    """Numbers of messages of all pools. One task calls `run`. A caller that needs newer numbers awaits `fresh`;
-    concurrent calls share one read.
-    """
+    """Numbers of messages of all pools. One task calls `run`; callers of `fresh` share its reads."""
 
     def __init__(self, queue: Queue, pools: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._queue = queue
@@ -62,13 +58,10 @@ class Backlog:
                 trouble.met(error)
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the numbers of a deleted pool."""
         self._read.pop(pool, None)
 
     async def fresh(self, pool: str, max_age_s: float) -> None:
-        """Ensure that the pool's numbers are at most `max_age_s` old: read them if they are older. Raises BrokerError
-        if the broker does not answer.
-        """
+        """Read the pool's numbers if they are older than `max_age_s`. Raises BrokerError."""
         read = self._read.get(pool)
         if read is not None and self._clock() - read[0] < max_age_s:
             return
@@ -82,9 +75,7 @@ class Backlog:
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
-        """Return the oldest message of each subject, or None for a subject without messages. Subjects may have
-        wildcards. Raises BrokerError.
-        """
+        """Return the oldest message of each subject (with wildcards), or None if it has none. Raises BrokerError."""
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
         # waits for all queries, so that none is still running after this call if one of them fails
@@ -102,9 +93,7 @@ class Backlog:
         return read[2].get(topology.lane_filter(lane, priority).removesuffix(".>"), 0)
 
     def by_subject(self, pool: str) -> dict[str, int] | None:
-        """Return the numbers of messages of a pool by subject, without subjects that have no message. None while they
-        are unknown.
-        """
+        """Return a pool's numbers of messages by subject, without empty subjects; None while they are unknown."""
         read = self._read.get(pool)
         return None if read is None or self._clock() - read[0] > UNKNOWN_S else read[1]
 

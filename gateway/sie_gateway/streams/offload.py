@@ -31,9 +31,7 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return for how many seconds the store keeps a payload: longer than a message that names it can exist. Raises
-    SettingError if the setting is too low.
-    """
+    """Return the seconds that a payload is kept: longer than a message with its key can exist. Raises SettingError."""
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
         return int(max_age_s) + TTL_MARGIN_S
@@ -47,9 +45,7 @@ def life_s(settings: Settings, max_age_s: float) -> int:
 
 
 class Offload:
-    """Writes the inputs of work items to the payload store, and removes old ones. `wall_clock` returns seconds since
-    1970.
-    """
+    """Writes inputs of work items to the payload store, and removes old ones. `wall_clock`: seconds since 1970."""
 
     def __init__(
         self, store: PayloadStore, life_s: int, metrics: Metrics, wall_clock: Callable[[], float] = time.time
@@ -60,9 +56,7 @@ class Offload:
         self._wall_clock = wall_clock
 
     async def stored(self, item: WorkItem, timeout_s: float) -> WorkItem:
-        """Store the inputs and the query of a work item. Return the item with the key of this payload instead. Raises
-        QueueUnavailable.
-        """
+        """Store inputs and query of a work item; return the item with their key instead. Raises QueueUnavailable."""
         data = await asyncio.to_thread(messages.encode_in_pieces, Payload(item.inputs, item.query))
         try:
             key = await self._store.put(data, period=int(self._wall_clock() // self._life_s), timeout_s=timeout_s)
@@ -76,15 +70,11 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove the payloads to which no message can refer any more, because they are too old. Return their number.
-        Several gateways may call it at the same time. Raises StoreError.
-        """
+        """Remove payloads too old for any message; return their number. Safe in several gateways. Raises StoreError."""
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:
-        """Call `sweep` at least ten times in the life of a payload. The pauses are random, so that gateways do not
-        sweep at the same time.
-        """
+        """Call `sweep` at least ten times in a payload's life. Random pauses keep gateways from sweeping together."""
         pause_s = min(LONGEST_PAUSE_S, self._life_s / 10)
         while not await stop.wait_for(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 not secret
             try:

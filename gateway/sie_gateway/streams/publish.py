@@ -97,9 +97,8 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the names of the consumers to delete: first all that were unused for `idle_s`. If after that more than
-    15/16 of `limit` models have their own consumer, delete also the longest unused of these until 15/16 are left. So
-    there is room for models that get work next.
+    """Return the consumers to delete: all that were unused for `idle_s`. If more than 15/16 of `limit` models then have
+    their own consumer, also the longest unused of these down to 15/16, to leave room for further models.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -112,10 +111,8 @@ def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: floa
 
 
 class StreamConsumers:
-    """Consumers of one stream: those that exist, and those that this gateway needs.
-
-    At most `limit` models have their own consumer. Each gateway counts by itself, so the limit can be exceeded if
-    several gateways create consumers at the same time.
+    """Consumers of one stream: those that exist, and those that this gateway needs. At most `limit` models have their
+    own consumer. Several gateways together may exceed the limit, because each counts by itself.
     """
 
     def __init__(
@@ -146,14 +143,12 @@ class StreamConsumers:
         self._watch = watch
 
     def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
-        """Return the route for a request's work. Its consumer counts as needed until `deadline_s`, a time of this
-        object's clock.
-        """
+        """Return the route for a request's work; its consumer is needed until `deadline_s` of this object's clock."""
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # added before the consumer exists, so that the next requests count it; if the creation fails, the next
-            # refresh removes it
+            # counted before the consumer exists, so that the next requests keep the limit; if the creation fails, the
+            # next refresh removes it
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -161,9 +156,7 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return True if the consumer existed with the right settings when it was last checked, and no notice of its
-        deletion has arrived.
-        """
+        """Return whether the consumer had the right settings when last checked, with no notice of a deletion since."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
@@ -194,9 +187,7 @@ class StreamConsumers:
             self._ensuring.begin(spec.name, functools.partial(self._make, spec))
 
     def _needed(self, name: str) -> ConsumerSpec | None:
-        """Return the spec of this consumer if a request of this gateway still waits for messages that it delivers, else
-        None.
-        """
+        """Return the spec of this consumer if an open request of this gateway needs it, else None."""
         held = self._held.get(name)
         return held[0] if held is not None and held[1] > self._clock() else None
 
@@ -206,9 +197,7 @@ class StreamConsumers:
         self._stale.update(self._ensuring)
 
     async def refresh(self, ack_wait_s: float) -> None:
-        """Create the missing consumers of open requests and of subjects with messages. This also repairs what missed
-        notices caused. Raises BrokerError.
-        """
+        """Create the missing consumers of open requests and of subjects with messages. Raises BrokerError."""
         now_s = self._clock()
         self._held = {name: held for name, held in self._held.items() if held[1] > now_s}
         verified = set(self._verified)
@@ -245,11 +234,8 @@ class StreamConsumers:
             )
 
     async def sweep(self, ack_wait_s: float) -> int:
-        """Delete unused consumers. Create those again for which messages have arrived meanwhile. Return the number of
-        deletions.
-
-        Raises BrokerError. If this happens after some deletions, the next refresh of any gateway creates the needed
-        ones again.
+        """Delete unused consumers and return their number. Then create those again for which messages have arrived
+        meanwhile. Raises BrokerError; the next refresh of any gateway completes a failed sweep.
         """
         now_s = self._clock()
         self._rests = rests(self._rests, await self._broker.consumer_states(self._stream), now_s)
@@ -284,9 +270,7 @@ class WorkConsumers:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create the object without pools; `follow` adds them. `clock` is the clock of the requests' deadlines.
-        `idle_s`: seconds without a message after which a consumer is deleted.
-        """
+        """`clock` measures deadlines of requests. `idle_s`: seconds without a message until a consumer is deleted."""
         self._broker = broker
         self._settings = settings
         self._ack_wait_s = float(settings.ack_wait_s)
@@ -317,7 +301,6 @@ class WorkConsumers:
         return pool in self._streams
 
     async def unfollow(self, pool: str) -> None:
-        """Stop managing the consumers of a removed pool."""
         async with self._following:
             stream = self._streams.pop(pool, None)
         if stream is not None:
@@ -327,25 +310,19 @@ class WorkConsumers:
         return pool in self._streams and self._streams[pool].is_verified(spec)
 
     async def ensure(self, pool: str, spec: ConsumerSpec) -> None:
-        """Create the consumer, or check the settings of the existing one. Raises PoolNotFound for a removed pool,
-        TopologyMismatch, BrokerError.
-        """
+        """Create or check the consumer. Raises PoolNotFound for a removed pool, TopologyMismatch, BrokerError."""
         stream = self._streams.get(pool)
         if stream is None:
             raise PoolNotFound("the reservation whose pool this request uses has ended")
         await stream.ensure(spec)
 
     def stream_recreated(self, pool: str) -> None:
-        """Check every consumer of a pool again at its next use, because the pool's stream was created again without
-        consumers.
-        """
+        """Check every consumer of a pool again at its next use: its stream was created again, without consumers."""
         if (stream := self._streams.get(pool)) is not None:
             stream.discard_verified()
 
     async def reverify(self) -> None:
-        """Check every consumer again after a reconnect, because notices of deletions may have been missed. Raises
-        BrokerError.
-        """
+        """Check every consumer again after a reconnect: notices of deletions may be missing. Raises BrokerError."""
         for stream in self._streams.values():
             stream.discard_verified()
         await self._refresh()
@@ -356,9 +333,7 @@ class WorkConsumers:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Every ROUND_S until `stop`, create missing consumers again. While this gateway is the leader, also delete
-        unused ones.
-        """
+        """Create missing consumers every ROUND_S until `stop`; as the leader, also delete unused ones."""
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
@@ -373,9 +348,7 @@ class WorkConsumers:
             await stream.stop()
 
     async def take_turn(self) -> int:
-        """Delete the unused consumers if this gateway is the leader and SWEEP_S have passed. Return their number.
-        Raises BrokerError.
-        """
+        """Delete unused consumers every SWEEP_S if this gateway leads. Return their number. Raises BrokerError."""
         if not await self._lease.acquire() or self._clock() - self._swept_s < SWEEP_S:
             return 0
         self._swept_s = self._clock()
@@ -391,7 +364,7 @@ PUBLISH_PATIENCE_S = 10.0
 LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
-HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all of its fields but the inputs
+HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
 HEADER_BYTES = 256  # bytes of the NATS headers of a publish, which hold the message id
 # least bytes of a message that the broker must accept. The result of one input of the widest model fits, and so does
 # the heartbeat of a worker with a few hundred models
@@ -400,9 +373,7 @@ _logger = logging.getLogger("sie.gateway.queue")
 
 
 def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topology.StreamSpec:
-    """Return the spec of a pool's work stream according to the settings. `reserved`: the pool belongs to a reservation,
-    so its stream is smaller.
-    """
+    """Return the spec of a pool's work stream by the settings. `reserved`: a reservation's stream is smaller."""
     max_bytes = topology.reservation_bytes(settings.queue_max_bytes) if reserved else settings.queue_max_bytes
     return topology.work_stream(
         pool,
@@ -415,18 +386,14 @@ def work_spec(settings: Settings, pool: str, *, reserved: bool = False) -> topol
 
 
 class StreamPosition(NamedTuple):
-    """Position of a message in a stream. A stream that was lost and created again starts at sequence 1, so a sequence
-    alone could name another message.
-    """
+    """Position of a message in a stream. A sequence alone is not unique: a stream created again starts at 1."""
 
     created: str  # time at which the broker created the stream, in the broker's format
     sequence: int
 
 
 class WorkQueue:
-    """Work streams of the pools. Only the gateway creates streams and consumers; the other processes check them. The
-    constructor raises SettingError.
-    """
+    """Work streams of the pools. Only the gateway creates streams and consumers; other processes check them."""
 
     def __init__(
         self,
@@ -440,9 +407,9 @@ class WorkQueue:
         serves: Callable[[str], bool] = lambda pool: True,
         is_reservation: Callable[[str], bool] = lambda pool: False,
     ) -> None:
-        """Create the queue. `on_lost` is called when a stream was lost with the work in it. `on_publish` is called with
-        the work items of a request before they are published. `offload` stores inputs that are too large for a message.
-        `serves(pool)` is True for a pool that exists, `is_reservation(pool)` for the pool of a reservation.
+        """`on_lost` is called when a stream was lost with its work, `on_publish` with work items before they are
+        published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
+        `is_reservation(pool)`: it belongs to a reservation. Raises SettingError.
         """
         self._broker = broker
         self._settings = settings
@@ -467,17 +434,13 @@ class WorkQueue:
 
     @property
     def payload_bytes(self) -> int:
-        """Return how many bytes of inputs one message may have. The broker's own limit can change with each
-        connection.
-        """
+        """Return the largest number of bytes of inputs in a message. The broker's limit may change at a reconnect."""
         limit = max(1, self._broker.max_payload - HEADROOM_BYTES)
         return min(limit, self._settings.inline_payload_bytes or limit)
 
     @property
     def result_bytes(self) -> int:
-        """Return how many bytes of results fit into one message. If the result of a single input is larger, it is sent
-        in several messages.
-        """
+        """Return how many bytes of results fit into a message. A larger result of one input takes several messages."""
         return max(1, self._broker.max_payload - HEADROOM_BYTES)
 
     @property
@@ -486,11 +449,9 @@ class WorkQueue:
         return self._offload is not None
 
     async def ensure_pool(self, pool: str) -> None:
-        """Create the pool's stream, or check the settings of the existing one. If the stream was lost and is new, call
-        `on_lost`, because the work in it is gone.
-
-        While the broker does not answer, every waiting request calls this method again and again; all these calls share
-        one call to the broker. Raises PoolNotFound for a reservation that has ended, BrokerError.
+        """Create the pool's stream, or check the existing one; call `on_lost` if it is new because the stream was lost.
+        Concurrent calls share one call to the broker. Raises PoolNotFound for a reservation that has ended,
+        BrokerError.
         """
         name = topology.stream_name(pool)
         try:
@@ -512,8 +473,7 @@ class WorkQueue:
     async def _ensure_pool(self, pool: str) -> None:
         self._require(pool)
         reserved = self._is_reservation(pool)
-        # a reservation gets no stream of dead letters: letters must outlive it, so its workers write them to the stream
-        # of their original pool
+        # workers of a reservation write dead letters to their original pool: the letters must outlive the reservation
         if not reserved:
             await self._ensure_dead_letters(pool)
         spec = work_spec(self._settings, pool, reserved=reserved)
@@ -536,7 +496,7 @@ class WorkQueue:
             )
 
     async def forget_pool(self, pool: str) -> None:
-        """Remove what this gateway remembers of an ended reservation's pool."""
+        """Discard what this gateway stores about an ended reservation's pool."""
         self._created.pop(pool, None)
         self._broker.troubles.pop(topology.stream_name(pool), None)
         await self.consumers.unfollow(pool)
@@ -547,14 +507,12 @@ class WorkQueue:
         await self._broker.delete_stream(topology.stream_name(pool))
 
     async def _ensure_dead_letters(self, pool: str) -> None:
-        """Create the stream of dead letters, and the bucket of poison marks (records of inputs that crash adapters).
-        Workers need both as soon as the pool's stream exists.
-        """
+        """Create the stream of dead letters, and the bucket of poison marks: records of inputs that crash adapters."""
         replicas, queue_bytes = self._settings.stream_replicas, self._settings.queue_max_bytes
         spec = topology.dead_letter_stream(pool, storage="file", replicas=replicas, queue_bytes=queue_bytes)
         try:
             await self._broker.ensure_stream(spec, owner=True)
-        except TopologyMismatch as error:  # not fatal: a stream with other settings still stores dead letters
+        except TopologyMismatch as error:  # only logged, because a stream with other settings still stores dead letters
             _logger.error("%s", error)
         await self._broker.key_value(
             topology.POISON_BUCKET, storage="file", replicas=replicas, max_age_s=topology.POISON_LIFETIME_S
@@ -569,11 +527,9 @@ class WorkQueue:
         return True
 
     async def publish(self, lane: Lane, items: Sequence[WorkItem], deadline_s: float) -> list[StreamPosition]:
-        """Publish all chunks of a request and return their positions in the stream. If one cannot be stored, the stored
-        ones are removed again.
-
-        The consumer is created at the same time as the messages: the stream stores a message even before its consumer
-        exists. Raises QueueFull, QueueUnavailable.
+        """Publish all chunks of a request and return their positions. If one cannot be stored, the stored ones are
+        removed. The consumer is created meanwhile: the stream stores messages even without one. Raises QueueFull,
+        QueueUnavailable.
         """
         first = items[0]
         self._on_publish(lane, items)
@@ -615,9 +571,7 @@ class WorkQueue:
         return stored
 
     def undo(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work`, which cleans up after a failed request, in the background, so that the answer does not wait for
-        it.
-        """
+        """Run `work`, which cleans up after a failed request, in the background: the answer does not wait for it."""
         self._undoing.start(work, "undo")
 
     async def close(self) -> None:
@@ -637,15 +591,13 @@ class WorkQueue:
         await self.withdraw(pool, [stored for stored in settled if isinstance(stored, StreamPosition)], request)
 
     async def _publish_one(self, lane: Lane, subject: str, item: WorkItem, deadline_s: float) -> StreamPosition:
-        """Publish one message and return its position in the stream. If the call is cancelled, a message that may have
-        been stored is withdrawn. After another failure it is not withdrawn, because workers drop a message whose budget
-        has ended.
+        """Publish one message and return its position. If the call is cancelled, a message that may be stored is
+        withdrawn. After an error nothing is withdrawn, because workers drop messages whose time limit has passed.
         """
         message_id = f"{item.request}.{item.chunk}.{item.attempt}"
         stored, tried = StreamPosition("", 0), False
         data = b""
-        # large inputs go to the payload store without being encoded as a message here, because that would block the
-        # event loop
+        # large inputs are not encoded here: they go to the payload store, and encoding would block the event loop
         is_large = self._offload is not None and _least_bytes(item) > self.payload_bytes
         if not is_large:
             data = messages.encode(item)
@@ -677,9 +629,7 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw a message that may or may not be stored. Its sequence is found by publishing it again: the broker
-        recognises the message id and returns the sequence of the stored message.
-        """
+        """Withdraw a message that may be stored. To get its sequence, publish it again with the same message id."""
         with contextlib.suppress(BrokerError):  # after an error, the age limit of the stream removes the message
             created = self._created.get(pool, "")
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
@@ -692,17 +642,15 @@ class WorkQueue:
         return sum(entry.nbytes for entry in _inputs(item)) > self.payload_bytes
 
     async def _with_patience(self, attempt: Callable[[], Awaitable[None]], pool: str, deadline_s: float) -> None:
-        """Call `attempt` until the broker answers, for at most PUBLISH_PATIENCE_S seconds and not beyond `deadline_s`.
-
-        A connected broker that does not answer may have lost the stream. So the stream is checked, and created if it is
-        missing, between the attempts.
+        """Call `attempt` until the broker answers, for at most PUBLISH_PATIENCE_S and not beyond `deadline_s`. Between
+        the attempts, check the stream, which the broker may have lost, and create it if it is missing.
         """
         end_s = min(time.perf_counter() + PUBLISH_PATIENCE_S, deadline_s)
         try:
             async with asyncio.timeout(max(0.0, end_s - time.perf_counter()) + LAST_ATTEMPT_S):
                 await self._patiently(attempt, pool, end_s)
         except TimeoutError as error:
-            raise QueueUnavailable("the broker did not store the work of this request in time") from error
+            raise QueueUnavailable("the broker did not store the work of this request in time: try again") from error
 
     async def _patiently(self, attempt: Callable[[], Awaitable[None]], pool: str, end_s: float) -> None:
         while True:
@@ -721,7 +669,7 @@ class WorkQueue:
                 ) from error
             except BrokerUnavailable as error:
                 if time.perf_counter() + 0.1 >= end_s:
-                    raise QueueUnavailable("the gateway has no connection to the broker") from error
+                    raise QueueUnavailable("the gateway has no connection to the broker: try again") from error
                 # only a pause: the client library reconnects by itself
                 await asyncio.sleep(0.1)
                 if self._broker.connected:
@@ -733,11 +681,11 @@ class WorkQueue:
                 return
 
     async def withdraw(self, pool: str, stored: Sequence[StreamPosition], request: str = "") -> None:
-        """Remove messages whose request has ended, both waiting and leased ones. If the broker cannot do it now, the
-        age limit of the stream removes them later. Messages of an earlier stream that was lost are skipped.
+        """Remove messages whose request has ended, waiting or leased, but none of an earlier stream that was lost. If
+        the broker fails, the age limit of the stream removes them later.
 
-        With `request`, the workers are told afterwards to cancel this request. If they were told first, a worker that
-        drops its messages of the request would pull further ones.
+        With `request`, the workers are then told to cancel it. If they were told first, a worker that drops its
+        messages would pull further ones of the request.
         """
         if stored and self._serves(pool):
             try:

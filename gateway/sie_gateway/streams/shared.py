@@ -11,9 +11,7 @@ from sie_broker import BrokerUnavailable
 
 
 class SharedTasks:
-    """Running tasks by key. If a caller stops waiting, the task goes on for the other callers. If a task fails and no
-    caller waits, its exception is dropped without asyncio's warning.
-    """
+    """Running tasks by key. A task goes on without a waiting caller; its exception is then dropped."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}

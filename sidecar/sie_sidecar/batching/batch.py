@@ -1,19 +1,17 @@
-"""Choice of the next batch: a function of the waiting work, the time and the limits alone, without clock, I/O or random
-numbers.
+"""Choice of the next batch from the waiting work, the time and the limits alone, without clock, I/O or random numbers.
 
-    entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
+ entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
-A batch has work items with equal keys only. It is closed and sent when it is full (tokens or work items), when its
-oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. While the
-device is busy, the batch can grow. If the deadlines of the work items do not allow a full batch, only the first work
-items run, see `sizing`.
+A batch has work items with equal keys only. It is sent when it is full (tokens or work items), when its oldest work
+item has waited for the time limit, or at once if the device is idle and no more work is expected. While the device is
+busy, it can grow. If deadlines do not allow a full batch, only the first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first. Within a model, its keys (LoRA,
 operation and so on) take turns, so that much work of one key does not block the others.
 
-This limits every wait. Take a work item that has waited for the time limit and is the oldest of its priority, and let K
-be the number of keys of its model that have work. Then it is in one of the next K batches of its priority. With k =
+This limits every wait. A work item that has waited for the time limit and is the oldest of its priority is in one of
+the next K batches of its priority, where K is the number of keys of its model that have work. With k =
 `bulk_max_overtakes`, these are at most K + ceil(K / k) batches of both priorities for interactive work, and K (k + 1)
 for bulk work.
 """
@@ -42,11 +40,8 @@ LOOK_AHEAD = 4
 
 
 class BatchKey(NamedTuple):
-    """Properties that must be equal for all work items of one forward pass. Output options are not in it, as they are
-    applied to each item afterwards.
-
-    `padded`: the model pads each row of a batch to the length of the longest one, so work items of similar length
-    should run together.
+    """Properties that all work items of one forward pass share. Output options are applied to each item afterwards.
+    `padded`: the model pads rows to the longest one of the batch, so items of similar length should run together.
     """
 
     residency: str
@@ -60,11 +55,9 @@ class BatchKey(NamedTuple):
 @dataclass(frozen=True)
 class BatchLimits:
     """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest work item may wait,
-    `media_bytes` bytes of pixels and audio features. `bulk_max_overtakes`: how many interactive batches in a row may be
-    sent while bulk work waits.
-
-    `reorder_s`: for a model with padding, a work item may run before an older one of the same key only if it arrived at
-    most this many seconds later.
+    `media_bytes` of pixels and audio features. `bulk_max_overtakes`: interactive batches in a row while bulk work
+    waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most these seconds
+    earlier.
     """
 
     cost: int
@@ -78,9 +71,7 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """Load of a device. `sent`: batches at its adapter. `depth`: how many may be there. `lanes`: how many of them run
-    at the same time.
-
+    """Load of a device. `sent`: batches at its adapter, at most `depth`; `lanes` of them run at a time.
     `more_expected`: more deliveries are on their way or being tokenised, so an idle device may wait for them, within
     the time limit. `busy_s`: predicted seconds until a batch that is sent now begins to run.
     """
@@ -94,11 +85,11 @@ class DeviceLoad:
 
 @dataclass
 class BatchEntry(Generic[T]):
-    """Tokenised work item. `cost`: its tokens, which count towards `BatchLimits.cost`. `time_cost`: its computing time,
-    as a number of tokens of short texts; 0 means equal to `cost`. `alone`: the message was delivered before, and may
-    have crashed an adapter, so the work item runs in a batch of its own. `deadline_s`: end of the request's budget.
-    `budget_s`: the whole budget when it was published. `media_bytes`: size of its pixels and audio features. `writes`:
-    its answer is generated token by token, and does not use a lane (`ipc.Rows.writes`).
+    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as a number of tokens of short texts; 0
+    means equal to `cost`. `alone`: the message was delivered before and may have crashed an adapter, so the work item
+    runs in its own batch. `deadline_s`: end of the request's time limit. `budget_s`: the whole limit when it was
+    published. `media_bytes`: size of its pixels and audio features. `writes`: its answer is generated token by token,
+    and uses no lane (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -116,9 +107,7 @@ class BatchEntry(Generic[T]):
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Work items with one key, the cheapest first. Only a batch with a single work item may cost more than
-    `BatchLimits.cost`.
-    """
+    """Work items with one key, the cheapest first. Only a single work item may exceed `BatchLimits.cost`."""
 
     key: BatchKey
     entries: tuple[BatchEntry[T], ...]
@@ -126,16 +115,14 @@ class Batch(Generic[T]):
 
     @property
     def writes(self) -> bool:
-        """Return True if the answer is generated token by token. It then does not use a lane."""
+        """Return True if the answer is generated token by token. The batch then uses no lane (see READY_PER_LANE)."""
         # all work items of a batch agree: work items with generated answers wait in a separate queue
         return bool(self.entries) and self.entries[0].writes
 
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """Result of `next_batch`: send no batch before `until_s`. If a work item arrives or a batch ends before that, call
-    `next_batch` again.
-    """
+    """Result of `next_batch`: send nothing before `until_s`, unless a work item arrives or a batch ends."""
 
     until_s: float
 
@@ -157,9 +144,7 @@ class _KeyQueue(Generic[T]):
         return idle or self.is_full(limits) or now_s >= self.head_s + limits.wait_s
 
     def is_full(self, limits: BatchLimits) -> bool:
-        """Return True if the next batch would not become larger by waiting: it is full, or a work item must run
-        alone.
-        """
+        """Return True if waiting cannot make the next batch larger: it is full, or a work item must run alone."""
         return self.alone > 0 or self.cost >= limits.cost or len(self.entries) >= limits.requests
 
     def insert(self, entry: BatchEntry[T], index: int) -> None:
@@ -185,9 +170,7 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if an urgent deadline forbids closing the next batch while the device is still busy, see
-        `sizing.binds`.
-        """
+        """Return True if an urgent deadline forbids closing the next batch while the device is busy, see `sizing`."""
         return binds(self._asks(self._together(limits), begins_s), times)
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
@@ -195,9 +178,7 @@ class _KeyQueue(Generic[T]):
         return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of the work items that may run in the next batch, the oldest work item first. If the batch
-        must be smaller, it takes the first of them.
-        """
+        """Return the indexes of work items that fit into the next batch. A smaller batch takes the first of them."""
         if self.entries[0].alone:
             return [0]
         return self._alike(limits) if self.key.padded else self._first(limits)
@@ -218,9 +199,7 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the index of the oldest work item, and of the work items that arrived soon after it. Those with the
-        most similar number of tokens come first.
-        """
+        """Return the index of the oldest item, then of items that came soon after, most similar in length first."""
         head = self.entries[0]
         near = []
         for index, entry in enumerate(islice(self.entries, 1, LOOK_AHEAD * limits.requests), 1):
@@ -238,9 +217,7 @@ class _KeyQueue(Generic[T]):
 
 
 class _ModelLine(Generic[T]):
-    """Queues of one residency (a model in one copy of its weights), one queue for each key, in the order in which they
-    take turns. `push_number`: number of the newest heap entry of this model in `_PriorityLine`.
-    """
+    """Queues of one residency (a model in one copy of its weights), one for each key, in order of their turns."""
 
     def __init__(self, name: str, head_s: float) -> None:
         self.name = name
@@ -253,9 +230,7 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Work items of one priority. `_heads` is a heap of (arrival of the oldest work item, push number, model). A model
-    may be in it several times; only the newest push is valid, and the others are dropped when they reach the top.
-    """
+    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; others are dropped."""
 
     def __init__(self) -> None:
         self.models: dict[str, _ModelLine[T]] = {}
@@ -266,9 +241,7 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue: at the end, or without `in_order` by its time of arrival, because it was
-        removed before.
-        """
+        """Add a work item to its queue: at the end; without `in_order` by arrival, because it was removed before."""
         model = self.models.get(entry.key.residency)
         if model is None:
             model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)
@@ -344,9 +317,7 @@ class _PriorityLine(Generic[T]):
         self._enter(model)
 
     def _enter(self, model: _ModelLine[T]) -> None:
-        """Push a model on the heap, by the arrival of its oldest work item. At equal times, the earlier push comes
-        first.
-        """
+        """Push a model on the heap by its oldest work item's arrival. At equal times, the earlier push comes first."""
         model.push_number = next(self._push_numbers)
         heapq.heappush(self._heads, (model.head_s, model.push_number, model))
 
@@ -392,7 +363,6 @@ class Waiting(Generic[T]):
         self._length += 1
 
     def remove(self, entry: BatchEntry[T]) -> None:
-        """Remove a work item that must not be sent."""
         self.lines[entry.bulk].remove(entry)
         self.cost -= entry.cost
         self._length -= 1
@@ -406,9 +376,8 @@ class Waiting(Generic[T]):
     def batch_from(
         self, queue: _KeyQueue[T], now_s: float, limits: BatchLimits, device: DeviceLoad
     ) -> Batch[T] | WaitUntil | None:
-        """Return the next batch of `queue`. If a deadline requires it (`binds`), do not close the batch before the
-        device is nearly free, so that urgent work items can still join it. Return WaitUntil, or None while the time is
-        unknown.
+        """Return the next batch of `queue`. If a deadline requires it (`binds`), return WaitUntil instead, so that
+        urgent items can still join until the device is nearly free; None while that time is unknown.
         """
         begins_s, times = now_s + device.busy_s, self._times_of(queue.key.residency)
         if (
@@ -434,9 +403,7 @@ class Waiting(Generic[T]):
 def next_batch(
     waiting: Waiting[T], now_s: float, limits: BatchLimits, device: DeviceLoad
 ) -> Batch[T] | WaitUntil | None:
-    """Return the batch to send now, or WaitUntil if none is due yet. Return None if none can be sent before a batch
-    ends or a work item arrives.
-    """
+    """Return the batch to send now, WaitUntil if none is due, or None until a batch ends or a work item arrives."""
     if device.sent >= device.depth or not len(waiting):
         return None
     interactive, bulk = waiting.lines
@@ -466,9 +433,7 @@ def _time_cost(batch: Batch[T]) -> float:
 
 
 class Load(NamedTuple):
-    """Work of this worker that is not at a device yet: `cost` tokens in `items` work items. `lanes`: number of batches
-    that its devices run at the same time.
-    """
+    """Work that is not at a device yet: `cost` tokens in `items` work items. `lanes`: batches that run at once."""
 
     cost: int
     items: int
@@ -476,9 +441,7 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return how many deliveries the broker may send now, if each has `mean_cost` tokens. Together with the present
-    work, these must fill at most READY_PER_LANE batches for each lane.
-    """
+    """Return how many deliveries of `mean_cost` tokens may come now to fill at most READY_PER_LANE batches a lane."""
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items
     if cost_left <= 0 or items_left <= 0:

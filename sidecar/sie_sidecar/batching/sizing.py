@@ -32,8 +32,7 @@ from sie_contracts.settings import Settings
 
 SHARE = 0.4  # part of a work item's remaining time that its batch may take, so that there is time for about two batches
 MAX_LOSS = 0.5  # part of the tokens per second that may be lost if all work items of a full batch need a smaller one
-# seconds before the end of the running batch at which the next batch is sent at the latest, so that the device does not
-# idle
+# seconds before the end of the running batch at which the next one is sent at the latest: the device must not idle
 LEAD_S = 0.01
 # seconds of budget below which a work item counts as urgent while the time of a full batch is unknown
 UNKNOWN_S = 10.0
@@ -50,9 +49,7 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of these work items run in the next batch: the first ones, at least one. All of them would fill
-    the batch.
-    """
+    """Return how many of these work items, which fill a batch, run in the next one: the first ones, at least one."""
     if len(asks) < 2:
         return len(asks)
     if not times.is_growth_known and min(ask.budget_s for ask in asks) > UNKNOWN_S:
@@ -94,9 +91,7 @@ def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
 
 
 class DeviceForecast:
-    """Forecast of the time at which a device will have finished the batches at its adapter. It has no clock: times are
-    arguments. `batch`: a number that identifies a batch while it is at the device.
-    """
+    """Forecast of when a device has finished the batches at its adapter. `batch`: a number that identifies a batch."""
 
     def __init__(self) -> None:
         self._sent: dict[int, float] = {}  # predicted seconds of each batch at the device, by its number
@@ -123,9 +118,8 @@ EVERY = 16  # number of answers after which the median is computed again; not af
 
 
 class Quantum:
-    """Seconds for which deliveries are gathered before they are tokenised together: from `shortest_s` to `longest_s`.
-    The further the median time at the worker is below `target_p50_s`, the longer they are gathered. At the target or
-    above, and without recent answers, it is `shortest_s`.
+    """Seconds for which deliveries are gathered before they are tokenised together: `shortest_s` without recent
+    answers; else up to `longest_s`, more if the median time of work items at the worker is far below `target_p50_s`.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
@@ -155,9 +149,7 @@ class Quantum:
         return self.shortest_s + headroom * (self._longest_s - self.shortest_s)
 
     def until_s(self, began_s: float, last_s: float) -> float:
-        """Return the time at which gathering ends, even if more deliveries are expected. It began at `began_s`, and the
-        last delivery arrived at `last_s`.
-        """
+        """Return the end of gathering that began at `began_s`, if the last delivery arrived at `last_s`."""
         return min(began_s + self.seconds(last_s), last_s + self.shortest_s)
 
 
@@ -174,11 +166,8 @@ MEMORY_S = 10.0  # seconds of busy time after which a batch has 1/e of its weigh
 
 
 class Rate:
-    """Tokens per second while at least one batch is at the adapter. Time in which several batches are there counts only
-    once.
-
-    Old batches have less weight. The result depends on the size of the present batches: an idle worker has small ones,
-    so its rate is lower than what the device could reach.
+    """Tokens per second while at least one batch is at the adapter. Time with several batches counts once. Old batches
+    have less weight. An idle worker has small batches, so its rate is lower than what the device could reach.
     """
 
     def __init__(self) -> None:
@@ -197,15 +186,12 @@ class Rate:
         return self._tokens / self._busy_s if self._tokens and self._busy_s else 0.0
 
     def sent(self, now_s: float) -> None:
-        """Record that a batch was sent to the adapter."""
         if self._running == 0:
             self._since_s = now_s
         self._running += 1
 
     def ended(self, tokens: int, now_s: float) -> None:
-        """Record that a batch with these tokens has ended. For a failed batch, 0 tokens are counted, but its time is
-        counted too.
-        """
+        """Record the end of a batch with `tokens`. A failed batch counts its time, but 0 tokens."""
         spent_s = now_s - self._since_s
         decay = math.exp(-spent_s / MEMORY_S)
         self._tokens = self._tokens * decay + tokens

@@ -107,9 +107,7 @@ class DeviceQueue:
         return min(ahead, self._most)
 
     def capacity(self) -> tuple[int, int]:
-        """Return how many tokens and work items of one priority this device can have at a time: the full batches that
-        may wait, and the batches at the adapter.
-        """
+        """Return how many tokens and work items of one priority may wait for this device or be at its adapter."""
         full = batches.READY_PER_LANE * self.lanes + self.depth
         return full * self.limits.cost, full * self.limits.requests
 
@@ -119,14 +117,10 @@ class DeviceQueue:
         return self.sent + len(self._written)
 
     def is_behind(self, hosted: ModelState) -> bool:
-        """Return True if the device already runs as many batches as it can, and work of this model waits: here, or in a
-        batch that was sent early.
-        """
+        """Return True if the device runs as many batches as it can, and work of this model waits for it."""
         lanes = min(self.lanes, self.depth)
         is_queued = any(hosted.name in line.models for line in self.waiting.lines)
         return bool(hosted.held) and (self.sent > lanes or (self.sent == lanes and is_queued))
-
-    # ---- waiting work
 
     def entry(self, flight: InFlight, arrived_s: float) -> BatchEntry[InFlight]:
         """Return the entry of a work item for the choice of batches. Its tokens count as waiting from now on."""
@@ -155,9 +149,7 @@ class DeviceQueue:
         )
 
     def put(self, flight: InFlight, *, back: bool = False) -> None:
-        """Queue a tokenised work item at the end of its queue. With `back`, its batch did not run: put it at its old
-        place, by time of arrival.
-        """
+        """Queue a tokenised work item: at the end, or with `back` (its batch did not run) by its time of arrival."""
         entry = self.entry(flight, flight.received_s if back else self.clock())
         flight.move("waiting", entry)
         line = self._line(entry)
@@ -177,9 +169,7 @@ class DeviceQueue:
         return consumer in self._writers
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if nothing more should be pulled from this consumer, because enough of its work items that
-        generate text wait.
-        """
+        """Return True if enough text-generating work items of this consumer wait, so that no more should be pulled."""
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
@@ -196,19 +186,15 @@ class DeviceQueue:
         return [entry.work for entry in entries]
 
     def abandon(self, flight: InFlight) -> bool:
-        """Let the adapter stop a work item that generates text, because no request waits for it. Return False if it is
-        not a work item that generates text at the adapter.
-        """
+        """Let the adapter stop a work item that generates text. Return False if it does not generate at the adapter."""
         if id(flight) not in self._written:
             return False
         self._written[id(flight)].set()
         return True
 
     def next(self, *, more_expected: bool) -> Batch[InFlight] | WaitUntil | None:
-        """Return the batch to send now, which then counts as sent; or WaitUntil if none is due yet; or None if none can
-        be sent before something changes.
-
-        `more_expected`: more deliveries are on their way or being tokenised.
+        """Return the batch to send now, which then counts as sent; WaitUntil if none is due yet; None if none can be
+        sent before something changes. `more_expected`: more deliveries are on their way or being tokenised.
         """
         now_s, lanes, depth = self.clock(), self.lanes, self.depth
         allowed = depth if self.link.connected and not self.is_reserved else 0
@@ -226,8 +212,6 @@ class DeviceQueue:
                 self._inventory.count(entry.work, 0)
             self.begin(action)
         return action
-
-    # batches at the adapter
 
     def begin(self, batch: Batch[InFlight]) -> None:
         """Count a batch as being at the adapter, until `end` is called."""
@@ -254,13 +238,10 @@ class DeviceQueue:
         self.wake.set()
 
     def ran(self, batch: Batch[InFlight], seconds: float) -> None:
-        """Record how many seconds a batch took on the device."""
         self._line(batch.entries[0]).ran(batch, seconds)
 
     async def run(self, batch: Batch[InFlight], on_started: Callable[[], None]) -> tuple[ipc.BatchDone, BatchNote]:
-        """Run a batch at the adapter and return its result. `on_started` is called when the device begins. Raises
-        AdapterGone, SIEError.
-        """
+        """Run a batch at the adapter. `on_started` is called when the device begins. Raises AdapterGone, SIEError."""
         self.number += 1
         flights = [entry.work for entry in batch.entries]
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
@@ -271,15 +252,11 @@ class DeviceQueue:
         return done, note
 
     def _abandonment(self, batch: Batch[InFlight]) -> asyncio.Event | None:
-        """Return the event that is set when no request waits for a batch that generates text any more. None for other
-        batches.
-        """
+        """Return the event for the moment when no request waits for generated text; None for other batches."""
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch with only this work item, for a run without the queue. Raises NotReady if its model was
-        changed.
-        """
+        """Return a batch of this work item alone, to run without the queue. Raises NotReady if its model changed."""
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -293,12 +270,10 @@ class DeviceQueue:
             await self.next_end()
 
     async def next_end(self) -> None:
-        """Wait until a batch has ended."""
         self._ended.clear()
         await self._ended.wait()
 
     def end_reservation(self) -> None:
-        """Send batches again."""
         if self.is_reserved:
             self.is_reserved = False
             self.wake.set()
@@ -325,13 +300,10 @@ class DeviceQueues:
 
     @property
     def connected(self) -> list[DeviceQueue]:
-        """Return the queues of the devices whose adapter is connected."""
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return how many tokens and work items of one priority this worker can have at a time. While no adapter is
-        connected, return the numbers of the first device.
-        """
+        """Return the sums of `DeviceQueue.capacity` over the connected devices; if there are none, of the first one."""
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 
@@ -342,9 +314,7 @@ class DeviceQueues:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens per second of all devices while they are busy. A device without a finished batch counts as
-        the mean of the others. 0 before any batch has ended.
-        """
+        """Return the summed tokens per second; a device without a finished batch counts as the mean. 0 at first."""
         queues = self.connected or self.all
         rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
@@ -370,9 +340,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if nothing more should be pulled from this consumer: enough of its work items that generate text
-        wait on every device that has some.
-        """
+        """Return True if enough of this consumer's text-generating work items wait on every device that has some."""
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 
@@ -416,9 +384,7 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
 
 
 class SuspectRuns(Protocol):
-    """The methods of `Isolate` that `Dispatch` uses: inputs that may have crashed an adapter run one by one.
-    `marked_models`: models with suspected inputs.
-    """
+    """Methods of `Isolate` for inputs that may have crashed an adapter. `marked_models`: models with such inputs."""
 
     marked_models: Mapping[str, int]
 
@@ -443,9 +409,7 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch for `device`. The time of each answer is recorded in `quantum`, which determines how long
-        deliveries are gathered.
-        """
+        """Create the dispatch of `device`. `quantum` gets the time of each answer, to decide how long to gather."""
         self._device = device
         self._queues = queues
         self._isolate = isolate
@@ -470,9 +434,7 @@ class Dispatch:
             self._device.put(flight)
 
     async def run(self, more_expected: Callable[[], bool]) -> None:
-        """Send batches until cancelled. `more_expected` returns True if deliveries are on their way or being
-        prepared.
-        """
+        """Send batches until cancelled. `more_expected()`: deliveries are on their way or being prepared."""
         device = self._device
         while True:
             device.wake.clear()
@@ -487,8 +449,8 @@ class Dispatch:
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
-        was not loaded: with `in_turn`, return False, and the caller loads it; otherwise start a task that loads it and
-        runs the batch.
+        is missing: with `in_turn`, return False, so that the caller loads it; else start a task that loads it and runs
+        the batch.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -532,9 +494,7 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without work items that must not run in it: late or cancelled ones, and those with an input
-        that may have crashed an adapter, which `isolate` runs alone.
-        """
+        """Return the batch without late, cancelled and suspect (`is_suspect`) work items; suspects run alone."""
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
         if batch.entries[0].work.item.model in self._isolate.marked_models:
@@ -561,8 +521,7 @@ class Dispatch:
             fill = batch.cost / device.limits.cost
             hosted.filled(fill)
             self._metrics.ran(hosted.name, note, done, fill)
-        # returns here: the time of generated text depends on its length, so it says nothing about how long deliveries
-        # should be gathered
+        # the time of generated text depends on its length, so it says nothing about how long to gather deliveries
         if batch.writes:
             return
         answered_s = self._clock()
@@ -596,9 +555,7 @@ class Dispatch:
         self._device.wake.set()
 
     def _on_gone(self, flights: list[InFlight], *, suspects: bool) -> None:
-        """Handle the loss of the adapter during a batch. `suspects`: the device had begun the batch, so one of its
-        inputs may be the cause.
-        """
+        """Handle a lost adapter. `suspects`: the device had begun the batch, so one of its inputs may be the cause."""
         for flight in flights:
             if flight.hosted is not None:
                 flight.hosted.mark_unloaded()

@@ -56,19 +56,17 @@ class Lease:
 
 @dataclass(eq=False)
 class InFlight:
-    """Work item from its delivery to its settlement. Times are 0 until they are reached; `dispatched_s` is the time at
-    which its batch was sent.
+    """Work item from its delivery to its settlement. Times are 0 until they are reached.
 
-    `rows`: rows of token ids for the adapter. The first `shared` rows belong to all inputs. After them, each input has
-    the same number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input
-    has.
+    `rows`: token ids for the adapter. The first `shared` rows belong to all inputs. After them, each input has the same
+    number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input has.
     """
 
     lease: Lease
     item: WorkItem
     received_s: float
-    deadline_s: float  # time after which the request's budget has certainly ended
-    # estimated end of the budget; `deadline_s` is later by the possible error of the broker's clock
+    deadline_s: float  # time after which the request's time limit has certainly passed
+    # estimated end of the time limit; `deadline_s` is later by the possible error of the broker's clock
     due_s: float = math.inf
     hosted: ModelState | None = None
     # catalogue entry of its model when `hosted` was set; the item never runs with a later entry
@@ -104,9 +102,7 @@ class InFlight:
             self.stage, self.settled = stage, stage == "settled"
 
     def waited_for_load(self, seconds: float) -> None:
-        """Add seconds of waiting for a model or LoRA. Only waits after tokenising are added here; earlier ones follow
-        from the times.
-        """
+        """Add seconds of waiting for a model or LoRA after tokenising. Earlier waits are computed from the times."""
         if self.tokenised_s and not self.dispatched_s:
             self.reload_s += seconds
 
@@ -130,9 +126,7 @@ class InFlight:
         return self.item.options.truncate != "NONE" and not self.unfit
 
     def stopped(self) -> list[SIEError | None]:
-        """Return for each input the error for which it does not run, or None. An input does not run if the model cannot
-        accept it, or if it is too long and must not be truncated.
-        """
+        """Return for each input None, or the error for which it does not run: unfit for the model, or too long."""
         if self.is_whole:
             return [None] * len(self.item.inputs)
         common = next((row for row in self.rows[: self.shared] if row.truncated), None)
@@ -162,9 +156,7 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the error for a work item that a gateway published for an old entry of the model. The gateway then
-    publishes the work again for the new entry.
-    """
+    """Return the error for a work item of an old entry of the model: the gateway publishes it again for the new one."""
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
     )
@@ -181,9 +173,7 @@ def too_long(row: TokenRow) -> InvalidInput:
 
 
 def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
-    """Return an outcome for each input: the given outcomes for inputs that ran, an error for stopped ones. Outcomes of
-    truncated inputs are marked.
-    """
+    """Return an outcome for each input: its own in `outcomes` if it ran, else an error. Truncated inputs are marked."""
     ran = iter(outcomes)
     common = any(row.truncated for row in flight.rows[: flight.shared])
     outcomes_by_input: list[Outcome] = []
@@ -205,9 +195,7 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """Return the outcomes of one work item and its part of the batch's arrays. `outcomes`: the work item's outcomes in
-    the batch. `block`: bytes of all arrays of the batch, in which the arrays of one work item are neighbours.
-    """
+    """Cut a work item's arrays, which are neighbours, out of the batch's `block`. Return its outcomes and arrays."""
     slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
     if not slices:
         return outcomes, b""
@@ -229,9 +217,7 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
 
 
 def only(flight: InFlight, index: int) -> InFlight:
-    """Return a copy of the work item with only one of its inputs. It shares the lease, so it must not be settled
-    itself.
-    """
+    """Return a copy with only one of the inputs. It shares the lease, so it must not be settled itself."""
     item = msgspec.structs.replace(flight.item, inputs=(flight.item.inputs[index],), first=flight.item.first + index)
     rows = [*flight.rows[: flight.shared], *flight.of_input(index)]
     return replace(flight, item=item, rows=rows, chunked=flight.chunked[index : index + 1], unfit={}, counted=0)
@@ -263,7 +249,7 @@ def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Sta
     that was evicted after tokenising counts as loading.
     """
     fetched_s = flight.fetched_s or flight.received_s
-    # the model was never loaded for it: all time since then was waiting for the load
+    # a work item with `hosted` but without `loaded_s` has waited for the load until now
     loaded_s = flight.loaded_s or (fetched_s if flight.hosted is None else now_s)
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
@@ -294,9 +280,7 @@ class Inventory:
         on_free: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """Create an empty inventory. `on_less` is called when fewer tokens wait for a device. `on_free` is called with
-        the name of a consumer that may deliver again, because a work item that held it up is gone.
-        """
+        """`on_less` is called when fewer tokens wait for a device, `on_free` when a consumer may deliver again."""
         self._models = models
         self._on_less = on_less
         self._on_free = on_free
@@ -321,9 +305,7 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device that has its model loaded. The device does not evict the model before
-        `let_model_go` is called for the item.
-        """
+        """Assign a work item to a device with its model, which is not evicted before `let_model_go`."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)
@@ -357,7 +339,6 @@ class Inventory:
             flight.hosted = None
 
     def remove(self, flight: InFlight) -> None:
-        """Remove a work item whose message was acknowledged."""
         if flight.span is not None:
             flight.span.end()
         del self._all[flight.lease]
@@ -378,7 +359,6 @@ class Inventory:
         self._add(flight, cost - flight.counted)
 
     def _add(self, flight: InFlight, cost: int) -> None:
-        """Add to the number of tokens of a work item that wait for its device."""
         device = _NO_DEVICE if flight.hosted is None else flight.hosted.device
         load, before = self._loads[device][flight.item.priority == "bulk"], flight.counted
         flight.counted = before + cost
@@ -398,9 +378,7 @@ class Inventory:
         return cost, items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Return the tokens of all work items (estimated until they are tokenised), and by model the seconds since its
-        oldest delivery.
-        """
+        """Return all tokens (estimates until tokenised), and by model the seconds since its oldest delivery."""
         cost, oldest_s = 0, dict[str, float]()
         now_s = self._clock()
         for flight in self._all.values():

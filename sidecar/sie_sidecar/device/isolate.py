@@ -36,9 +36,7 @@ BATCH_BETWEEN_S = 1.0  # seconds that one waiting batch may take before the next
 
 
 class Isolate:
-    """Work items of one device that may have crashed an adapter, and whose inputs therefore run one at a time. One task
-    calls `run`.
-    """
+    """Work items of a device that may have crashed an adapter; their inputs run one at a time. One task calls `run`."""
 
     def __init__(
         self,
@@ -50,9 +48,7 @@ class Isolate:
         work: Tasks,
         isolates: Sequence[Isolate],
     ) -> None:
-        """Create the object for `device`. `isolates`: the objects for all devices of the worker, by number of the
-        device; a work item may move to another one.
-        """
+        """`isolates`: the objects of all devices by number; a work item may move to another device."""
         self._isolates = isolates
         self._device = device
         self._marks = marks
@@ -69,15 +65,11 @@ class Isolate:
         self._slice_s = 0.0
 
     def is_suspect(self, flight: InFlight) -> bool:
-        """Return True if an input of the work item was in a batch that crashed an adapter, at any worker. Called only
-        for models in `marked_models`.
-        """
+        """Return True if an input was in a batch that crashed an adapter, at any worker. For `marked_models` only."""
         return any(self._marks.get(key) for key in content_keys(flight.item))
 
     async def suspect(self, flights: Sequence[InFlight]) -> None:
-        """Let the inputs of these work items run one at a time, because an adapter died with a batch of them. Their
-        inputs are first marked as suspects for all workers.
-        """
+        """Mark the inputs of these work items as suspects for all workers, then let them run one at a time."""
         keys = [key for flight in flights for key in content_keys(flight.item)]
         await self._marks.suspected(flights[0].item.model, keys)
         failpoint("isolate.suspects_marked")
@@ -129,9 +121,7 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return the outcome of one input that runs alone: its answer, or an error if it has crashed two adapters, is
-        past its deadline, or was refused.
-        """
+        """Return an input's outcome, run alone: an error if it crashed two adapters, is late, or was refused."""
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)
@@ -143,11 +133,11 @@ class Isolate:
                 return Failed(refusal().info()), b"", None
             try:
                 if self._clock() >= flight.deadline_s:
-                    raise GatewayTimeout("the budget of the request was over before it could run")
+                    raise GatewayTimeout("the time limit of the request was over before it could run")
                 if hosted.state != "loaded" or (lora and lora not in hosted.loras):
                     self._device.end_reservation()
                 await self._loading.ensure(hosted, [flight], past_gate=True)
-                if flight.settled:  # cancelled while the model was loaded: nothing reads this outcome
+                if flight.settled:  # cancelled while the model was being loaded: nothing reads this outcome
                     raise GatewayTimeout("the request was withdrawn before its model was loaded")
                 await self._take_device()
                 try:
@@ -191,9 +181,7 @@ class Isolate:
             raise
 
     async def _take_device(self) -> None:
-        """Wait until no other work is at the device. If SLICE_S have passed and a batch waits, let one batch run
-        first.
-        """
+        """Reserve the device for inputs that run alone. After SLICE_S of them, let one waiting batch run first."""
         device = self._device
         if device.is_reserved and self._clock() - self._slice_s > SLICE_S and len(device.waiting):
             before = device.number

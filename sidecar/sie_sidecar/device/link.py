@@ -25,11 +25,9 @@ _logger = logging.getLogger("sie.sidecar.link")
 
 
 class AdapterGone(Exception):
-    """Raised if the adapter closed the connection or does not accept one. Work that was sent may have run, but is not
-    answered.
-
-    `died`: the adapter itself closed the connection. False: this process closed it because the adapter did not answer,
-    so the work at the adapter is not to blame.
+    """Raised if the adapter closed the connection or accepts none. Work that was sent may have run, but is not
+    answered. `died` False: this process closed the connection because the adapter did not answer, so the work is not to
+    blame.
     """
 
     def __init__(self, message: str, *, died: bool = True) -> None:
@@ -66,9 +64,7 @@ class _AdapterConnection:
 
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
-    """Send a Cancel for the batch on this connection if `abandoned` is set while the context is open. The adapter
-    answers the batch nevertheless.
-    """
+    """Send a Cancel for the batch on this connection if `abandoned` is set meanwhile. The adapter still answers."""
     if abandoned is None:
         yield
         return
@@ -108,9 +104,8 @@ class AdapterLink:
         clock: Callable[[], float],
         number: int = 0,
     ) -> None:
-        """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function that
-        computes it from the number of batches that the device runs at the same time. `number`: number of the device in
-        this worker.
+        """Create the link; `run` connects it. `size`: number of connections for batches and loads, or a function of the
+        number of batches that the device runs at once. `number`: the device in this worker.
         """
         self.path = path
         self.number = number
@@ -122,7 +117,7 @@ class AdapterLink:
         self._stale_s = stale_s
         self._clock = clock
         self._idle: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
-        # connections for batches that generate text, which use no lane
+        # connections for batches that generate text, which do not count as running batches of the device
         self._more: asyncio.LifoQueue[_AdapterConnection] = asyncio.LifoQueue()
         self._all: list[_AdapterConnection] = []
         self._control: _AdapterConnection | None = None
@@ -158,9 +153,7 @@ class AdapterLink:
         return self.connected
 
     async def describe(self) -> ipc.Description | None:
-        """Ask the adapter for its description, store it in `description` and return it. None if the reply is of another
-        type. Raises AdapterGone, SIEError.
-        """
+        """Ask the adapter for its description and store it; None for another reply. Raises AdapterGone, SIEError."""
         answer = await self.request(ipc.Describe())
         if not isinstance(answer, ipc.Description):
             return None
@@ -172,9 +165,7 @@ class AdapterLink:
         return self._clock() - self._last_pong_s < self._stale_s
 
     async def run(self, stop: Stop) -> None:
-        """Connect, send pings, and connect again after a loss. Ends when cancelled, or when `stop` is set while no
-        adapter is connected. If the adapter stays unreachable, the error with the path of its socket is logged.
-        """
+        """Connect, send pings, and connect again after a loss. Ends when cancelled, or at `stop` without an adapter."""
         trouble = Trouble(_logger, "waiting for the adapter", START_S)
         while True:
             try:
@@ -292,9 +283,7 @@ class AdapterLink:
 
     @contextlib.asynccontextmanager
     async def _borrowed(self, *, more: bool = False) -> AsyncIterator[_AdapterConnection]:
-        """Use a connection while the context is open. With `more`, use one of the additional connections for written
-        batches, and open one if none is free; the caller limits their number.
-        """
+        """Lend a connection to the context. `more`: an additional one for text generation, opened if none is free."""
         if not self.connected:
             raise AdapterGone(f"{self.path}: not connected")
         pool = self._more if more else self._idle
@@ -309,16 +298,14 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            connection.close()  # its answer may still arrive, and would be read as the answer to another request
+            connection.close()  # closed, because a late answer would be read as the answer to another request
             self._given_up = True
             self._lost.set()
             raise
         pool.put_nowait(connection)
 
     async def ensure_ready(self, question: ipc.EnsureReady) -> ipc.Ready:
-        """Load a model and return the adapter's report, without a time limit. Raises AdapterGone, or the SIEError of a
-        failed load.
-        """
+        """Load a model, without a time limit. Raises AdapterGone, or the SIEError of a failed load."""
         async with self._loads, self._borrowed() as connection:
             answer = await self._exchange(connection, question)
         ready = self._unwrapped(answer)
@@ -327,10 +314,8 @@ class AdapterLink:
         return ready
 
     async def relieve(self, may_drop: tuple[str, ...]) -> None:
-        """Let the adapter unload some of these models, in this order, until its memory is below the threshold. Raises
-        AdapterGone, SIEError.
-
-        It does not use the control connection, because freeing much memory takes longer than CONTROL_TIMEOUT_S.
+        """Let the adapter unload some of these models, in this order, until its memory is below the threshold. This may
+        take longer than CONTROL_TIMEOUT_S, so it does not use the control connection. Raises AdapterGone, SIEError.
         """
         async with self._borrowed() as connection:
             self._unwrapped(await self._exchange(connection, ipc.Ping(may_drop)))
@@ -347,12 +332,9 @@ class AdapterLink:
     async def run_batch(
         self, batch: ipc.RunBatch, on_started: Callable[[], None], abandoned: asyncio.Event | None = None
     ) -> ipc.BatchDone:
-        """Run one batch and return its result. `on_started` is called when the device begins it. `abandoned` is given
-        for a batch that generates text, and is set when no request waits for it. Raises AdapterGone, or the SIEError of
-        a refused batch.
-
-        A batch that is larger than a frame is refused here: the adapter would close the connection, and all batches on
-        it would be lost.
+        """Run one batch and return its result. `on_started` is called when the device begins it. `abandoned` is set
+        when no request waits for generated text. A batch larger than a frame is refused here: the adapter would close
+        the connection, and lose all batches on it. Raises AdapterGone, or the SIEError of a refused batch.
         """
         if may_drop := self._may_drop():
             batch = msgspec.structs.replace(batch, may_drop=may_drop)
@@ -375,9 +357,7 @@ class AdapterLink:
         return done
 
     def _unwrapped(self, answer: ipc.Reply) -> ipc.Reply:
-        """Return a reply of the adapter. If it names unloaded models, report them first. Raises SIEError if the reply
-        is a refusal.
-        """
+        """Return a reply, after reporting the models that it names as unloaded. Raises SIEError for a refusal."""
         if isinstance(answer, (ipc.Pong, ipc.Ready, ipc.BatchDone, ipc.Refused)) and answer.dropped:
             self._dropped(answer.dropped)
         if isinstance(answer, ipc.Refused):
@@ -431,17 +411,13 @@ class AdapterLinks:
 
     @property
     def connected(self) -> bool:
-        """Return True if at least one adapter is connected."""
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if at least one adapter has answered a ping recently. One is enough, because the work of the
-        others moves to its device.
-        """
+        """Return True if any adapter answered a ping recently: the work of the others moves to its device."""
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:
-        """Wait until at least one adapter is connected."""
         if len(self._all) == 1:
             await self._all[0].wait_connected()
             return

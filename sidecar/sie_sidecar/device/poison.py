@@ -56,9 +56,7 @@ def _decode(entry: Entry) -> Mark:
 
 
 def after_death(before: Mark | None, model: str, worker: str, now_s: float) -> Mark:
-    """Return the mark of a content after an adapter died while it ran, alone or in a batch. `before`: its mark until
-    now, or None.
-    """
+    """Return the mark after an adapter died while the content ran, alone or in a batch. `before`: the earlier mark."""
     deaths, workers = (before.deaths, before.workers) if before else (0, ())
     return Mark(model, min(deaths + 1, POISON_DEATHS), now_s, (*workers, worker)[-POISON_DEATHS:])
 
@@ -114,10 +112,7 @@ class PoisonMarks:
         return entry[0]
 
     async def died(self, model: str, keys: Iterable[str]) -> None:
-        """Add one death to each content that ran when an adapter died.
-
-        Returns when the broker has stored the marks, or after PATIENCE_S.
-        """
+        """Add one death to each content that ran when an adapter died. Returns after at most PATIENCE_S."""
         writes = []
         for key in dict.fromkeys(keys):
             before = self.get(key)
@@ -156,9 +151,7 @@ class PoisonMarks:
             )
 
     async def _write_some(self, writes: list[Write]) -> None:
-        """Write marks in one batch. If another worker has changed some of them, write them one by one, and leave that
-        worker's marks as they are.
-        """
+        """Write marks in one batch. If another worker has changed one of them, write the others one by one."""
         try:
             last = await self._bucket.write(writes)
         except WrongRevision:

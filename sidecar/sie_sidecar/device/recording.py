@@ -41,9 +41,7 @@ class Recording:
         }
 
     def ran(self, batch: Batch[InFlight], note: BatchNote, done: BatchDone, lanes: int) -> None:
-        """Write the work items of a batch that has run, and its time. `lanes`: number of batches that the device runs
-        at the same time.
-        """
+        """Write the work items and the time of a batch that ran. `lanes`: batches that the device runs at once."""
         if self._file is None:
             return
         lines: list[object] = []
@@ -83,7 +81,6 @@ def begin(path: Path, settings: Settings) -> None:
 
 
 def end() -> None:
-    """Stop the trace and close its file."""
     global current
     if current is not None:
         current.close()

@@ -76,9 +76,7 @@ class WorkIntake:
         self._arrival = asyncio.Event()
 
     def accept(self, delivery: Delivery) -> InFlight | None:
-        """Return the work item of a delivery. Return None if it cannot be decoded, or if the work item is already in
-        flight here.
-        """
+        """Return the work item of a delivery; None if it cannot be decoded, or is already in flight here."""
         now_s = self._clock()
         self._metrics.deliveries.labels("true" if delivery.delivered > 1 else "false").inc()
         if (lease_in_hand := self._leases.adopt(delivery)) is not None:
@@ -103,9 +101,9 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the seconds until a request's budget ends, and the seconds that must be added until this is certain,
-        as the broker's clock is known only with an error. A message that is delivered again keeps its age. While the
-        clock is unknown, the whole budget remains.
+        """Return the seconds until a request's time limit, and more seconds after which it has surely passed, because
+        the broker's clock is known with an error only. A message that is delivered again keeps its age. While the clock
+        is unknown, the whole limit remains.
         """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self._broker_clock.margin_s):
@@ -120,9 +118,7 @@ class WorkIntake:
             _logger.error("a message about cancelled requests could not be decoded: %s", error)
 
     def cancel(self, requests: Collection[str]) -> None:
-        """Drop the work items of these requests. A work item that runs is not dropped, unless its answer is generated
-        token by token.
-        """
+        """Drop the work items of these requests; running ones only if they generate text."""
         dropped = [
             flight
             for flight in self._inventory
@@ -138,16 +134,12 @@ class WorkIntake:
             self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return two values: the median of the seconds that recent work items spent at this worker (None if there are
-        none), and the seconds for which deliveries are gathered now.
-        """
+        """Return the median time of recent work items at this worker (or None), and the time of gathering now, in s."""
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then for a short time for more of them. Return all, to be tokenised in one call.
-
-        `is_tokenising` returns True while earlier work items are being tokenised. `more_expected` returns True if the
-        broker may send more.
+        """Wait for a delivery, then a short time for more. Return all, to be tokenised in one call. `is_tokenising()`:
+        earlier work items are being tokenised. `more_expected()`: the broker may send more.
         """
         await self._arrival.wait()
         began_s = last_s = self._clock()
@@ -172,9 +164,7 @@ class WorkIntake:
         return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if waiting for more deliveries is useful: the deliveries so far do not fill a batch, and more
-        wait at the broker, or earlier work is still being tokenised.
-        """
+        """Return True if waiting is useful: no batch is full, and deliveries wait or earlier work is tokenised."""
         if (
             len(self.arrived) >= self._limits.requests
             or sum(flight.item.cost for flight in self.arrived) >= self._limits.cost

@@ -1,7 +1,7 @@
 """Pool from which this worker pulls; gateways assign it. If no gateway answers, a worker goes on with the pool
 `_default`, but stops pulling from any other pool.
 
-    every ASK_S seconds, and at a hint:
+    every ASK_S seconds, and when a gateway sends a hint:
     GET {SIE_GATEWAY_URL}/v1/pools/assignments?worker=ID ──► {"worker": ..., "pools": [...]} ──► pull from this pool
 """
 
@@ -39,11 +39,8 @@ _answer = msgspec.json.Decoder(Assignments)
 
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
-    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last answer, or
-    only `own` before the first one. `silent_s`: seconds since that answer, or since the start.
-
-    A worker serves one pool at a time. If a gateway names several, it serves its own pool if it is one of them, else
-    the first.
+    """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last answer, at
+    first only `own`. `silent_s`: seconds since then. Of several pools, a worker serves its own, or else the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None
@@ -71,18 +68,15 @@ class PoolMembership:
         self.changed = asyncio.Event()
 
     def pool(self) -> str | None:
-        """Return the pool to serve now, or None."""
         return admitted(self._own, self._answered, self._clock() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """Ask the gateways again, because the assignment may have changed. Ignore a message that expects a reply: a
-        gateway sends it only to check that this worker is connected.
-        """
+        """Ask the gateways again after a hint. A message with `reply` only checks whether this worker is connected."""
         if not message.reply:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask at once, every ASK_S seconds, and after each hint, until `stop`."""
+        """Ask the gateways now, every ASK_S seconds, and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:
@@ -100,9 +94,7 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Ask one gateway after the other until one answers. Return an empty string, or the errors of all gateways if
-        none answered.
-        """
+        """Ask the gateways in turn until one answers. Return an empty string, or the errors of all of them."""
         reasons = []
         for url in list(self._urls):
             trouble = await self._request_pool(url)

@@ -48,9 +48,8 @@ def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits
     has closed it to load another one; a new work item would wait there for two loads. `waits`: work of the model waits
     in the stream, and no gateway runs that could place the model.
 
-    A host that has the model loaded pulls. If it is not loaded, only the first host pulls one message, which waits for
-    the load; the table puts hosts with a loaded model first, so that no message waits for a load in vain. The other
-    hosts load the model in advance, then pull.
+    A host with the model loaded pulls. Otherwise, only the first host pulls one message, which waits for the load: the
+    table puts hosts with a loaded model first. The other hosts load the model in advance, then pull.
     """
     if worker not in hosts:
         return "pull" if loaded and waits else "none"
@@ -75,10 +74,9 @@ class HostAssignment:
         on_change: Callable[[], None],
         is_up: Callable[[], bool],
     ) -> None:
-        """Create the assignment without a table. `now_s` returns the time of the broker's clock. `loaded(model)` is
-        True if the model is loaded here. `held(model)` is True if no more of its work should wait here. `on_change` is
-        called after a change of the table. `is_up()` is True if an adapter is connected; gateways place models only on
-        workers with an adapter.
+        """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: it is loaded here.
+        `held(model)`: no more of its work should wait here. `on_change` is called after a change of the table.
+        `is_up()`: an adapter is connected; gateways place models only on workers with one.
         """
         self._broker = broker
         self._lane = lane
@@ -91,8 +89,7 @@ class HostAssignment:
         self._was_up = False  # true if an adapter was connected when waiting for the first table began
         # timer that ends the wait for the first table; None if this worker does not wait
         self._first: asyncio.TimerHandle | None = None
-        # models that are loaded here but placed on other workers, and that had waiting work in the last two checks
-        # while the table was old
+        # models loaded here that an old table places on other workers, and that had waiting work in the last two checks
         self._waiting: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._consumers: dict[str, set[str]] = {}  # name of a consumer -> models whose messages it may deliver
@@ -132,7 +129,6 @@ class HostAssignment:
         self._on_change()
 
     async def stop(self) -> None:
-        """Stop watching the table."""
         self._is_stopped = True
         self._end_wait()
         await self._record.close()
@@ -179,9 +175,7 @@ class HostAssignment:
         return self.table is not None and self._now_s() - self.table.at_s > OLD_S
 
     def role(self, consumer: str) -> Role:
-        """Return the role of this worker for a consumer. If the consumer delivers work of several models, it is the
-        highest of their roles: pull, probe, ahead, none.
-        """
+        """Return the highest role of this worker for the models of a consumer: pull, probe, ahead or none."""
         if self.table is None:
             return "pull" if self._first is None else "none"
         return max(
@@ -196,9 +190,7 @@ class HostAssignment:
         return role(hosts, self._worker, loaded=loaded, held=held, waits=model in self._waiting)
 
     def ahead(self) -> list[str]:
-        """Return the models to load now, before any work waits for them: this worker is one of their hosts, they are
-        not loaded, and this was not tried in the last AHEAD_AGAIN_S seconds.
-        """
+        """Return the models to load in advance: placed here, not loaded, and not tried in the last AHEAD_AGAIN_S."""
         if self.table is None or self.is_old():
             return []
         now_s = self._now_s()
@@ -216,9 +208,7 @@ class HostAssignment:
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """If the table is old, find out which of the `loaded` models have waiting work although they are placed on
-        other workers. Called every few seconds. Raises BrokerError.
-        """
+        """With an old table, find `loaded` models with waiting work that other workers host. Raises BrokerError."""
         if self._is_stopped:
             return
         if self._record.is_stale:
@@ -245,9 +235,7 @@ ACTIVE_S = 1.0  # seconds after its last delivery during which a consumer counts
 
 
 class _DeliveryStatistics:
-    """Recent deliveries of one durable consumer. `mean_cost`: their mean number of tokens. `delivered_s`: time of the
-    last one.
-    """
+    """Recent deliveries of one durable consumer. `mean_cost`: mean tokens. `delivered_s`: time of the last one."""
 
     def __init__(self) -> None:
         self.mean_cost = 0.0
@@ -256,11 +244,11 @@ class _DeliveryStatistics:
 
 class Pulling:
     """Open pull requests to the consumers of a lane. Credit is the number of messages that a consumer may still
-    deliver; a refill sets it again.
+    deliver.
 
-    `backlog(bulk)` returns the work at this worker that a new work item would wait for, or None if nothing may be
-    pulled. `role(consumer)` returns a role, like `HostAssignment.role`. `narrowed(load, consumer)` returns the part
-    of the backlog at the devices that run this consumer's work.
+    `backlog(bulk)`: the work at this worker that a new work item would wait for, None if nothing may be pulled.
+    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part of the load at devices that run the
+    consumer's work.
     """
 
     def __init__(
@@ -285,8 +273,7 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        # consumers, in order, that delivered since the last refill, or may deliver fewer messages than at an idle
-        # device
+        # consumers that `refill` checks: they have delivered since the last one, or may deliver more once work ends
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may not have them
@@ -302,18 +289,14 @@ class Pulling:
         await self.refresh_consumers()
 
     async def refresh_consumers(self) -> None:
-        """List the consumers now, because notices may have been missed. If the broker does not answer, log a
-        warning.
-        """
+        """List the consumers now, as notices may have been missed. If the broker does not answer, log a warning."""
         try:
             await self.find_consumers()
         except BrokerError as error:
             _logger.warning("the consumers could not be listed; this is tried again within ten seconds: %s", error)
 
     async def find_consumers(self) -> None:
-        """List the durable consumers of this lane, in case notices were missed, and set how many messages they may
-        deliver. Raises BrokerError.
-        """
+        """List the durable consumers of this lane, and set how many messages they may deliver. Raises BrokerError."""
         if self._notices is None:  # not started yet (a reconnect may call this early), or already stopped
             return
         before, self._announced = set(self._consumers), set()
@@ -360,31 +343,24 @@ class Pulling:
             consumer.mean_cost = cost
 
     def weigh(self, name: str, cost: int) -> None:
-        """Add a delivery of `cost` counted tokens to the mean cost of its consumer. The counted tokens matter, because
-        a gateway's estimate may be several times too high or low.
-        """
+        """Add a delivery of `cost` counted tokens to its consumer's mean: a gateway's estimate may be far off."""
         if (consumer := self._consumers.get(name)) is not None:
             consumer.mean_cost += 0.1 * (cost - consumer.mean_cost)
 
     def refill_all(self) -> None:
-        """Set for all consumers how many messages they may deliver. Called regularly, and when the models of this
-        worker have changed.
-        """
+        """Set how many messages each consumer may deliver: regularly, and after changes of this worker's models."""
         self._refill(list(self._consumers))
 
     def refill_one(self, consumer: str) -> None:
-        """Set how many messages this consumer may deliver."""
         if consumer in self._consumers:
             self._refill([consumer])
 
     def refill(self) -> None:
-        """Set how many messages the consumers may deliver, for those that may have too few."""
+        """Raise the number of messages that consumers may deliver, where it may be too low."""
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Set how many messages the active consumers may deliver, also for those that have too many. Once per second is
-        enough, because the broker needs seconds to lower the number.
-        """
+        """Raise or lower how many messages active consumers may deliver. Lowering takes the broker seconds."""
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:
@@ -398,14 +374,12 @@ class Pulling:
             target = ideal = 0
             backlog = backlogs[name.startswith(self.bulk_prefix)]
             if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
-                # a consumer that is not active may always deliver one message, even if the device has enough work: this
-                # is not much
+                # an inactive consumer may deliver one message, even if the device has enough work: this is little
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     backlog = self._narrowed(backlog, name)
                     target, ideal = (self._share(load, consumer) for load in (backlog, Load(0, 0, backlog.lanes)))
-            # pulls again only when half of the credit is used up: a busy consumer then needs one pull request for many
-            # messages
+            # pull again only when half of the credit is used: a busy consumer then needs one request for many messages
             if target == 0 or self._pulls.outstanding(name) <= target // 2:
                 self._pulls.want(name, target)
             if target >= ideal:
@@ -432,9 +406,7 @@ class Pulling:
 
 
 class WorkSource:
-    """Source of deliveries from one pool at a time. `accept` makes a work item of a delivery, or returns None if there
-    is no new work item in it.
-    """
+    """Source of deliveries from one pool at a time. `accept` returns the work item of a delivery, None if not new."""
 
     def __init__(
         self,
@@ -448,9 +420,7 @@ class WorkSource:
         accept: Callable[[Delivery], InFlight | None],
         clock: Callable[[], float],
     ) -> None:
-        """Create the source for the pool of `lane`; `pull` starts it. `now_s` returns the time of the broker's
-        clock.
-        """
+        """Create the source for the pool of `lane`; `pull` starts it. `now_s` is the broker's clock."""
         self._broker = broker
         self._worker_id = worker_id
         self._now_s = now_s
@@ -499,26 +469,20 @@ class WorkSource:
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
     def _holds(self, model: str) -> bool:
-        """Return True if no more work of this model should wait here: some waits already, or the model cannot be loaded
-        now.
-        """
+        """Return True if no more work of this model should wait here: some does already, or it cannot be loaded now."""
         models = self._loading.models
         return self._inventory.is_coming(model) or models.holds(model) or models.is_closed(model)
 
     async def pull(self) -> bool:
-        """Watch the placement table and begin to pull. The stream must exist. After a failure, call it again. Raises
-        BrokerError.
-        """
+        """Watch the placement table and begin to pull from an existing stream; may be repeated. Raises BrokerError."""
         await self.assignment.start()
         await self.pulling.start()
         self.pool = self.lane.pool
         return True
 
     async def serve(self, pool: str | None) -> bool:
-        """Pull only from this pool; None: pull nothing. Work that was already pulled is finished. After a failure, call
-        it again.
-
-        Raises BrokerError, also if the pool has no stream yet. The worker then pulls nothing.
+        """Pull only from this pool (None: from none). Work that was already pulled is finished. Raises BrokerError,
+        also if the pool has no stream yet. The worker then pulls nothing, and the call may be repeated.
         """
         if pool == self.pool:
             return True
@@ -535,9 +499,8 @@ class WorkSource:
         await asyncio.gather(self.assignment.stop(), self.pulling.stop())
 
     async def upkeep(self, *, is_check: bool) -> None:
-        """Set how many messages the active consumers may deliver, and load models in advance. Called once per second.
-        With `is_check`, which is every ten seconds, also list the consumers and check the placement table. Raises
-        BrokerError.
+        """Set how many messages the active consumers may deliver, and load models in advance; called once per second.
+        `is_check`, every ten seconds: also list the consumers and check the placement table. Raises BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
@@ -552,9 +515,7 @@ class WorkSource:
         self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """Load the models of which this worker is one of several hosts, before it pulls their work. So no work waits
-        here for a load.
-        """
+        """Load models that several workers host before pulling their work, so that no work waits here for a load."""
         if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 
@@ -567,16 +528,12 @@ class WorkSource:
             pulling.estimate(delivery.consumer, flight.item.cost)
 
     def weigh(self, flight: InFlight) -> None:
-        """Add the tokens of a tokenised work item to the mean of its consumer. The mean determines how many messages
-        the consumer may deliver.
-        """
+        """Add the tokens of a work item to the mean of its consumer, which limits how much the consumer may deliver."""
         if flight.batch_entry is not None:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Set how many messages the consumers may deliver, once in this iteration of the event loop, even if this is
-        called many times.
-        """
+        """Set the numbers of messages that consumers may deliver, once in this iteration of the event loop."""
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)
@@ -587,9 +544,7 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Pull nothing from these consumers while the context is open, because the worker must first read the newest
-        entries of their models.
-        """
+        """Pull nothing from these consumers in the `with` block, where the worker reads new entries of their models."""
         self._paused.update(consumers)
         for consumer in consumers:
             self.pulling.refill_one(consumer)

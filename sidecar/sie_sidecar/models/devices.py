@@ -44,7 +44,6 @@ class DeviceView:
 
     @property
     def fits(self) -> bool:
-        """Return True if the model fits into the free memory."""
         return self.free_bytes >= max(1, self.size_bytes)
 
 
@@ -70,18 +69,14 @@ def _load_order(view: DeviceView) -> tuple[bool, float, float, int]:
 
 
 class SecondCopies:
-    """Decides which models get a copy on a second device, because their devices cannot keep up while another device is
-    idle.
-    """
+    """Decides which models get a copy on a second device: their devices cannot keep up, and another one is idle."""
 
     def __init__(self) -> None:
         # residency (a model in one copy of its weights) -> number of checks in a row in which its work waited
         self._behind: dict[str, int] = {}
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:
-        """Return the models to load on one more device, each with the number of this device. Call it once per second.
-        `behind`: the models whose work waits on every device that has them.
-        """
+        """Return by model the device for a second copy. `behind`: models whose work waits on all their devices."""
         copies = {}
         counts = {}
         for name, views in behind.items():

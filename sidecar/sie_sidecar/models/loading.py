@@ -35,16 +35,13 @@ from sie_sidecar.models.models import ModelState, WorkerModels
 
 HOLD_S = 5.0
 COOL_DOWN_S = 30.0
-# maximum number of LoRAs that are remembered as failed or loaded. Their names come from clients, so the number must be
-# limited
+# largest number of LoRAs remembered as failed or loaded: it is limited, because clients send their names
 MAX_REMEMBERED = 1000
 _Key = tuple[int, str, str]  # number of the device, residency (a model in one copy of its weights), name of the LoRA
 
 
 class LoraLoads:
-    """Loads LoRAs into loaded models. `ModelState.loras` lists those that are loaded, but the adapter may have dropped
-    some of them since then.
-    """
+    """Loads LoRAs into loaded models. `ModelState.loras` lists the loaded ones; the adapter may have dropped some."""
 
     def __init__(self, links: AdapterLinks, clock: Callable[[], float]) -> None:
         self._links = links
@@ -54,18 +51,13 @@ class LoraLoads:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Return the lock under which a batch loads its LoRA again and then runs. Meanwhile no other LoRA of this model
-        begins to load.
-
-        Without it, requests with more LoRAs than the adapter can hold would replace each other's LoRAs for ever before
-        they run.
+        """Return the lock under which a batch loads its LoRA and runs, while no other LoRA of this model begins to
+        load. Otherwise LoRAs that do not all fit into the adapter would replace each other for ever before they run.
         """
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Load the LoRA `name` into a loaded model if it is not loaded. Raises LoraLoading if that takes longer than
-        HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone.
-        """
+        """Load a LoRA if needed. Raises LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone."""
         if name in hosted.loras:
             return
         if in_turn:
@@ -82,9 +74,7 @@ class LoraLoads:
         load.result()
 
     async def preload(self, hosted: ModelState) -> None:
-        """Load the LoRAs of the model's profiles, one after the other. A failure is logged; a request for that LoRA
-        gets the error.
-        """
+        """Load the LoRAs of the model's profiles one by one. Failures are logged; requests for them get the error."""
         for name in named(hosted.resolved):
             try:
                 await asyncio.shield(self._load_of(hosted, name))
@@ -174,17 +164,13 @@ class Loading:
         return self._feed.catalogue.revisions.get(model, 0)
 
     async def renewed(self, item: WorkItem, within_s: float) -> None:
-        """Wait until this worker's catalogue has the model of `item` at the gateway's revision or a later one, at most
-        `within_s` seconds.
-        """
+        """Wait at most `within_s` for a catalogue with the model of `item` at the gateway's revision or a later one."""
         await self._feed.renewed(
             lambda catalogue: catalogue.revisions.get(item.model, 0) >= item.config_revision, max(0.0, within_s)
         )
 
     def find(self, item: WorkItem) -> ModelState | None:
-        """Return the state of the model for this work item, on the device that should run it. None if this worker's
-        catalogue has another revision of the model.
-        """
+        """Return the state of the item's model on the device to run it; None if the catalogue has another revision."""
         entry = self._feed.catalogue.entries.get(item.model)
         if entry is None or entry.revision != item.revision or self.revision(item.model) < item.config_revision:
             return None
@@ -211,7 +197,6 @@ class Loading:
                 self._work.start(self._obtain_and_load(resolved), "load ahead")
 
     def copy(self, hosted: ModelState) -> None:
-        """Load a model in the background on one more device."""
         _logger.info(
             "%s is also being loaded on device %d, because its other devices are busy",
             hosted.name,
@@ -233,13 +218,12 @@ class Loading:
     async def ensure(
         self, hosted: ModelState, flights: Sequence[InFlight], *, past_gate: bool = False, in_turn: bool = False
     ) -> None:
-        """Load the model and the LoRA of these work items if they are not loaded. Return earlier if all work items were
-        settled meanwhile.
+        """Load the model and the LoRA of these work items if needed. Return early if all were settled meanwhile. Raises
+        SIEError.
 
-        If the adapter is lost, wait for it or for another device, and try again until the last deadline of the work
-        items. Not longer, because an input that crashes every adapter must not run for ever. `past_gate`: the work
-        items are already bound to their device; if its adapter stays away, AdapterGone is raised instead of moving
-        them. `in_turn`: the caller holds the lock `LoraLoads.turn`. Raises SIEError.
+        If the adapter is lost, wait for it or another device and try again, until the last deadline: an input that
+        crashes every adapter must not run for ever. `past_gate`: the items are bound to their device; if its adapter
+        stays away, raise AdapterGone instead of moving them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
         """
         began_s = self._clock()
         try:
@@ -275,9 +259,9 @@ class Loading:
             except ModelLoading:  # it was evicted before its LoRA was loaded
                 hosted.mark_unloaded()
             else:
-                if hosted.state == "loaded":  # else it was evicted while its LoRA was loaded: load both again
+                if hosted.state == "loaded":  # else the model was evicted meanwhile: both are loaded again
                     return
-        raise GatewayTimeout("the budget of the request was over before its model was loaded")
+        raise GatewayTimeout("the time limit of the request was over before its model was loaded")
 
     def moved(self, hosted: ModelState, flights: Sequence[InFlight]) -> ModelState:
         """Assign these work items to another device. Return the state of their model there."""
@@ -288,9 +272,7 @@ class Loading:
         return chosen
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Allow the eviction of a waiting work item's model. Return a function that ends this; call it before the work
-        item runs.
-        """
+        """Allow the eviction of a waiting work item's model. Return a function that ends this before the item runs."""
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])
         device = self.models.device_of(flight.hosted)
@@ -299,9 +281,7 @@ class Loading:
 
 
 class ResidencyRequests:
-    """Handler of operators' requests to load or unload a model. `work` has the tasks of unloads that wait.
-    `on_unloaded` is called with the id of the unloaded entry.
-    """
+    """Handler of operators' requests to load or unload a model. `on_unloaded` gets the id of the unloaded entry."""
 
     def __init__(self, loading: Loading, work: Tasks, on_unloaded: Callable[[str], None]) -> None:
         self._loading = loading
@@ -310,9 +290,7 @@ class ResidencyRequests:
         self._on_unloaded = on_unloaded
 
     async def on_message(self, message: CoreMessage) -> None:
-        """Load or unload a model at the request of an operator, which a gateway forwards. There is no reply, because
-        heartbeats report the state.
-        """
+        """Load or unload a model, as an operator requested. There is no reply: heartbeats report the state."""
         try:
             request = messages.decode_residency(message.data)
         except msgspec.DecodeError as error:

@@ -54,16 +54,14 @@ PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 # part of the device's memory that may be in use before models are evicted, if the adapter reports no threshold
 MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
-FILL_WEIGHT = 0.1  # weight of the newest batch in the mean fill
+FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
 # longest time in seconds for which a loaded model with work is not closed to new work. A request for another model
 # waits at most SIE_LOAD_HOLD_S, and the load of that model must fit into this time too
 MAX_TURN_S = 5.0
 
 
 def _image_cost(ready: ipc.Ready) -> tuple[int, int]:
-    """Return the largest cost of an image in tokens, and the largest number of its token ids in a row, over the model's
-    operations.
-    """
+    """Return the largest cost of an image in tokens, and its largest number of token ids, over all operations."""
     costs = []
     for rows in ready.rows.values():
         if (recipe := rows.images) is not None:
@@ -79,14 +77,11 @@ def usable_bytes(device: ipc.Description) -> float:
 
 
 def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
-    """Return the precision of a loaded model, as heartbeats report it."""
     return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
 
 
 class ModelState:
-    """One residency (a model in one copy of its weights) on one device. `held`: number of work items here that need it,
-    in any stage.
-    """
+    """Residency (a model in one copy of its weights) on one device. `held`: number of work items that need it."""
 
     def __init__(self, resolved: Resolved, device: int = 0) -> None:
         self.resolved = resolved
@@ -100,8 +95,7 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # one function for each caller that waits while the model may be evicted; it returns the number of the caller's
-        # work items
+        # by caller that waits while the model may be evicted: function that returns the number of its work items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter is loading it
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
@@ -109,12 +103,11 @@ class ModelState:
         self.is_closed = False
         self.loaded_s = 0.0
         self.used_s = 0.0  # time at which work last arrived, ran or ended
-        self.uses = 0  # counts each arrival and end of work, so that a change can be seen
+        self.uses = 0  # number of arrivals and ends of work; if it has grown, the model was used meanwhile
         self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
         self.load_s = 0.0  # seconds that its last load took
         self.memory_bytes = 0  # bytes of the copy that was loaded last
-        # mean fill of its recent batches: tokens of the batch divided by the tokens of a full batch; None before its
-        # first batch
+        # mean fill of recent batches: their tokens divided by those of a full batch; None before the first
         self.fill_ratio: float | None = None
         self._cost_rate = 0.0
         self._cost_s = 0.0
@@ -150,7 +143,6 @@ class ModelState:
         self._cost_s = now_s
 
     def used(self, now_s: float) -> None:
-        """Record that work of this model arrived, ran or ended."""
         self.used_s = now_s
 
     def add_items(self, items: int, now_s: float) -> None:
@@ -166,9 +158,7 @@ class ModelState:
         )
 
     def cost_rate(self, now_s: float) -> float:
-        """Return the tokens per second that arrive. Work that arrived RATE_OVER_S seconds ago has only 1/e of the
-        weight of new work.
-        """
+        """Return the arriving tokens per second. Work from RATE_OVER_S seconds ago has 1/e the weight of new work."""
         return self._cost_rate * math.exp((self._cost_s - now_s) / RATE_OVER_S)
 
     def fingerprint(self, profile: str, options: RunOptions) -> str:
@@ -233,16 +223,12 @@ class ModelState:
             self.state, self.error = "available", None
 
     def retain(self) -> None:
-        """Keep the model at the request of an operator: cancel a pending unload, and allow a failed load to be tried
-        again.
-        """
+        """Keep the model for an operator: cancel a pending unload, and allow another try of a failed load."""
         self.leaves = False
         self.reset_failure()
 
     def reset_loras(self) -> None:
-        """Clear the lists of loaded LoRAs. The adapter is asked for each LoRA again, which is fast if it has the
-        LoRA.
-        """
+        """Clear the lists of loaded LoRAs. The adapter is asked for each again, which is fast if it has the LoRA."""
         self.loras.clear()
         self.lora_digests.clear()
 
@@ -259,10 +245,9 @@ class ModelStates:
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
         device: int = 0,
     ) -> None:
-        """Create the states of a device without models. `swap_after_s`: seconds that a load waits before a model with
-        work is closed to new work for it. `assigned` returns the models of which this worker is a host, None while that
-        is unknown. `fetching` returns the progress of downloads of weights by id of the entry. `device`: number of the
-        device.
+        """Create the states of a device. `swap_after_s`: seconds that a load waits before a model with work is closed
+        to new work for it. `assigned()`: models of which this worker is a host, None if unknown. `fetching()`: progress
+        of downloads by id of the entry.
         """
         self.device = device
         self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
@@ -302,11 +287,9 @@ class ModelStates:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of the mean size fit on the device together. Memory that the adapter uses for other
-        purposes is left out. 0 if this is unknown.
-        """
+        """Return how many models of mean size fit into the memory that is not in other use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
-        # while a model is being loaded, its bytes are not reported for it yet, and would look like other use
+        # while a model is being loaded, its bytes are not reported for it yet, and would look like use by others
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
             beside_bytes = max(0, device.memory_used_bytes - sum(model.memory_bytes for model in device.models))
             self._usable_bytes = usable_bytes(device) - beside_bytes
@@ -315,9 +298,7 @@ class ModelStates:
         )
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
-        """Return the state for a model as it is resolved now, at `revision`. If its entry has changed, the loaded copy
-        counts as unloaded, because it was loaded for the old entry.
-        """
+        """Return the state of a model at `revision`. A copy that was loaded for an old entry counts as unloaded."""
         hosted = self._hosted.get(resolved.residency)
         if hosted is None:
             hosted = self._hosted[resolved.residency] = ModelState(resolved, self.device)
@@ -331,15 +312,11 @@ class ModelStates:
         return hosted
 
     def find(self, residency: str) -> ModelState | None:
-        """Return the state of the residency (a model in one copy of its weights) with this name. None if no work here
-        has needed it yet.
-        """
+        """Return the state of the residency of this name, or None if no work here has needed it yet."""
         return self._hosted.get(residency)
 
     def add_items(self, hosted: ModelState, items: int = 1, cost: int = 0) -> None:
-        """Record that work items with `cost` tokens in total need the model. It is not evicted until they are parked or
-        settled.
-        """
+        """Record that work items of `cost` tokens need the model: no eviction until they are parked or settled."""
         hosted.add_items(items, self._clock())
         self.held_cost += cost
 
@@ -349,9 +326,7 @@ class ModelStates:
         self.held_cost -= cost
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Record that work items need the model later but not now, so that it may be evicted. `items` returns their
-        number.
-        """
+        """Record that work items (`items()` of them) need the model later but not now: it may be evicted."""
         hosted.before_gate.append(items)
 
     def unpark(self, hosted: ModelState, items: Callable[[], int]) -> None:
@@ -365,9 +340,8 @@ class ModelStates:
         return [hosted for hosted in loaded if hosted.is_quiet and hosted.used_s <= before_s]
 
     def evictable(self, idle_s: float) -> list[ModelState]:
-        """Return the models that were idle for `idle_s` seconds, in the order in which they may be evicted: first the
-        models that are placed on other workers, then those placed on this one. In both groups the least recently used
-        model is first, and the others follow by size, the largest first.
+        """Return the models idle for `idle_s` seconds in the order of eviction: those placed on other workers, then
+        those placed here. In both groups the least recently used is first, then the others by size, the largest first.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -382,9 +356,7 @@ class ModelStates:
         ]
 
     def busy(self, hosted: ModelState) -> list[ModelState]:
-        """Return the models other than `hosted` whose memory cannot be freed now: loaded and in use, or being
-        loaded.
-        """
+        """Return other models than `hosted` whose memory cannot be freed now: in use, or being loaded."""
         states = (state for state in self._hosted.values() if state is not hosted)
         return [state for state in states if state.arriving or (state.state == "loaded" and not state.is_quiet)]
 
@@ -394,10 +366,9 @@ class ModelStates:
         return [loaded.model for loaded in loaded_models if loaded.model not in names]
 
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
-        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return the model,
-        and the seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's time of
-        protection must have ended. `had_work`: the models that keep the memory. Return (None, None) if all of them are
-        closed already.
+        """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return it, and the
+        seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's protection must
+        have ended (`_turn_ends_s`). Return (None, None) if all of `had_work` are closed already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -469,8 +440,8 @@ class Hosting(ModelStates):
         device: int = 0,
     ) -> None:
         """Create the object without models. A load that needs memory waits until other models have no work; after
-        `swap_after_s` one of them is closed to new work. `assigned` returns the models of which this worker is a host,
-        None while that is unknown. `on_role` is called when a model is unloaded, closed to new work, or opened again.
+        `swap_after_s`, one is closed to new work. `assigned()`: models of which this worker is a host, None if unknown.
+        `on_role` is called when a model is unloaded, closed to new work, or opened again.
         """
         super().__init__(clock, swap_after_s, assigned=assigned, fetching=lambda: link.fetching, device=device)
         self.swaps = 0
@@ -517,12 +488,10 @@ class Hosting(ModelStates):
     async def ensure(
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
-        """Load the model if needed, and wait until it accepts new work. Return earlier if no work item needs it any
-        more. Raises ModelLoadFailed, AdapterGone.
-
-        `items` returns how many work items still wait in this call; None: the model is loaded without work.
-        `past_gate`: the work items were accepted before the model was closed to new work, and other work waits for what
-        they hold, so they do not wait until it is opened.
+        """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
+        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: the items
+        do not wait for a closed model: they were accepted before, and other work waits for their end. Raises
+        ModelLoadFailed, AdapterGone.
         """
         count = items or _one_item
         hosted.waiting_counts.append(count)
@@ -552,7 +521,6 @@ class Hosting(ModelStates):
             await asyncio.shield(loading)
 
     async def stop(self) -> None:
-        """Cancel the running loads. The callers that wait for them are cancelled too."""
         loads = list(self._loading.values())
         for load in loads:
             load.cancel()
@@ -589,9 +557,7 @@ class Hosting(ModelStates):
 
     @staticmethod
     def _still_loads(hosted: ModelState, resolved: Resolved) -> bool:
-        """Return True if a caller still waits for this entry of the model. A load that nobody needs could evict a model
-        in use.
-        """
+        """Return True if a caller still waits for this entry; a load nobody needs could evict a model in use."""
         return hosted.has_waiters and hosted.resolved.entry == resolved.entry
 
     async def _asked_to_load(self, hosted: ModelState, resolved: Resolved) -> ipc.Ready | None:
@@ -644,7 +610,6 @@ class Hosting(ModelStates):
         return any(name not in offered for name in self.left_over(self._described()))
 
     def _described(self) -> tuple[ipc.LoadedModel, ...]:
-        """Return the models in the last description that the adapter sent."""
         return self.link.description.models if self.link.description else ()
 
     async def _before_gate(self, hosted: ModelState, items: Callable[[], int]) -> None:
@@ -709,7 +674,6 @@ class Hosting(ModelStates):
         self._on_role(hosted)
 
     def _open(self, hosted: ModelState) -> None:
-        """Accept new work of this model again."""
         hosted.is_closed = False
         if (gate := self._gates.pop(hosted.name, None)) is not None:
             gate.set()
@@ -723,9 +687,7 @@ class Hosting(ModelStates):
         self._on_loaded(hosted)
 
     async def release(self, hosted: ModelState) -> None:
-        """Unload a model that no work item needs. Work that arrives during the unload waits, and then loads the model
-        again. Raises AdapterGone, SIEError.
-        """
+        """Unload a model that no work needs. Work that arrives then loads it again. Raises AdapterGone, SIEError."""
         hosted.mark_unloaded()
         self._on_role(hosted)
         hosted.state = "unloading"
@@ -735,10 +697,8 @@ class Hosting(ModelStates):
         await asyncio.shield(releasing)
 
     async def unload_when_idle(self, hosted: ModelState) -> bool:
-        """Wait until the model is loaded and no work item needs it, then unload it. Return True if this call has
-        unloaded it. Raises AdapterGone, SIEError.
-
-        `ModelState.retain` ends the wait; the model then stays loaded.
+        """Wait until the model is loaded and idle, then unload it. `ModelState.retain` ends the wait. Return True if
+        this call has unloaded the model. Raises AdapterGone, SIEError.
         """
         if hosted.leaves:  # another call waits for the unload of this model already
             return False
@@ -762,9 +722,7 @@ class Hosting(ModelStates):
             self._on_change()
 
     async def run(self, idle_evict_s: int | None) -> None:
-        """Every second, let the adapter free memory if it is short, and unload models that were idle for `idle_evict_s`
-        seconds. Runs until cancelled.
-        """
+        """Every second, let the adapter free memory if short, and unload models idle for `idle_evict_s` seconds."""
         while True:
             await asyncio.sleep(RELIEVE_S)
             await self.relieve()
@@ -803,17 +761,14 @@ class WorkerModels:
         self.devices: list[Hosting] = []  # the index is the number of the device
 
     def __iter__(self) -> Iterator[ModelState]:
-        """Iterate over the states of all models. A model that several devices know is yielded for each of them."""
+        """Iterate over the states of all models, one for each device that knows the model."""
         return (hosted for device in self.devices for hosted in device.all())
 
     def device_of(self, hosted: ModelState) -> Hosting:
-        """Return the `Hosting` of the device to which this state belongs."""
         return self.devices[hosted.device]
 
     def find(self, residency: str) -> list[ModelState]:
-        """Return the states of the residency (a model in one copy of its weights) with this name: one for each device
-        that knows it.
-        """
+        """Return the states of the residency of this name on all devices that know it."""
         return [hosted for device in self.devices if (hosted := device.find(residency)) is not None]
 
     def obtain(self, resolved: Resolved, revision: int = 0) -> ModelState:
@@ -825,9 +780,7 @@ class WorkerModels:
         return states[devices.choose([self._view(hosted, weighs_memory=not is_loaded) for hosted in states])]
 
     def _view(self, hosted: ModelState, *, weighs_memory: bool) -> DeviceView:
-        """Return the facts about a device for the choice of a device. `weighs_memory`: also those that take time to
-        compute, which are needed only if the model is not loaded on any device.
-        """
+        """Return a device's facts for `choose`. `weighs_memory`: also those about memory, which are slow to compute."""
         device, now_s = self.device_of(hosted), self._clock()
         description = device.link.description
         usable = usable_bytes(description) if description else 0.0
@@ -850,9 +803,7 @@ class WorkerModels:
         )
 
     def second_copies(self, is_behind: Callable[[ModelState], bool]) -> list[ModelState]:
-        """Return the states of models to load on one more device. Call this once per second. `is_behind(state)` is True
-        if work of the model waits because the device is busy.
-        """
+        """Return states of models to load on one more device. `is_behind(state)`: its work waits for a busy device."""
         if len(self.devices) == 1:
             return []
         loaded: dict[str, list[ModelState]] = {}
@@ -867,8 +818,6 @@ class WorkerModels:
         views = {name: [self._view(hosted, weighs_memory=True) for hosted in copies] for name, copies in states.items()}
         return [states[name][number] for name, number in self._copies.check(views).items()]
 
-    # methods about the worker as a whole, for placement and heartbeats
-
     def is_open(self, model: str) -> bool:
         """Return True if the model is loaded on a device and accepts new work there."""
         return any(device.is_open(model) for device in self.devices)
@@ -878,9 +827,7 @@ class WorkerModels:
         return any(device.holds(model) for device in self.devices)
 
     def is_closed(self, model: str) -> bool:
-        """Return True if new work of this model would wait for the load of another model on each device that could run
-        it.
-        """
+        """Return True if new work of this model would wait for another load on every device that could run it."""
         closed = [device for device in self.devices if device.is_closed(model)]
         return bool(closed) and not any(device.is_open(model) for device in self.devices if device not in closed)
 
@@ -888,9 +835,7 @@ class WorkerModels:
         return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
 
     def statuses(self) -> tuple[ModelStatus, ...]:
-        """Return one status for each model, for the heartbeat. It is the status on the device where the load of the
-        model has come furthest, with the memory and the work of all devices.
-        """
+        """Return a status by model: that of the device where its load is furthest, with the sums over all devices."""
         if len(self.devices) == 1:
             return self.devices[0].statuses()
         by_name: dict[str, list[ModelStatus]] = {}
@@ -916,5 +861,4 @@ class WorkerModels:
         )
 
     async def stop(self) -> None:
-        """Cancel the running loads. The callers that wait for them are cancelled too."""
         await asyncio.gather(*(device.stop() for device in self.devices))

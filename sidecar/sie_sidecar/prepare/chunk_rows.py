@@ -48,9 +48,7 @@ class ChunkContents:
     segments: NDArray[np.int32] | None = None
 
     def chunked(self, rows: Sequence[TokenRow], around: int) -> ChunkedRows:
-        """Return the description of the finished `rows` for the adapter. `around`: tokens of each row that are special
-        or of the prompt.
-        """
+        """Return the description of the finished `rows`. `around`: special and prompt tokens of each row."""
         if self.segments is not None:
             return ChunkedRows(len(rows), self.spans.tobytes(), self.segments.tobytes())
         counts = [max(0, len(row.ids) - around) for row in rows]
@@ -78,9 +76,7 @@ def contents_of(
 
 
 def _read_spans(chunks: TextChunks, text: str) -> Spans:
-    """Return the chunks that the client sent, with 0 as their numbers of tokens. Raises InvalidInput for invalid
-    chunks, which gateways refuse already.
-    """
+    """Return the chunks that the client sent, with 0 as their token counts. Raises InvalidInput for invalid ones."""
     spans = np.frombuffer(chunks.spans, "<i4")
     if not len(spans) or len(spans) % 2 or len(spans) > 2 * MAX_CHUNKS:
         raise bad_chunks(f"expected 1 to {MAX_CHUNKS} spans", "schema")
@@ -120,9 +116,7 @@ class _TextTokens:
             raise InvalidInput("text: it has no token of the model", reason="no_tokens", param="text")
 
     def spans(self, chunks: TextChunks, text: str) -> Spans:
-        """Return the chunks with their numbers of tokens. Raises InvalidInput if there are too many chunks, or if one
-        has no token.
-        """
+        """Return the chunks with their numbers of tokens. Raises InvalidInput for too many, or one without a token."""
         if chunks.rule is None:
             spans = _read_spans(chunks, text)
         else:
@@ -148,9 +142,7 @@ class _TextTokens:
 
 
 def windows(tokens: int, longest: int) -> list[tuple[int, int]]:
-    """Return for each window its first token and the token after its last one. No window has more than `longest`
-    tokens.
-    """
+    """Return for each window its first token and the token after its last one: at most `longest` tokens."""
     if tokens <= longest:
         return [(0, tokens)]
     overlap = longest // OVERLAP_SHARE

@@ -1,7 +1,7 @@
 """Reading of inputs that are too large for a message from the payload store. The bytes in memory are limited. Each
 chunk (part of a request) is read in its own task, so that other work does not wait for it.
 
-    delivery with a key ──► reserve memory ──► read the object, with retries until the budget ends ──► whole work item
+    delivery with a key ──► reserve memory ──► read the object, with retries until the time limit ──► whole work item
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from sie_store.payloads import PayloadMissing, PayloadStore
 MAX_BYTES = 512 << 20
 ATTEMPT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-# number of attempts that do not find an object before the request fails; in a shared folder, a new file may be visible
-# late
+# attempts that do not find an object before the request fails; a shared folder may show a new file late
 MAX_MISSES = 3
 _logger = logging.getLogger("sie.sidecar.fetching")
 
@@ -40,9 +39,7 @@ class PayloadFetching:
         self._freed = asyncio.Event()
 
     async def fetch(self, flight: InFlight) -> None:
-        """Read the inputs and the query of `flight`. They count as memory in use until `let_go`. Raises
-        QueueUnavailable, InternalFailure.
-        """
+        """Read the inputs and query of `flight`, in memory until `let_go`. Raises QueueUnavailable, InternalFailure."""
         try:
             await self._fetch(flight)
         except BaseException:

@@ -1,6 +1,4 @@
-"""Token ids that stand for images in a row, and rows of texts with images in their prompt. The functions have no state,
-as they run in the tokenising threads.
-"""
+"""Token ids of images, and rows of texts with images. The functions have no state: they run in tokenising threads."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Beside(NamedTuple):
-    """Text with images: the prompt `before` the images, the images, and the text `after` them. `ids`: token ids that
-    stand for the images. `cost`: their cost in tokens.
-    """
+    """Text `before` the images, images, and text `after` them. `ids`: token ids of the images. `cost`: in tokens."""
 
     before: str
     images: PreparedImages
@@ -43,9 +39,7 @@ def alone(images: PreparedImages, layout: Rows) -> TokenRow:
 def beside(
     tokenizer: ModelTokenizer, content: Beside, around: tuple[Ids, Ids], most: int, truncate: Truncate
 ) -> TokenRow:
-    """Return the row of a text with images. `around`: special tokens before and after it. The text may be truncated,
-    the images are not. `most`: length of the row.
-    """
+    """Return the row of a text with images, of at most `most` tokens: only the text may be truncated."""
     first, last = around
     before = tokenizer.contents([content.before], most, "END")[0].ids
     fixed = len(first) + len(before) + len(content.ids) + len(last)
@@ -63,9 +57,7 @@ def of_pieces(
     truncate: Truncate,
     limit: int,
 ) -> TokenRow:
-    """Return the row of one input: `texts` (query and document) and images are filled into the pieces of the model's
-    template.
-    """
+    """Return the row of one input: `texts` (query, document) and images in the pieces of the model's template."""
     text_of = dict(zip(("query", "document"), texts, strict=True))
     images_of = {"query": item.images.get(OF_QUERY, ()), "document": item.images.get(index, ())}
     parts: list[str | PreparedImages] = []
@@ -127,9 +119,7 @@ def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
-    """Return the rows, but mark an input as not runnable if its text contains the token that stands for a part of an
-    image.
-    """
+    """Return the rows; an input whose text contains the token that stands for images is marked as not runnable."""
     error = InvalidInput("text: it contains a token that the model uses for images only", reason="reserved_token")
     bad = [
         number

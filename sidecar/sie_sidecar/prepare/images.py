@@ -61,9 +61,7 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = (
 
 
 class Pixels(NamedTuple):
-    """Pixels of an image, uint8 RGB, row by row. `upright`: size of the image in the file after its rotation by EXIF.
-    `animated`: the file has further images.
-    """
+    """Pixels of an image, uint8 RGB by rows. `upright`: size after EXIF rotation. `animated`: more images follow."""
 
     pixels: bytes
     size: Size
@@ -71,7 +69,6 @@ class Pixels(NamedTuple):
     animated: bool
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the size and the pixels."""
         digest = hashlib.sha256(b"%d x %d\n" % self.size)
         digest.update(self.pixels)
         return digest.digest()
@@ -109,10 +106,10 @@ def _decoded(data: bytes, recipe: Recipe) -> tuple[Image.Image, bool]:
     """Return the upright RGB image, and True if the file has further images."""
     image = _opened(data)
     check(recipe, Size(image.height, image.width))
-    # not for MPO: its further images are previews that a camera stored
+    # an MPO file counts as one image: its further images are previews that a camera stored
     animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
     image.load()
-    check(recipe, Size(image.height, image.width))  # again: the decoded image may be larger than the header said
+    check(recipe, Size(image.height, image.width))  # again, as the decoded image may be larger than the header said
     return _rgb(_upright(image)), animated
 
 
@@ -162,9 +159,7 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Crop the image around its centre to `size`. For a recipe of the kind `page`, put it in the centre of a page of
-    this size instead.
-    """
+    """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of such a page."""
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":

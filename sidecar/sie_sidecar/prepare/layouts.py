@@ -47,9 +47,7 @@ _NONE = np.zeros(0, np.int32)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
-    """Return the rows of each work item. All work items are of one model and have the same limits of length. Texts are
-    tokenised in one call.
-    """
+    """Return the rows of each work item. All are of one model with the same limits of length: tokenised in one call."""
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
     checked = [checked_work(tokenizer, layout, item) for item in items]
@@ -87,9 +85,7 @@ def _text(
 def _text_with_chunks(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, truncate: Truncate, limit: int
 ) -> WorkRows:
-    """Return the rows of a work item in which some texts have chunks. Such a text may have several rows, any other
-    input has one.
-    """
+    """Return the rows of a work item with chunks: several rows for a text with chunks, one for any other input."""
     side = layout.query if item.options.is_query else layout.document
     first, last, most = _row_frame(tokenizer, side, limit)
     contents: list[_Content] = []
@@ -121,9 +117,7 @@ _Content = str | Ids | Beside | TokenRow
 def _contents(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput, pairs: Iterator[TokenRow]
 ) -> list[_Content]:
-    """Return the content of each input: its text or token ids with the prompt, or the finished row of an image, sound
-    or vectors.
-    """
+    """Return the content of each input: text or token ids with the prompt, or a finished row of media or vectors."""
     contents: list[_Content] = []
     prompt: tuple[Ids, Ids] | None = None
     for index, source in enumerate(item.inputs):
@@ -205,9 +199,7 @@ def _document_side(tokenizer: ModelTokenizer, side: Side, options: RunOptions) -
 
 
 def _row_frame(tokenizer: ModelTokenizer, side: Side, limit: int) -> tuple[Ids, Ids, int]:
-    """Return the special tokens before and after the text of a row, and the length of the longest row. `side`: layout
-    for queries or documents.
-    """
+    """Return the special tokens before and after the text of a row, and the largest length of the row."""
     first, last = (tokenizer.first, tokenizer.last) if side.special else (_NONE, _NONE)
     if side.marker >= 0:
         first = np.concatenate([first[:1], np.array([side.marker], np.int32), first[1:]])
@@ -217,9 +209,7 @@ def _row_frame(tokenizer: ModelTokenizer, side: Side, limit: int) -> tuple[Ids, 
 def _sided(
     tokenizer: ModelTokenizer, contents: Sequence[_Content], sides: list[Side], truncate: Truncate, limit: int
 ) -> list[TokenRow]:
-    """Return one row for each content. `sides`: the layout (for queries or documents) of each row. Texts with the same
-    layout are tokenised together.
-    """
+    """Return one row for each content. `sides`: layouts of the rows. Texts of one layout are tokenised together."""
     rows: dict[int, TokenRow] = {}
     for side in dict.fromkeys(sides):
         chosen = [index for index, candidate in enumerate(sides) if candidate == side]
@@ -362,11 +352,9 @@ def _pieces_with_images(
 def _text_pieces(
     tokenizer: ModelTokenizer, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return the rows of a template's pieces, each of which is tokenised alone. The model answers after the last piece,
-    so the end of the template is never truncated.
-
-    A query may always use QUERY_SHARE of the limit. If the pieces are too long, the piece with the document is
-    truncated. Source: README of Qwen3-Reranker, library mxbai-rerank.
+    """Return the rows of a template's pieces, each tokenised alone. The end of the template is never truncated: the
+    model answers after it. A query may always use QUERY_SHARE of the limit. If the pieces are too long, the piece with
+    the document is truncated. Source: README of Qwen3-Reranker, library mxbai-rerank.
     """
     share = int(limit * QUERY_SHARE)
     texts = dict.fromkeys(
@@ -474,9 +462,7 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return rows for a model that reads texts instead of ids. Ids are only counted, so texts are not truncated here.
-    Images, sounds and documents are sent besides the text.
-    """
+    """Return rows for a model that tokenises itself: ids only give the cost, no text is truncated, files are sent."""
     results = []
     for item in items:
         texts = texts_of(item)

@@ -35,8 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-# number of characters that are read first for each needed token: English has 4 to 5 per token, so one piece is nearly
-# always enough
+# characters that are read first for each needed token: English has 4 to 5, so one piece is nearly always enough
 FIRST_CHARACTERS_PER_TOKEN = 8
 GROWTH = 4
 # maximum number of characters of a piece, to limit memory: the tokenizer needs some 100 bytes for a token
@@ -44,8 +43,7 @@ MAX_PIECE_CHARACTERS = 1 << 18
 
 SENTINEL = "x"
 _CLAUSE_MARKS = "\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f"
-# characters that may stand before a cut. U+0D4E and some characters above U+FFFF may not, because they combine with the
-# next character
+# characters that may stand before a cut; U+0D4E and some above U+FFFF combine with the next one, so they may not
 _LEFT = rf"[!-~{_CLAUSE_MARKS}]|[^\W\u0d4e\U00010000-\U0010ffff]"
 _SPACE = rf"(?<={_LEFT})(?= )"
 _WHITE_SPACE = rf"(?<={_LEFT})(?=[ \t\r\n])"
@@ -140,18 +138,14 @@ HARD_TEXT = (
 
 
 class LongTexts:
-    """Token ids of long texts, read in pieces, with one tokenizer that neither truncates nor pads. At its first use,
-    finding the positions for cuts takes tens of milliseconds.
-    """
+    """Token ids of long texts, read in pieces by one tokenizer without truncation. The first use takes tens of ms."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     @cached_property
     def places(self) -> re.Pattern[str] | None:
-        """Return the pattern of the positions where a text may be cut; its matches are empty. None if cuts are not
-        safe.
-        """
+        """Return the pattern of positions where a text may be cut, with empty matches; None if cuts are not safe."""
         pattern = _pattern(self._tokenizer)
         if pattern is None or not self._holds(pattern):
             return None
@@ -160,11 +154,8 @@ class LongTexts:
     def read(
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
-        """Return for each text its first `room` ids (`from_end`: its last ones), int32, without special tokens, and the
-        number of its ids.
-
-        If there are more than `room` ids, the number may be too low, because the rest of the text is not read. With
-        `count_all`, the whole text is read, and the number is always exact.
+        """Return for each text its first (`from_end`: last) `room` ids, int32, without special tokens, and the number
+        of its ids. A number above `room` may be too low, because reading stops there, unless `count_all`.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
@@ -180,9 +171,7 @@ class LongTexts:
         return next(self._pieces(text, size, False))[0]
 
     def _pieces(self, text: str, size: int, from_end: bool) -> Iterator[tuple[str, int]]:
-        """Yield the pieces in the order in which they are read, each with the number of tokens to drop at its start,
-        which belong to the sentinel.
-        """
+        """Yield the pieces in reading order, each with the number of tokens of the sentinel to drop at its start."""
         if self.places is None:
             return iter([(text, 0)])
         return (
@@ -240,9 +229,7 @@ class _TextReading:
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece, from the beginning of the text. The first piece has at least `size`
-    characters, and later ones are larger.
-    """
+    """Yield start and end of each piece from the start. The first has at least `size` characters, later ones more."""
     start = 0
     while start < len(text):
         match = places.search(text, start + size)
@@ -252,9 +239,7 @@ def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[in
 
 
 def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece, from the end of the text. A piece may have less than `size` characters,
-    because it begins at an allowed position.
-    """
+    """Yield start and end of each piece from the end. A piece may be shorter than `size`, to begin at a safe cut."""
     end = len(text)
     while end:
         low, above, match = max(0, end - size), end, None
@@ -266,9 +251,7 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of positions where the steps of this tokenizer allow a cut. For an unknown step it is a guess,
-    which must be tested.
-    """
+    """Return the pattern of positions for cuts, by this tokenizer's steps; for unknown steps a guess to be tested."""
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
     is_supported = all(_is_local(step) for step in normalizers) and all(_is_known(step) for step in steps)
@@ -290,8 +273,7 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     at_start = not is_supported or any(step["type"] in ("Prepend", "Strip") for step in normalizers)
     for pattern in (re.compile("|".join((_SPACE, *wider))), re.compile(_NARROW)):
         straddled = any(pattern.search(token.content + (" " if token.rstrip or at_start else "")) for token in tokens)
-        # an added token that matches whole words only depends on the character before it, so there must be no cut
-        # before it
+        # a whole-word added token depends on the character before it, so there must be no cut before it
         alone = any(token.single_word and pattern.search(SENTINEL + token.content, 1) for token in tokens)
         if not straddled and not alone and not any(map(pattern.search, replaced)):
             return pattern
@@ -328,9 +310,7 @@ def _is_known(step: dict[str, Any]) -> bool:
 
 
 def _splits(step: dict[str, Any]) -> bool:
-    """Return True if this pre-tokenizer is known and begins a new word at white space that follows another
-    character.
-    """
+    """Return True if this pre-tokenizer is known and begins a new word at white space after another character."""
     kind = step["type"]
     if kind == "Split":
         is_kept = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
@@ -344,9 +324,7 @@ def _splits(step: dict[str, Any]) -> bool:
 
 
 def _spaces_begin_tokens(tokenizer: Tokenizer) -> bool:
-    """Return True if BPE without a pre-tokenizer never merges across a space: the space is in the vocabulary, and no
-    token has a space after another character.
-    """
+    """Return True if it is BPE that never merges across a space: no vocabulary entry has a space behind text."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     across = re.compile("[^\u2581\u0120][\u2581\u0120]")
     is_bpe = json.loads(tokenizer.model.__getstate__())["type"] == "BPE"

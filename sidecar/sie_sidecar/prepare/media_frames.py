@@ -27,9 +27,7 @@ class ImageJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class SoundJob(msgspec.Struct, frozen=True, tag=True):
-    """Job to decode a sound file, in the bytes that the client sent. With `from_s`, only the part from this second on
-    is read.
-    """
+    """Job to decode a sound file, as the client sent it. With `from_s`, only the part from this second on is read."""
 
     number: int
     recipe: SoundRecipe
@@ -77,9 +75,8 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
 
 
 class PreparedImage(NamedTuple):
-    """Decoded image. `pixels`: uint8 [height, width, 3], row by row. `upright`: size of the image in the file, after
-    rotation by EXIF. `digest`: SHA-256 of size and pixels. `animated`: the file has further images, which were not
-    read.
+    """Decoded image. `pixels`: uint8 [height, width, 3]. `upright`: size after EXIF rotation. `digest`: SHA-256 of size
+    and pixels. `animated`: the file has further images, which were not read.
     """
 
     pixels: bytes

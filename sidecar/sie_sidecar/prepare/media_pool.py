@@ -69,7 +69,7 @@ class _MediaFile(Protocol[T_co]):
     def job(self, number: int) -> Job: ...
 
     def outcome(self, reply: Made) -> T_co:
-        """Return what the caller gets for a worker's answer. Raises _WorkerLost if the answer does not fit the file."""
+        """Convert a worker's answer to the outcome for the caller. Raises _WorkerLost if it does not fit the file."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,7 @@ class _PendingFile(Generic[T]):
 
 class MediaPool:
     """Pool of at most `workers` processes, used by one event loop. A process is started if a file waits and none is
-    free.
-
-    `count` is called for each file, with one of NOUNS and one of RESULTS.
+    free. `count` is called for each file, with one of NOUNS and one of RESULTS.
     """
 
     def __init__(
@@ -164,12 +162,10 @@ class MediaPool:
 
     @property
     def waiting(self) -> int:
-        """Return how many files wait for a process."""
         return self._queue.qsize()
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Return the ids of the running processes, sorted."""
         return tuple(sorted(worker.pid for worker in self._workers))
 
     @overload
@@ -181,9 +177,8 @@ class MediaPool:
     async def prepare(
         self, data: bytes, recipe: Recipe | SoundRecipe, from_s: float | None = None
     ) -> PreparedImage | SoundFeatures:
-        """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput with the reason
-        invalid_media if the file is unusable; its message begins with the cause. Raises QueueFull, ResourceExhausted or
-        ShuttingDown if the file is not to blame.
+        """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput (invalid_media, with
+        the cause) for an unusable file; QueueFull, ResourceExhausted or ShuttingDown if the file is not to blame.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
@@ -267,9 +262,7 @@ class MediaPool:
             self._free -= 1
 
     async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Decode the file of `job` in `worker`. Return the process for the next file: the same one, a new one if it was
-        lost, or None if none could be started.
-        """
+        """Decode the file of `job`. Return the process for the next file: the same, a new one, or None if it failed."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -284,7 +277,7 @@ class MediaPool:
         except _WorkerLost as error:
             status = await worker.ended()
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
-            # not killed by this pool, so probably by the kernel for lack of memory: the file may be valid
+            # this pool did not kill it, so the kernel probably did, for lack of memory: the file may be valid
             if status == -signal.SIGKILL:
                 job.fail(
                     ResourceExhausted(
@@ -330,8 +323,6 @@ def _usable(answer: Made | Unusable) -> Made:
 
 
 class _MediaProcess:
-    """Worker process, and the socket to it."""
-
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -351,9 +342,7 @@ class _MediaProcess:
 
     @staticmethod
     async def start(memory_bytes: int) -> _MediaProcess:
-        """Start a process. Of the environment of this process it gets only the paths of modules. Raises
-        _WorkerNotStarted.
-        """
+        """Start a process, whose environment has only the paths of modules. Raises _WorkerNotStarted."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -370,8 +359,7 @@ class _MediaProcess:
                     stdout=asyncio.subprocess.DEVNULL,
                     env={
                         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                        # one thread: several processes run at the same time, and threads need address space, which is
-                        # limited
+                        # one thread: several processes run at once, and threads need address space, which is limited
                         "OPENBLAS_NUM_THREADS": "1",
                     },
                     start_new_session=True,  # Ctrl-C must reach only the sidecar, which first finishes its work
@@ -414,9 +402,7 @@ class _MediaProcess:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
-        """Return the exit status of a process whose socket is closed. If it does not end by itself, kill it and return
-        0.
-        """
+        """Return the exit status of a process whose socket is closed; 0 after killing it if it does not end."""
         status = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIED_S):

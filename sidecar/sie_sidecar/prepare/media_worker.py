@@ -23,13 +23,11 @@ from sie_sidecar.prepare import images, media_frames
 
 
 def main() -> None:
-    """Run the worker. Command-line arguments: process id of the sidecar, and the bytes of memory that this process may
-    use.
-    """
+    """Run the worker. Arguments: process id of the sidecar, and bytes of memory that this process may use."""
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     confined.limit(memory_bytes)
     confined.die_with(parent)
-    # suppressed: these exceptions mean that the sidecar has ended
+    # these exceptions mean that the sidecar has ended, and then the worker ends too
     with socket.socket(fileno=0) as sidecar, contextlib.suppress(EOFError, FrameError, OSError):
         _send(sidecar, media_frames.frame(Hello(os.getpid())))
         confined.silence()

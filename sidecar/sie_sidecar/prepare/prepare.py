@@ -36,9 +36,7 @@ CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's cata
 
 
 class Prepare:
-    """Prepares groups of work items of one model with the same limits of length. Work items that cannot run are
-    answered, or returned to the queue.
-    """
+    """Prepares groups of work items of one model. Those that cannot run are answered, or returned to the queue."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class Prepare:
         self._tokenizers = tokenizers
         self._media = media
         self._clock = clock
-        self.tokenising = 0  # groups that are being tokenised
+        self.tokenising = 0  # how many groups of texts are being tokenised now
 
     async def fetch(self, flight: InFlight) -> bool:
         """Read the inputs of a work item from the payload store. Return False if it was settled instead."""
@@ -81,11 +79,9 @@ class Prepare:
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Prepare a group and return the work items that can be dispatched. Raises SIEError; the caller then answers
-        the whole group with it.
-
-        `together`: characters of all groups that were gathered at the same time. Only if these are few, texts are
-        tokenised on the event loop.
+        """Prepare a group and return the work items that can be dispatched. Raises SIEError, the answer to the whole
+        group. `together`: characters of all groups gathered at the same time; if they are few, texts are tokenised on
+        the event loop.
         """
         group = self._settle.still_wanted(group)
         if not group:
@@ -134,18 +130,14 @@ class Prepare:
         return group
 
     async def _catch_up(self, group: Sequence[InFlight]) -> None:
-        """Wait until this worker's catalogue is as new as the gateway's. Meanwhile pull nothing from the consumers of
-        this group.
-        """
+        """Wait for a catalogue as new as the gateway's. Meanwhile pull nothing from the consumers of this group."""
         consumers = {flight.lease.delivery.consumer for flight in group}
         until_s = min(self._clock() + CATCH_UP_S, max(flight.deadline_s for flight in group))
         with self._source.paused(consumers):
             await self._loading.renewed(group[0].item, until_s - self._clock())
 
     async def _not_ours(self, group: Sequence[InFlight]) -> None:
-        """Return work items whose model or revision this worker does not know to the queue, for other workers. Give a
-        work item up after MAX_HAND_BACKS deliveries.
-        """
+        """Return work items of an unknown model or revision to the queue; give them up after MAX_HAND_BACKS."""
         for flight in group:
             if flight.lease.delivery.delivered < MAX_HAND_BACKS:
                 await self._settle.hand_back(flight)
@@ -162,7 +154,7 @@ class Prepare:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         if any(_has_files(flight.item) for flight in group):
             work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
-        else:  # avoids tasks, which would add 0.13 ms to a short text
+        else:  # no tasks, because they would add 0.13 ms to the time of a short text
             work = [WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
         effort = sum(effort_of(layout, rows) for rows in work)
         results = await self._tokenizers.run(
@@ -183,9 +175,7 @@ class Prepare:
         return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 
     async def _images(self, item: WorkItem, recipe: Recipe | None) -> Mapping[int, PreparedImages | InvalidInput]:
-        """Return by index the decoded images of each input and of the query. If an image is unusable, the error is in
-        their place.
-        """
+        """Return by index the decoded images of each input and of the query, or the error of an unusable image."""
         if recipe is None:
             return {}
         files = {index: source.images for index, source in enumerate(item.inputs) if source.images}
@@ -195,9 +185,7 @@ class Prepare:
         return dict(zip(files, pixels, strict=True))
 
     async def _sounds(self, item: WorkItem, recipe: SoundRecipe | None) -> Mapping[int, SoundFeatures | InvalidInput]:
-        """Return by index the features of each input that has a sound. If the sound is unusable, the error is in their
-        place.
-        """
+        """Return by index the features of each input that has a sound, or the error of an unusable sound."""
         if recipe is None:
             return {}
         sounds = {index: source.audio for index, source in enumerate(item.inputs) if source.audio}
@@ -225,9 +213,7 @@ class Prepare:
         return [outcome for outcome in outcomes if isinstance(outcome, PreparedImage)]
 
     async def _answer_by_tokenizer(self, group: Sequence[InFlight], hosted: ModelState, together: int) -> None:
-        """Answer tokenize and decode. They need only the tokenizer, which stays in memory after the model is
-        unloaded.
-        """
+        """Answer tokenize and decode, which need only the tokenizer: it stays in memory after the model is unloaded."""
         tokenizer = hosted.tokenizer
         assert tokenizer is not None
 

@@ -29,8 +29,7 @@ PreparedImages = Sequence[PreparedImage]
 
 OF_QUERY = -1
 HYPOTHESIS = "This text is about {}."
-# Limits of one work item, checked before its rows are built: prompts, query and labels are repeated for each input, as
-# often as the client likes.
+# limits of one work item, before its rows are built: a client can repeat prompts, query and labels for each input
 MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
@@ -43,12 +42,11 @@ COST_CHARACTERS = 64
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids of one row, int32 [length], with special tokens. `full`: its length before truncation.
-
-    `types`: uint8 [length], the token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts
-    `spans` and `passages`. `expanded`: its length on the device, or its cost in tokens, if this is more than the number
-    of ids. A row may have `vectors`, `images`, `sound` or `document` instead of ids. `uncounted`: tokens of its cost
-    that do not count towards the size of a batch.
+    """Token ids of one row, int32 [length], with special tokens. `full`: its length before truncation. `types`: uint8
+    [length], token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts `spans` and
+    `passages`. `expanded`: its length on the device, or its cost in tokens, if this is more than the number of ids.
+    `vectors`, `images`, `sound` or `document` may replace ids. `uncounted`: tokens of its cost outside the size of a
+    batch.
     """
 
     ids: Ids
@@ -69,9 +67,8 @@ class TokenRow:
     @property
     def cost(self) -> int:
         """Return the number of tokens on the device: after truncation, with special tokens. An image costs the patches
-        of its encoder and its ids in the row. If the encoder gives all images one size, the patches of an image count
-        only 1 in `batch_cost`. Attention, whose time grows with the square of the length, is not included; `BatchNote`
-        has it.
+        of its encoder and its ids in the row; if the encoder gives all images one size, its patches count only 1 in
+        `batch_cost`. Attention, whose time grows with the square of the length, is in `BatchNote`.
         """
         return max(len(self.ids), self.expanded)
 
@@ -102,10 +99,8 @@ class WorkItemInput(NamedTuple):
 @dataclass(frozen=True)
 class WorkRows:
     """Rows of one work item: first `shared` rows for all inputs, then the rows of each input, in order. `error`: why no
-    rows were built.
-
-    `unfit`: by index of an input, why it must not run; it has rows nevertheless. `chunked`: how many rows each input
-    has, if a text has chunks; otherwise all inputs have the same number of rows.
+    rows were built. `unfit`: by index of an input, why it must not run, although it has rows. `chunked`: how many rows
+    each input has, if a text has chunks; otherwise all have the same number.
     """
 
     rows: list[TokenRow]
@@ -118,8 +113,8 @@ class WorkRows:
 def checked_work(
     tokenizer: ModelTokenizer, layout: Rows, item: WorkItemInput
 ) -> tuple[WorkItemInput, InvalidInput | None, dict[int, InvalidInput]]:
-    """Check a work item before its rows are built. Return the work item, the error of the whole work item or None, and
-    the errors of single inputs by index. An input with an error is replaced by an empty text.
+    """Return three values: the work item, with empty texts in place of the unfit inputs; the error of the whole work
+    item, or None; by index of an unfit input, its error.
     """
     error = _excess(layout, item)
     unfit: dict[int, InvalidInput] = {}
@@ -320,9 +315,7 @@ def texts_of(item: WorkItemInput) -> list[str]:
 
 
 def reached(texts: Sequence[str], rows: Sequence[TokenRow]) -> list[str]:
-    """Return each text, up to the end of the last token in its row: a text whose end was truncated is shorter than
-    before.
-    """
+    """Return each text up to the end of the last token in its row: a truncated text is shorter than before."""
     return [
         text if row.offsets is None or not row.truncated else text[: int(row.offsets.max(initial=0))]
         for text, row in zip(texts, rows, strict=True)
@@ -378,9 +371,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the frame that lets the adapter run these work items in one forward pass. `fingerprint`: of the loaded
-    copy of the model.
-    """
+    """Return the frame with which the adapter runs these work items. `fingerprint`: of the loaded copy of the model."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []
@@ -439,9 +430,7 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """Return the options without those that the adapter does not need: prompts, which are in the ids already, and the
-    variant.
-    """
+    """Return the options that the adapter needs: without the variant, and without prompts, which are in the ids."""
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
     if not (prompts or options.variant):
         return options

@@ -53,7 +53,6 @@ class Spectrograms(NamedTuple):
         return Shape(*self.values.shape)
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the shape and the features."""
         digest = hashlib.sha256(b"%d x %d x %d\n" % self.shape)
         digest.update(self.values.tobytes())
         return digest.digest()
@@ -75,9 +74,7 @@ def prepare(data: bytes, recipe: SoundRecipe, from_s: float | None = None) -> Sp
 
 
 def _decoded(data: bytes, rate: int, from_s: float | None) -> tuple[Float32, float]:
-    """Return the samples as one channel at this rate, and the length of the file in seconds. With `from_s`, return only
-    samples from this second on.
-    """
+    """Return the samples as one channel at this rate, from the second `from_s` on, and the file's length in seconds."""
     if not data:
         raise fault("undecodable", "the sound file is empty")
     kinds = next((kinds for is_of, kinds in _MAGIC if is_of(data[:16])), None)

@@ -97,9 +97,7 @@ def _tokenized(tokenizer: ModelTokenizer, options: RunOptions, inputs: Sequence[
 
 
 def _columns(text: str, encoding: Encoding) -> Ok:
-    """Convert the encoding of a text to the fields of the answer. The text of a token is the part of the text that it
-    covers; for a special token it is the name.
-    """
+    """Convert an encoding to the answer. A token's text is the part of `text` it covers, a special token's its name."""
     data: dict[str, Any] = {"ids": encoding.ids, "texts": [], "special": [], "starts": [], "stops": []}
     places = range(len(text) + 1) if text.isascii() else _byte_places(text)
     for token, (start, stop), is_special in zip(

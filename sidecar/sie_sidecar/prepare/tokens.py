@@ -35,10 +35,8 @@ LONG_CHARACTERS = 4096  # characters; a text of at most this length is always to
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of one text, int32 [length]. `full`: length before truncation.
-
-    For a long text that was truncated with END or START, `full` is only some number above the length, because the rest
-    of the text was not read.
+    """Token ids of one text, int32 [length]. `full`: length before truncation. For a long text that was truncated with
+    END or START, it is only some number above the length, because the rest of the text was not read.
     """
 
     ids: Ids
@@ -66,11 +64,9 @@ class PairTemplate:
 
 
 class ModelTokenizer:
-    """Tokenizer of one loaded model. `serialised`: the tokenizer as JSON bytes. Texts of more than `long_characters`
-    characters may be read in pieces.
-
-    `first` and `last`: special tokens before and after a text. `pair`: those around two texts. Raises ValueError if
-    they cannot be found.
+    """Tokenizer of one loaded model, from JSON bytes (`serialised`). Texts of more than `long_characters` characters
+    may be read in pieces. `first` and `last`: special tokens before and after a text. `pair`: those around two texts.
+    Raises ValueError if they cannot be found.
     """
 
     def __init__(self, serialised: bytes, max_tokens: int, long_characters: int = LONG_CHARACTERS) -> None:
@@ -88,11 +84,8 @@ class ModelTokenizer:
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
-        """Return the ids of each text without special tokens, truncated to `room`. With NONE they are truncated too,
-        and the caller must refuse the text.
-
-        A very long text costs only the time for the part that is kept. With NONE it is read to its end, with limited
-        memory. See `long_text`.
+        """Return the ids of each text without special tokens, truncated to `room`. With NONE the caller must refuse a
+        truncated text. Of a very long text only the needed part is read, with NONE all of it.
         """
         from_end = truncate == "START"
         least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -129,9 +122,7 @@ class ModelTokenizer:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
 
     def content(self, ids: Sequence[int]) -> Ids:
-        """Return the ids that a client sent for a text, without special tokens at the start and end. All must be valid
-        token ids.
-        """
+        """Return valid ids that a client sent for a text, without special tokens at the start and end."""
         content = np.array(ids, np.int32)
         if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
             content = content[len(self.first) :]
@@ -140,9 +131,8 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of the parts of a prompt before and after a text that was sent as ids. A tokenizer may split
-        the end of a prompt differently if a text follows, so the prompt is tokenised together with a placeholder word.
-        If the prompt changes the ids of that word, the prompt is tokenised alone.
+        """Return the ids of a prompt's parts before and after a text that was sent as ids. A neighbour may
+        change how a prompt is split, so a placeholder word stands for the text, unless the prompt changes its ids.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])
@@ -155,9 +145,7 @@ class ModelTokenizer:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
 
     def whole(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
-        """Return all tokens of each text with their offsets in code points. With `special`, special tokens are
-        added.
-        """
+        """Return all tokens of each text with offsets in code points; with `special`, also special tokens."""
         return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
@@ -165,9 +153,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def encode(self, texts: Sequence[str], truncate: Truncate, limit: int) -> list[Tokens]:
-        """Return the ids of each text with special tokens, truncated to `limit` (0: the model's limit). Special tokens
-        are never truncated.
-        """
+        """Return each text's ids, truncated to `limit` (0: the model's), with special tokens, which always stay."""
         special = len(self.first) + len(self.last)
         room = max(0, (min(limit, self.max_tokens) if limit else self.max_tokens) - special)
         contents = self.contents(texts, room, truncate)
@@ -176,9 +162,7 @@ class ModelTokenizer:
         ]
 
     def spans(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[tuple[Tokens, Ids]]:
-        """Return the ids of each text, truncated like in `contents`, and the offsets of each token in the text: int32
-        [length, 2], in code points.
-        """
+        """Return the ids of each text as in `contents`, and each token's offsets, int32 [length, 2], in code points."""
         spans = []
         heads = [self._head(text, room) if truncate == "END" else text for text in texts]
         for encoding in self._tokenizer.encode_batch(heads, add_special_tokens=False):
@@ -188,9 +172,7 @@ class ModelTokenizer:
         return spans
 
     def _head(self, text: str, room: int) -> str:
-        """Return the beginning of a long text, if its ids are the first ids of the whole text and more than `room`.
-        Otherwise return the whole text.
-        """
+        """Return the head of a long text if it has more than `room` tokens, else all of it. Cut at a safe place."""
         if len(text) <= max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN):
             return text
         head = self._long.head(text, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -240,11 +222,9 @@ class _ThreadWork(NamedTuple):
 
 
 class TokenizerPool:
-    """Threads that tokenise the texts of all models, for one event loop.
-
-    Short calls that are requested in the same iteration of the loop share one thread. Moving a call to a thread and
-    back takes as long as tokenising 500 characters. Threads with short calls also hold up each other and the event loop
-    by the interpreter lock.
+    """Threads that tokenise the texts of all models, for one event loop. Short calls of one iteration of the loop share
+    a thread: moving a call to a thread and back takes as long as tokenising 500 characters, and threads with short
+    calls hold up each other and the event loop by the interpreter lock.
     """
 
     def __init__(self, workers: int) -> None:
@@ -280,9 +260,7 @@ class TokenizerPool:
 
 
 def _in_threads(parts: Sequence[_ThreadWork]) -> Iterator[list[_ThreadWork]]:
-    """Group calls by thread: a long call is alone, and short neighbours share a thread, up to THREAD_CHARACTERS
-    characters.
-    """
+    """Group calls by thread: a long call alone, short neighbours together up to THREAD_CHARACTERS characters."""
     some: list[_ThreadWork] = []
     for part in parts:
         if part.characters > INLINE_CHARACTERS:

@@ -1,6 +1,4 @@
-"""Dead letters: the whole message of work that was given up is copied to a separate stream, before it is removed from
-the queue. `sie dlq` reads this stream.
-"""
+"""Dead letters: the message of given-up work is copied to a separate stream, which `sie dlq` reads."""
 
 from __future__ import annotations
 
@@ -39,11 +37,9 @@ class DeadLetterWriter:
     async def write(
         self, delivery: Delivery, error: ErrorInfo, *, deaths: int = 0, workers: tuple[str, ...] = ()
     ) -> bool:
-        """Store the message of a delivery, and the error for which it was given up. Return False if this failed; the
-        error is logged. The message is stored only once, even if this is called several times.
-
-        After ATTEMPTS failures the letter is lost: the message must be acknowledged at some time, as it would otherwise
-        be delivered again and again.
+        """Store the message of a delivery once, with the error for which it was given up. Return False if this failed:
+        the letter is lost after ATTEMPTS failures, because a message that is not acknowledged is delivered again and
+        again.
         """
         name = letter_id(topology.stream_name(topology.pool_of(delivery.subject)), delivery)
         letter = DeadLetter(

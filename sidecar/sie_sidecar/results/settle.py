@@ -1,5 +1,5 @@
 """End of work items. `ResultDelivery` sends a result as a request to the gateway's inbox, and repeats it until the
-gateway confirms it or the budget ends; only then the message is acknowledged. `Settle` does this once for each work
+gateway confirms it or the time limit ends; only then the message is acknowledged. `Settle` does this once for each work
 item. `Leases` has the leases of the messages.
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
@@ -75,10 +75,8 @@ class ResultDelivery:
         deadline_s: float,
         before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Send a result, call `before_ack`, and acknowledge the message.
-
-        A result with errors only is sent only while this worker has the lease: after that, another worker may have the
-        work and succeed. A result with a success is always sent.
+        """Send a result, call `before_ack`, and acknowledge the message. A result with errors only is sent only while
+        this worker has the lease: after that, another worker may have the work and succeed.
         """
         verdict = await self._answer(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -113,9 +111,7 @@ class ResultDelivery:
         return await self._answer(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result that is too large for one message. Return the gateway's verdict; it is `part` if the gateway
-        did not get all parts.
-        """
+        """Send a result in parts. Return the gateway's verdict: `part` if it did not get all of them."""
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -184,9 +180,7 @@ _logger = logging.getLogger("sie.sidecar.settle")
 
 
 class Settle:
-    """Ends work items: it answers them, cancels them or returns them to the queue. Only the first call for a work item
-    has an effect.
-    """
+    """Ends work items: answers, cancels or returns them to the queue. Only the first call for an item has an effect."""
 
     def __init__(
         self,
@@ -211,9 +205,7 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Answer the work items with the error if the context raises one, so that a failed task never leaves a request
-        without an answer.
-        """
+        """Answer the work items with the error of a failed context, so that no request stays without an answer."""
         try:
             yield
         except SIEError as error:
@@ -223,21 +215,17 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items that should run. Cancelled ones are left out. Late ones, and those whose model was
-        changed since they were published, are answered.
-        """
+        """Return the work items to run, without cancelled ones. Answer late ones, and those of changed models."""
         now_s = self._clock()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
         late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
         if late:
             self._metrics.settlements.labels("late").inc(len(late))
-            self.answer_all(late, GatewayTimeout("the budget of the request was over before it could run"))
+            self.answer_all(late, GatewayTimeout("the time limit of the request was over before it could run"))
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Answer work items that were published for an old entry of their model. The gateway then publishes them for
-        the new entry.
-        """
+        """Answer work items of an old entry of their model: the gateway then publishes them for the new entry."""
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
             self.answer_all(flights, changed())
@@ -256,9 +244,7 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with one outcome for each input; `block` has their arrays. `done` and `note` describe the
-        batch in which it ran, if it ran.
-        """
+        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: of the batch that ran it."""
         if flight.settled:
             return
         flight.move("settled")
@@ -300,9 +286,7 @@ class Settle:
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
 
     def _burial(self, flight: InFlight) -> Callable[[], Awaitable[object]] | None:
-        """Return the call that writes a dead letter, to be made between the result and the ack of the message. None if
-        the work item was neither given up nor has inputs that crash adapters.
-        """
+        """Return a function that writes a dead letter, to call between result and ack; None if none is needed."""
         write = functools.partial(self._dead_letters.write, flight.lease.delivery)
         if flight.given_up is not None:
             return functools.partial(write, flight.given_up.info())
@@ -313,9 +297,7 @@ class Settle:
         return None
 
     def bury(self, lease: Lease, error: SIEError) -> None:
-        """Write a message that cannot be decoded to the dead letters, then terminate it, so that it is not delivered
-        again.
-        """
+        """Write a message that cannot be decoded to the dead letters, and end its delivery."""
         self._work.start(self._bury(lease, error), "bury")
 
     async def _bury(self, lease: Lease, error: SIEError) -> None:
@@ -366,9 +348,7 @@ _leases_logger = logging.getLogger("sie.sidecar.leases")
 
 
 class LeaseLedger:
-    """File with the leased deliveries of a worker. One process at a time writes it. `now_s` returns the time of the
-    broker's clock.
-    """
+    """File with the leased deliveries of a worker, written by one process at a time. `now_s`: the broker's clock."""
 
     def __init__(self, path: Path, file: int, now_s: Callable[[], float]) -> None:
         self.path = path
@@ -378,9 +358,7 @@ class LeaseLedger:
         self._free = list(range(SLOTS, 0, -1))
 
     def put(self, reply: str) -> int:
-        """Record a delivery by its ack subject. Return the number of its record, which `clear` needs; 0 if there is no
-        room for it.
-        """
+        """Record a delivery by its ack subject. Return the number of the record for `clear`; 0 if there is no room."""
         data = reply.encode()
         if not self._free or len(data) > SLOT_BYTES - _SLOT.size:
             return 0
@@ -396,13 +374,12 @@ class LeaseLedger:
             self._free.append(slot)
 
     def renewed(self) -> None:
-        """Record that all leases were renewed now."""
         _HEADER.pack_into(self._map, 0, _MAGIC, self._now_s())
 
     def take_over(self, within_s: float) -> list[str]:
-        """Return the ack subjects of the deliveries that an earlier process had leased, the oldest first, and clear the
-        file. `within_s`: leases whose last renewal is longer ago are left out, as another worker may have the delivery
-        by now. Unreadable records are left out with a line in the log.
+        """Return the ack subjects of an earlier process's deliveries, the oldest first, and clear the file. Leases last
+        renewed more than `within_s` ago are left out, because another worker may have the delivery. Unreadable records
+        are logged.
         """
         readable: list[tuple[float, str]] = []
         broken = 0
@@ -448,9 +425,7 @@ def _reserve(file: int) -> None:
 
 
 def open_ledger(path: Path, now_s: Callable[[], float]) -> LeaseLedger | None:
-    """Open the file, or create it. Return None with a line in the log if that is impossible: the worker can work
-    without it.
-    """
+    """Open or create the file. Return None, with a line in the log, if that fails: the worker can work without it."""
     file = -1
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -519,9 +494,7 @@ class Leases:
         return lease
 
     async def release_left(self, queue: Queue) -> int:
-        """Return the deliveries to the queue that an earlier process of this worker had leased when it was killed.
-        Return their number.
-        """
+        """Return the deliveries of a killed process of this worker to the queue, and return their number."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0
         for reply in left:
@@ -591,10 +564,8 @@ class Leases:
             _leases_logger.warning("a message could not be acknowledged and will be delivered again: %s", error)
 
     async def renew_all(self) -> None:
-        """Renew all leases if the adapter answers. If it does not, other workers must get the work.
-
-        The new time is the time of sending, and counts only when the broker has received the renewals: data sent into a
-        dead connection renews nothing.
+        """Renew all leases if the adapter answers; otherwise other workers must get the work. A lease counts as renewed
+        at the time of sending, but only after the broker has received the renewals: a dead connection loses them.
         """
         if not self._held or not self._is_alive():
             return
@@ -615,9 +586,7 @@ class Leases:
             self._ledger.renewed()
 
     async def run(self) -> None:
-        """Renew the leases every third of the ack wait, so that one lost renewal does no harm. Runs until cancelled,
-        also during a drain.
-        """
+        """Renew the leases every third of the ack wait, until cancelled: one lost renewal then does no harm."""
         due_s = self._clock()
         while True:
             due_s = max(due_s + self._ack_wait_s / 3, self._clock())

@@ -48,9 +48,7 @@ def of_work(tracer: Tracer, delivery: Delivery, item: WorkItem) -> Span | None:
 
 @contextlib.contextmanager
 def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
-    """Yield the span of a batch of these work items; None if none of them is traced. The span ends when the context
-    ends.
-    """
+    """Yield the span of a batch of these work items, None if none is traced. It ends with the context."""
     traced = [flight.span for flight in jobs if flight.span is not None and flight.span.is_recording]
     if not traced:
         yield None

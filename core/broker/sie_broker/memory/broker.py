@@ -108,7 +108,7 @@ class MemoryKeyValue:
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):
-            raise ValueError("a batch writes at least one key and each key once")
+            raise ValueError("a batch must write at least one key, and each key only once")
         await self._connection.reach(API_TIMEOUT_S)
         return self._bucket.write(writes)
 
@@ -130,9 +130,7 @@ class MemoryKeyValue:
 
 
 class MemoryWatch:
-    """Watch of a bucket. Its entries are queued for one task, which runs only while the queue has entries. After a
-    reconnect, the watch reads the entries that were written meanwhile.
-    """
+    """Watch of a bucket. Its entries are queued for one task, which runs only while the queue has entries."""
 
     def __init__(
         self,
@@ -190,8 +188,6 @@ class MemoryWatch:
 
 
 class MemoryStore(MemoryConnection):
-    """Store whose buckets are in this process."""
-
     _server: MemoryServer
 
     async def key_value(

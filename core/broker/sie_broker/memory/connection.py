@@ -1,6 +1,4 @@
-"""Connections to the in-process server, and the messages between them that are not stored. A test can lose and restore
-each connection.
-"""
+"""Connections to the in-process server, each of which a test can lose and restore, and messages that are not stored."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
 
 
 class Exchange(StreamServer):
-    """Streams, and the routing of other messages between the connections.
-
-    `lose_answers`: for this many publishes, the message is stored, but the publisher gets BrokerUnavailable instead of
-    an answer.
+    """Streams, and the routing of other messages between the connections. For the next `lose_answers` publishes, the
+    message is stored, but the publisher gets BrokerUnavailable instead of an answer.
     """
 
     def __init__(
@@ -53,9 +49,7 @@ class Exchange(StreamServer):
         return True
 
     def disconnect(self) -> None:
-        """Lose all connections at once, as when a broker dies: requests in flight fail and open pulls end. Leases
-        remain.
-        """
+        """Lose all connections, as when a broker dies: requests in flight fail and open pulls end. Leases remain."""
         for connection in list(self._connections):
             connection.disconnect()
 
@@ -67,7 +61,6 @@ class Exchange(StreamServer):
         self._connections.discard(connection)
 
     def new_inbox(self) -> str:
-        """Return a new reply subject for one answer."""
         self._tokens += 1
         return f"_INBOX.{self._tokens}"
 
@@ -92,9 +85,7 @@ class Exchange(StreamServer):
             self._exact.pop(listener.subject, None)
 
     def route(self, message: CoreMessage) -> int:
-        """Deliver a message to all subscriptions without a queue group, and to one subscription of each queue group.
-        Returns the number of receivers.
-        """
+        """Deliver a message to all subscriptions, but only to one of each queue group. Return their number."""
         inbox = self.inboxes.get(message.subject)
         if inbox is not None:
             if not inbox.done():
@@ -130,7 +121,7 @@ class Settlement(Protocol):
 
 
 class WatchReader(Protocol):
-    """Watch of a bucket: the methods that its connection calls."""
+    """Methods of a bucket's watch that its connection calls."""
 
     def catch_up(self) -> None:
         """Read the entries that the watch missed; called after a reconnect."""
@@ -213,9 +204,7 @@ class MemoryConnection:
                 answer.set_exception(BrokerUnavailable(f"{self.name}: {reason}"))
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait until the connection exists. Returns the seconds that are left of `timeout_s`. Raises BrokerUnavailable
-        when none are left.
-        """
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none are."""
         # Let other tasks run, as a network round trip does: a caller that sends requests in a loop must not block them.
         await asyncio.sleep(0)
         if self._live:
@@ -238,9 +227,7 @@ class MemoryConnection:
             )
 
     def acknowledge(self, delivery: Settlement) -> None:
-        """Acknowledge a delivery now, or after the next reconnect. Other messages are not sent later, but a late ack is
-        still correct.
-        """
+        """Acknowledge a delivery now, or after the next reconnect: unlike other messages, an ack may be late."""
         if self._live:
             delivery.settle()
         elif self._closed:
@@ -249,9 +236,7 @@ class MemoryConnection:
             self._late_acks.append(delivery)
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection, which is cancelled when the connection is closed. If the task
-        crashes, the connection counts as not connected.
-        """
+        """Run `work` as a task until the connection is closed. If it crashes, `connected` becomes False."""
         return self._tasks.start(work, name)
 
     async def flush(self, timeout_s: float = 2.0) -> None:
@@ -267,8 +252,6 @@ class MemoryConnection:
 
 
 class MemoryBus(MemoryConnection):
-    """Bus between the connections to the in-process server."""
-
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         self.require()
         self._check(subject, data)

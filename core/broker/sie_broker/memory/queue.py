@@ -82,21 +82,16 @@ class MemoryDelivery:
             consumer.stream.remove(self.sequence)
 
     def _held(self) -> Consumer | None:
-        """Return the consumer if it still exists and the message was not removed; otherwise None, and an ack has no
-        effect.
-        """
         consumer = self._consumer
         is_registered = consumer.stream.consumers.get(self.consumer) is consumer
         return consumer if is_registered and self.sequence in consumer.delivered else None
 
 
 def parse_reply(reply: str) -> tuple[str, str, int]:
-    """Return the stream, the consumer and the sequence in the `reply` of a delivery. Raises ValueError for any other
-    text.
-    """
+    """Return stream, consumer and sequence from the `reply` of a delivery. Raises ValueError for any other text."""
     tokens = reply.split(".")
     if len(tokens) != 6 or tokens[:2] != ["$JS", "ACK"]:
-        raise ValueError(f"{reply[:70]!r} names no delivery")
+        raise ValueError(f"{reply[:70]!r} is not the reply subject of a delivery")
     return tokens[2], tokens[3], int(tokens[5])
 
 
@@ -145,7 +140,7 @@ class MemoryPulls:
             log.exception("pulls on stream %s: the handler of a delivery failed", self._stream)
 
     def attach(self, name: str) -> None:
-        """Add the credit of these pulls to the consumer's queue of credits, if the consumer exists."""
+        """Add the credit of these pulls (deliveries that they still accept) to the consumer's queue of credits."""
         entry = self._credits.get(name)
         stream = self._server.streams.get(self._stream)
         consumer = stream.consumers.get(name) if stream is not None else None
@@ -173,8 +168,6 @@ class MemoryPulls:
 
 
 class MemoryQueue(MemoryBus):
-    """Queue whose streams are in this process."""
-
     async def publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 2.0) -> Published:
         if not self._live:
             await self.reach(timeout_s)
@@ -243,8 +236,6 @@ class MemoryQueue(MemoryBus):
 
 
 class MemoryAdministration(MemoryQueue):
-    """Queue whose streams and consumers can also be created, updated and deleted, all in this process."""
-
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         await self.reach(API_TIMEOUT_S)
         stream = self._server.streams.get(spec.name)

@@ -20,9 +20,7 @@ _DELIVERIES_A_TURN = 64
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Return whether a subject matches a pattern. In the pattern, `*` stands for any one token and a final `>` for one
-    or more tokens.
-    """
+    """Return whether a subject matches a pattern: `*` stands for any one token, a final `>` for one or more tokens."""
     parts, tokens = pattern.split("."), subject.split(".")
     if parts[-1] == ">":
         parts.pop()
@@ -45,9 +43,7 @@ def overlap(first: str, second: str) -> bool:
 
 
 class Timers:
-    """Callbacks for times of the server's clock. `run_due` runs the callbacks that are due; a timer of the event loop
-    calls it.
-    """
+    """Callbacks for times of the server's clock. A timer of the event loop calls `run_due`, which runs the due ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -122,8 +118,8 @@ class DeliveryCredit:
 
 
 class Consumer:
-    """Consumer. A message that matches its filter is either waiting, leased, or must be delivered again. Connections
-    with credit get messages in turn.
+    """Consumer. A message that matches its filter is waiting, or leased, or must be delivered again. Connections that
+    still accept deliveries (have credit) get messages in turn.
     """
 
     def __init__(self, spec: ConsumerSpec, stream: Stream) -> None:
@@ -167,9 +163,7 @@ class Consumer:
             self.leases.move_to_end(sequence)
 
     def next(self, now_s: float) -> Message | None:
-        """Lease the next message and return it; None if there is none. Messages that must be delivered again come
-        before messages that were never delivered.
-        """
+        """Lease and return the next message, or None. Messages that must be delivered again come first."""
         sequence = self._next_sequence(now_s)
         if sequence is None:
             return None
@@ -320,10 +314,8 @@ def normal(spec: StreamSpec, field: str) -> object:
 
 
 class StreamServer:
-    """Streams of an in-process server.
-
-    `clock`: time for ack waits, delays, ages and duplicate windows. A test that passes its own clock calls `run_due`
-    after each change of the clock.
+    """Streams of an in-process server. `clock`: for ack waits, delays, ages and duplicate windows. A test that passes a
+    clock calls `run_due` after each change of the clock.
     """
 
     def __init__(
@@ -382,9 +374,7 @@ class StreamServer:
         self._by_subject.clear()
 
     def lose_stream(self, name: str) -> None:
-        """Remove a stream with its messages and consumers. The effect is that of `delete_stream`, or of a restart of a
-        broker with memory storage.
-        """
+        """Remove a stream with its messages and consumers, like `delete_stream` or a restart with memory storage."""
         stream = self.streams.pop(name)
         for consumer in list(stream.consumers):
             stream.remove_consumer(consumer)
@@ -393,16 +383,12 @@ class StreamServer:
             pulls.detach_all()
 
     def open_credits(self, consumer: Consumer) -> None:
-        """Add the credit of open pulls to a new consumer, because pulls may request deliveries before their consumer
-        exists.
-        """
+        """Add the credit of open pulls to a new consumer: pulls may request deliveries before their consumer exists."""
         for pulls in self.pulls.get(consumer.spec.stream, ()):
             pulls.attach(consumer.spec.name)
 
     def serve(self, consumer: Consumer) -> None:
-        """Schedule deliveries of this consumer for the next iteration of the event loop, after the caller has
-        finished.
-        """
+        """Schedule deliveries of this consumer for the next iteration of the event loop."""
         if consumer.credits:
             if not self._dirty:
                 asyncio.get_running_loop().call_soon(self._deliver)

@@ -9,8 +9,8 @@ Every answer (publish ack, reply of a request, JetStream API) arrives on one inb
 its token. Deliveries arrive on an inbox of their `Pulls`, which gets a new inbox after each reconnect. So a pull of the
 former connection, which may still be open at the broker, cannot be filled in addition to the pull that replaced it.
 
-No operation waits without a time-out. An operation in flight fails at once when the connection is lost. An operation
-that starts without a connection waits for the next connection until its time-out.
+Every operation has a time-out. An operation in flight fails at once when the connection is lost. An operation that
+starts without a connection waits for the next one until its time-out.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ async def connect(
     `password`: the password of the user in `url`, if `url` has a user without a password. With `user`, it is the
     password of `user`, and both replace the credentials in `url`.
 
-    Raises BrokerUnavailable if no server accepts within the time-out. After that, the connection is restored whenever
-    it is lost, without a limit of attempts: a loss is detected at once, or within 15 s if the peer is silent, and an
-    attempt is made every 0.1 to 1 s. No log line or error contains the credentials in `url`.
+    Raises BrokerUnavailable if no server accepts within the time-out. Later, a lost connection is restored without a
+    limit of attempts, one every 0.1 to 1 s. The loss is detected at once, or within 15 s if the peer is silent. No log
+    line or error contains the credentials in `url`.
     """
     broker = NatsBroker(name)
     await broker.open(url, timeout_s, password, user)

@@ -1,6 +1,4 @@
-"""JetStream API: its replies as structs, its error codes as exceptions, and the configurations of streams and
-consumers.
-"""
+"""JetStream API: its replies as structs, its error codes as exceptions, and the settings of streams and consumers."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from sie_broker import (
 )
 from sie_contracts.wire.topology import ConsumerSpec, StreamSpec
 
-# Pull requests that may wait at one consumer. With the broker's default of 512, some would be refused in a large pool:
-# a busy worker has a few dozen of them, because each increase of its credit is a separate pull.
+# Maximum number of pull requests that wait at one consumer. A busy worker has a few dozen, because each increase of its
+# credit is a separate pull; in a large pool, the broker's default of 512 would be exceeded.
 _MAX_WAITING_PULLS = 8192
 
 _VERSION_KEY = "sie.topology"
@@ -38,7 +36,7 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
-# not compared: the broker does not let an older consumer change from files to memory, so it keeps its files
+# not compared: an older consumer keeps its files, because the broker does not let it change from files to memory
 _NEVER_COMPARED = {"metadata", "mem_storage"}
 # not updated: some server versions accept a filter that overlaps another consumer's filter
 NEVER_UPDATED = {
@@ -47,7 +45,7 @@ NEVER_UPDATED = {
 }
 
 
-# With these settings, a stream copies messages from other streams, or publishes its messages again on other subjects.
+# With these settings, a stream would copy messages from other streams, or publish its messages again on other subjects.
 # All streams of SIE have None for them.
 _TO_ITSELF = dict.fromkeys(("republish", "mirror", "sources", "subject_transform"))
 
@@ -173,17 +171,15 @@ def consumer_config(spec: ConsumerSpec) -> dict[str, Any]:
         "max_ack_pending": -1,
         "max_waiting": _MAX_WAITING_PULLS,
         # The broker keeps the leases of a consumer in memory. If it is killed, it delivers the leased messages again.
-        # In files, each busy consumer would write its leases ten times per second.
-        # At 200 consumers, this costs the broker 10 times the CPU of the work itself (bench/broker.py).
+        # In files, each busy consumer would write its leases ten times per second: at 200 consumers, this costs the
+        # broker 10 times the CPU of the work itself (bench/broker.py).
         "mem_storage": True,
         "metadata": {_VERSION_KEY: str(spec.version)},
     }
 
 
 def update_of(current: dict[str, Any], desired: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration for an update of a stream or consumer. Settings that `desired` does not have, and
-    metadata of other programs, stay unchanged.
-    """
+    """Return the configuration for an update. Settings that `desired` lacks, and metadata of other programs, stay."""
     config = {**current, **desired, "metadata": {**(current.get("metadata") or {}), **desired["metadata"]}}
     if "mem_storage" in desired:
         # the broker refuses to change this setting of an existing consumer
@@ -208,9 +204,7 @@ def bucket_config(name: str, bucket: str) -> dict[str, Any]:
 
 
 def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
-    """Return the names of the settings in `desired` that have another value at the broker. A setting that the broker
-    omits has the value zero or empty.
-    """
+    """Return the settings in `desired` that differ at the broker, which omits settings whose value is zero or empty."""
     return [
         name
         for name, value in desired.items()
@@ -219,7 +213,6 @@ def differences(current: dict[str, Any], desired: dict[str, Any]) -> list[str]:
 
 
 def difference(current: dict[str, Any], desired: dict[str, Any]) -> str | None:
-    """Return the first name that `differences` returns; None if there is none."""
     return next(iter(differences(current, desired)), None)
 
 

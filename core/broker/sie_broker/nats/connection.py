@@ -35,14 +35,14 @@ log = logging.getLogger("sie.broker")
 _CLOSE_TIMEOUT_S = 2.0
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
-# Bytes of the client's send buffer. It is larger than any burst within one iteration of the event loop.
-# While the buffer is full, a publisher waits.
+# Bytes of the client's send buffer. While it is full, a publisher waits. No burst within one iteration of the event
+# loop is as large.
 _SEND_BUFFER_BYTES = 64 << 20
 
 
 class PullInbox(Protocol):
-    """Open pull requests: the methods that their connection calls. Their inbox, the subject on which deliveries arrive,
-    is lost with its connection.
+    """Methods of open pull requests that their connection calls. Their inbox (reply subject) is lost with the
+    connection.
     """
 
     def abandon(self) -> None:
@@ -76,9 +76,7 @@ class Answers:
         del self._waiting[token], self._subjects[token]
 
     def refused(self, subject: str) -> bool:
-        """Fail the requests in flight on a subject to which this user may not publish, because they get no answer.
-        Returns whether there were any.
-        """
+        """Fail the requests in flight on a subject that this user may not use. Return whether there were any."""
         tokens = [token for token, subscribed in self._subjects.items() if subscribed.lower() == subject.lower()]
         for token in tokens:
             if not self._waiting[token].done():
@@ -126,8 +124,6 @@ class NatsConnection:
         self._reconnect_handlers = ReconnectHandlers()
         self._tasks = OwnedTasks(name)
 
-    # ---- opening and closing of the connection
-
     async def open(self, url: str, timeout_s: float, password: Secret | None = None, user: str = "") -> None:
         """Connect to a server, as described in `sie_broker.nats.connect`."""
         servers, credentials = split(url, password)
@@ -144,7 +140,7 @@ class NatsConnection:
             except (TimeoutError, NatsError, OSError) as error:
                 last = self._client.last_error
                 if reason is None or last or not isinstance(error, TimeoutError):
-                    # an attempt that the deadline cut short says less than the error before it, so keep that one
+                    # keep the earlier error: an attempt that the deadline cut short says less
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
@@ -162,9 +158,7 @@ class NatsConnection:
         self._up.set()
 
     async def _attempt(self, servers: list[str], credentials: dict[str, str]) -> None:
-        """Try once to connect; the client then tries each server once or twice. The client's own retries would never
-        end, not even after a cancellation (nats-py 2.16).
-        """
+        """Try once to connect. The client's own retries would never end, not even if cancelled (nats-py 2.16)."""
         self._client = Client()
         self._client._transport = self._transport = Transport()
         await self._client.connect(
@@ -192,7 +186,7 @@ class NatsConnection:
         )
 
     async def _hang_up(self) -> None:
-        """Close the connection. If the peer does not read the bytes that are still buffered, abort the transport."""
+        """Close the connection. Abort the transport if the peer does not read the bytes that are still buffered."""
         closing = asyncio.get_running_loop().create_task(self._client.close())
         await asyncio.wait({closing}, timeout=HANG_UP_S)
         self._transport.abort()
@@ -221,8 +215,6 @@ class NatsConnection:
         await self._hang_up()
         self._answers.fail(f"{self.name}: the connection was closed")
 
-    # ---- state of the connection
-
     @property
     def live(self) -> bool:
         """Return whether the connection exists. `connected` is also False if a task of the connection crashed."""
@@ -243,9 +235,7 @@ class NatsConnection:
             self.own(self._reconnect_handlers.run(), "reconnect handlers")
 
     async def reach(self, timeout_s: float) -> float:
-        """Wait until the connection exists. Returns the seconds that are left of `timeout_s`. Raises BrokerUnavailable
-        when none are left.
-        """
+        """Wait for the connection. Return the seconds left of `timeout_s`. Raises BrokerUnavailable if none are."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         if not self._closed:
@@ -259,15 +249,11 @@ class NatsConnection:
         return timeout_s - (loop.time() - start_s)
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` as a task of this connection, which is cancelled when the connection is closed. If the task
-        crashes, the connection counts as not connected.
-        """
+        """Run `work` as a task until the connection is closed. If it crashes, `connected` becomes False."""
         return self._tasks.start(work, name)
 
     def attach(self, inbox: PullInbox) -> None:
-        """Register open pull requests until `remove` is called. The connection calls their methods when it is lost,
-        restored or closed.
-        """
+        """Register pull requests until `remove`. The connection tells them when it is lost, restored or closed."""
         self._inboxes.add(inbox)
 
     def remove(self, inbox: PullInbox) -> None:
@@ -298,7 +284,7 @@ class NatsConnection:
         self._failed_attempts += 1
         self._client.options["reconnect_time_wait"] = min(1.0, FIRST_RETRY_S * 1.2 ** min(self._failed_attempts, 20))
         if self._failed_attempts == 1 and not self._closed:
-            log.warning("%s: connection error, trying again: %r", self.name, error)
+            log.warning("%s: the connection to the broker failed, trying again: %r", self.name, error)
 
     async def _on_lost(self) -> None:
         if not self._live:
@@ -311,7 +297,9 @@ class NatsConnection:
             await inbox.retire()
 
     async def _on_back(self) -> None:
-        log.warning("%s: connected again after %d failed attempts", self.name, self._failed_attempts)
+        log.warning(
+            "%s: the connection to the broker is restored after %d failed attempts", self.name, self._failed_attempts
+        )
         self._failed_attempts = 0
         self._client.options["reconnect_time_wait"] = FIRST_RETRY_S
         self.max_payload = self._client.max_payload
@@ -327,15 +315,13 @@ class NatsConnection:
             self._closed = True
             self._up.set()
 
-    # ---- messages and answers
-
     async def flush(self, timeout_s: float = 2.0) -> None:
         # not the client's own flush: after its time-out, the client's reader would end (nats-py 2.16)
         await self.roundtrip(f"{self._answers.inbox}echo", b"", timeout_s)
 
     async def post(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        """Send a message now. Raises BrokerUnavailable without a connection. Nothing is kept for the next connection,
-        because the content may be outdated then.
+        """Send a message now. Raises BrokerUnavailable without a connection: the message is not sent after a reconnect,
+        because it may be outdated then.
         """
         if not self._live:
             raise BrokerUnavailable(f"{self.name}: no connection to the broker")
@@ -348,9 +334,7 @@ class NatsConnection:
             raise BrokerUnavailable(f"{self.name}: {error}") from error
 
     async def acknowledge(self, reply: str) -> None:
-        """Send an ack. Without a connection, it is kept and sent after the reconnect, because a late ack is still
-        correct.
-        """
+        """Send an ack. Without a connection, send it after the reconnect: a late ack is still correct."""
         if self._closed:
             raise BrokerUnavailable(f"{self.name}: the connection to the broker is closed")
         try:
@@ -361,8 +345,8 @@ class NatsConnection:
     async def roundtrip(
         self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> Any:
-        """Send a message with a reply subject, and return the first message on that subject, which may be a status
-        message. Raises BrokerUnavailable.
+        """Send a message with a reply subject. Return the first message on that subject, which may be a status message.
+        Raises BrokerUnavailable.
         """
         if not self._live:
             timeout_s = await self.reach(timeout_s)
@@ -475,9 +459,9 @@ class NatsBus(NatsConnection):
             log.warning("%s: a subscription was not drained within %s s", self.name, STOP_TIMEOUT_S)
 
     async def _drained(self, subscription: Any) -> None:
-        # The client's own drain sends its PING before its UNSUB, and drops the messages that arrive in between.
-        # Under load, these were 4 messages of a credit of 16 (nats-py 2.16). So the UNSUB is sent here first.
-        # The echo of `flush` then arrives after every message that the broker sent on the subscription.
+        # The client's own drain sends its PING before its UNSUB, and drops the messages that arrive in between (under
+        # load, 4 messages of a credit of 16; nats-py 2.16). So the UNSUB is sent here first. The echo of `flush` then
+        # arrives after every message that the broker sent on the subscription.
         try:
             await self._client._send_unsubscribe(subscription._id)
             await self.flush()

@@ -3,7 +3,7 @@
     publish ──► Ack of the stream: sequence, duplicate
     NatsPulls ──pull requests, by credit──► consumer ──► NatsDelivery ──► ack
 
-`NatsPulls` counts the open pulls of each consumer and finds lost pulls.
+The credit of a consumer is the number of deliveries that this process still accepts from it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ from sie_contracts.wire.topology import streams_subject
 log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
-# Seconds after which a pull for several deliveries of work expires.
-# A process that hangs neither reads nor closes its connection, so its open pulls still get deliveries.
-# Each of these deliveries waits for the end of the ack wait, so the pull must expire early.
-# It expires before the ack wait (at least 3 s), so that no message is delivered to the hanging process twice.
-# A pull for a single delivery may last longer, because each quiet model has such a pull.
+# Seconds after which a pull for several deliveries of work expires. A process that hangs keeps its connection, so its
+# open pulls still get deliveries, which nobody else gets until the ack wait (at least 3 s) ends. An expiry before that
+# end prevents a second delivery of a message to this process. A pull for one delivery may last longer, which is
+# cheaper, because each quiet model has such a pull.
 WORK_EXPIRES_S = 1.0
-# Seconds between the times at which pulls may expire. So one iteration of the loop renews the pulls of many consumers.
+# Pulls expire at multiples of this time, in seconds, so that one iteration of the loop renews those of many consumers.
 # 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
 _TICK_S = 1.0
 # Limit in bytes for a pull of several deliveries: a server closes a connection with 64 MiB unsent (its `max_pending`).
@@ -89,7 +88,6 @@ class NatsDelivery:
     )
 
     def __init__(self, connection: NatsConnection, message: Any) -> None:
-        """Parse a message of the client. Raises ValueError for a message that is not a delivery."""
         self.consumer, *numbers = parse_reply(message.reply)
         self.delivered, self.sequence, self.consumer_sequence, sent_ns, self.pending = map(int, numbers)
         self.sent_s = sent_ns / 1e9
@@ -115,9 +113,9 @@ class NatsDelivery:
 class _PullCredit:
     """Counts of the open pulls of one consumer.
 
-    `issued`: number of all deliveries that were ever requested. `settled`: number of those that arrived, or that the
-    broker reported as not delivered. The difference may still arrive. The broker fills several pulls of a consumer in
-    turn, so it is unknown which pull a delivery belongs to, but the sums are exact.
+    `issued`: number of deliveries that were ever requested. `settled`: number of those that arrived, or that the broker
+    reported as not delivered. The others may still arrive. The broker fills several pulls of a consumer in turn, so it
+    is unknown which pull a delivery belongs to, but the sums are exact.
     """
 
     __slots__ = ("consumer", "credit", "index", "issued", "retry", "retry_s", "settled", "single", "written_off")
@@ -128,7 +126,7 @@ class _PullCredit:
         self.credit = 0
         self.issued = 0
         self.settled = 0
-        # True: pull only one message, without a byte limit, because the next message exceeds the limit
+        # the next message exceeds the byte limit, so pull it alone and without a limit
         self.single = False
         # value of `issued` when pulls were last given up as lost; later statuses of those pulls are ignored
         self.written_off = 0
@@ -169,7 +167,6 @@ class NatsPulls:
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> None:
-        """Start the task that sends pull requests. `expires_s` is for pulls of more than one delivery."""
         self._bus = bus
         self._expires_s = expires_s
         self._client = client
@@ -231,9 +228,7 @@ class NatsPulls:
         self._bus.remove(self)
 
     async def retire(self) -> None:
-        """Give up the inbox; deliveries that arrive on it later may be lost. Deliveries that have already arrived are
-        handled before this method returns.
-        """
+        """Give up the inbox after the deliveries that have arrived on it are handled. Later ones may be lost."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             for _ in range(10):
@@ -254,8 +249,6 @@ class NatsPulls:
     def wake(self) -> None:
         self._wake.set()
 
-    # ---- pull requests
-
     def _consider(self, entry: _PullCredit) -> None:
         if entry.credit > entry.open:
             self._dirty[entry] = None
@@ -265,8 +258,8 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Replace many small pulls, which increases of the credit have left, by one pull.
-        # With 200 consumers and a credit of 16, separate renewals of the small pulls cost 5 % of an idle core.
+        # Replace many small pulls, which increases of the credit have left, by one pull. With 200 consumers and a
+        # credit of 16, separate renewals of the small pulls cost 5 % of an idle core.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -281,7 +274,7 @@ class NatsPulls:
                 self._silent = 0
                 await self.retire()
             if not self._bus.live:
-                continue  # the next connection wakes this task
+                continue  # wait for the next connection, which wakes this task
             try:
                 await self._issue()
             except (BrokerUnavailable, NatsError) as error:
@@ -329,9 +322,7 @@ class NatsPulls:
             self._watchdog = asyncio.get_running_loop().call_at(deadline_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Give up expired pulls as lost if their deliveries neither arrived nor were reported as not delivered. New
-        pulls then request these deliveries again.
-        """
+        """Give up expired pulls as lost if their deliveries neither arrived nor were reported as undelivered."""
         loop = asyncio.get_running_loop()
         self._watchdog = None
         ages = self._ages
@@ -347,8 +338,6 @@ class NatsPulls:
         if lost:
             self._silent += 1
             self._wake.set()
-
-    # ---- receiving
 
     async def _arrived(self, message: Any) -> None:
         self._silent = 0
@@ -373,8 +362,7 @@ class NatsPulls:
 
     def _ended(self, token: str, headers: dict[str, str]) -> None:
         """Handle the status message of a pull. 408: the pull expired. 404: there are no messages. 409: the consumer is
-        gone or moves, or the byte limit of the pull is used up. 503: no server has the consumer. 100 is only a
-        heartbeat, not an end.
+        gone or moves, or the byte limit of the pull is used up. 503: no server has the consumer. 100: only a heartbeat.
         """
         parts = token.split("_")
         status = headers.get("Status", "")
@@ -426,8 +414,8 @@ class NatsPulls:
         self._consider(entry)
 
 
-# Number of buckets that are read at the same time. Each read has up to one pull in flight.
-# Together they stay far below the unsent bytes that a server allows per connection.
+# Number of buckets that are read at the same time. Each read has up to one pull in flight, so their unsent bytes stay
+# far below what a server allows per connection.
 _READS_AT_ONCE = 2
 _T = TypeVar("_T")
 
@@ -503,7 +491,7 @@ class JetStream(NatsBus):
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
         """Return the stream. If it does not exist, the owner of streams creates it from `request`; without an owner,
-        this process creates it from `config`. Two callers at once get the same stream. Returns None if the stream was
+        this process creates it from `config`. Two callers at once get the same stream. Return None if the stream was
         deleted meanwhile.
         """
         name = request.name
@@ -518,7 +506,7 @@ class JetStream(NatsBus):
         return info or await self.stream_info(name)
 
     async def ask_owner(self, request: StreamRequest) -> bool:
-        """Ask the owner of streams to create or update a stream. Returns False if this process must do it itself: it is
+        """Ask the owner of streams to create or update a stream. Return False if this process must do it itself: it is
         the owner, no owner is connected, or this user may not send such requests (a broker without users, or with those
         of an older version). Raises BrokerError.
         """
@@ -546,7 +534,6 @@ class JetStream(NatsBus):
         on_break: Callable[[], None] | None = None,
         expires_s: float = PULL_EXPIRES_S,
     ) -> NatsPulls:
-        """Open the pull requests of this connection on a stream; see `NatsPulls`."""
         pulls = NatsPulls(self, self._client, stream, handler, on_break, expires_s)
         self.attach(pulls)
         return pulls

@@ -36,7 +36,7 @@ _NAME = str.maketrans(dict.fromkeys(". */\\>\t", "-"))
 
 class NatsKeyValue:
     """Bucket, stored in the stream `KV_<bucket>` with one message per key. The message of a removed key marks the
-    removal. It is kept for `removed_age_s` seconds, or for ever if that is 0.
+    removal. This marker is kept for `removed_age_s` seconds, or for ever if that is 0.
     """
 
     def __init__(self, jetstream: JetStream, bucket: str, removed_age_s: float = 0.0) -> None:
@@ -97,9 +97,7 @@ class NatsKeyValue:
         return list(entries.values())
 
     async def _progress(self, complete: asyncio.Future[bool], entries: Mapping[str, Entry]) -> None:
-        """Wait until a read is complete. The total time has no limit, because a bucket may be large, but API_TIMEOUT_S
-        seconds without a new entry raise BrokerUnavailable.
-        """
+        """Wait until a read is complete. Raises BrokerUnavailable after API_TIMEOUT_S seconds without a new entry."""
         before = -1
         while not complete.done():
             if len(entries) == before:
@@ -116,13 +114,14 @@ class NatsKeyValue:
 
     async def write(self, writes: list[Write]) -> int:
         if not writes or len({write.key for write in writes}) != len(writes):
-            raise ValueError("a batch writes at least one key and each key once")
+            raise ValueError("a batch must write at least one key, and each key only once")
         expected = [write.expected for write in writes]
         while True:
             try:
                 return await self._commit(writes, expected)
             except WrongRevision:
-                # the key may have been removed: it then counts as missing, but the marker of its removal has a revision
+                # a write that expects no key fails for a removed key, whose marker has a revision: try again with that
+                # revision
                 marks = [await self._mark(write) for write in writes]
                 if marks == expected:
                     raise
@@ -152,7 +151,6 @@ class NatsKeyValue:
         return publish_ack(subject, answer).seq
 
     async def purge(self, within: str) -> None:
-        """Remove keys; see `KeyValue.purge`."""
         purged = {"filter": f"{self._prefix}{within}.>"}
         await self._jetstream.api(f"STREAM.PURGE.{self._stream}", purged, ApiReply)
 
@@ -176,9 +174,7 @@ class NatsKeyValue:
         return watch
 
     async def open_reader(self, first: int, within: str = "") -> tuple[str, int]:
-        """Create a consumer for one reader, which starts at revision `first`. Returns the consumer's name and the
-        number of messages to read.
-        """
+        """Create a consumer for a reader, from revision `first` on. Return its name, and how many messages to read."""
         name = f"{self._jetstream.name}-{secrets.token_hex(6)}".translate(_NAME)
         config = {
             "name": name,
@@ -245,10 +241,10 @@ class _KeyValueWatch:
     async def open(self) -> None:
         state = await self._jetstream.stream_state(self._stream)
         if self._created and self._created != state.created:
-            self._last = 0  # a new bucket with this name, so all entries are new
+            self._last = 0  # this is a new bucket of the same name, so all its entries are new
         self._reader, pending = await self._bucket.open_reader(self._last + 1)
         if not pending:
-            # there is nothing left to read: entries up to this revision have expired
+            # nothing is left to read: the entries up to this revision have expired
             self._last = max(self._last, state.last_sequence)
         self._created = state.created
         self._read = 0
@@ -297,7 +293,6 @@ class _KeyValueWatch:
                 await self._check()
 
     async def _woken(self) -> bool:
-        """Wait for a wake-up and return True; return False after _WATCH_CHECK_S seconds without one."""
         try:
             async with asyncio.timeout(_WATCH_CHECK_S):
                 await self._wake.wait()
@@ -307,7 +302,7 @@ class _KeyValueWatch:
         return True
 
     async def _check(self) -> None:
-        """Check for missed entries: after its broker was killed, a reader may exist whose pulls are never filled."""
+        """Check for missed entries: if the broker was killed, a reader may exist whose pulls are never filled."""
         try:
             state = await self._jetstream.stream_state(self._stream)
             is_behind = state.created != self._created or state.last_sequence > self._last
@@ -342,8 +337,6 @@ class _KeyValueWatch:
 
 
 class NatsStore(JetStream):
-    """Store whose buckets are streams of JetStream."""
-
     async def key_value(
         self,
         bucket: str,

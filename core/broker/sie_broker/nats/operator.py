@@ -1,5 +1,5 @@
-"""Steps of operator commands at the broker: the differences of its streams and consumers from the topology of this
-version, and the steps that remove them.
+"""Comparison of the broker's streams and consumers with the topology of this version, for operator commands, and the
+steps that remove the differences.
 
     look ──► Facts ──► plan (pure) ──► Steps ──► apply
 
@@ -51,9 +51,7 @@ class FieldChange:
 
 @dataclass(frozen=True)
 class Step:
-    """Planned change of one stream or consumer. With the action `refuse`, the change is not made, and `reason` has the
-    cause and the remedy.
-    """
+    """Planned change of one stream or consumer. For the action `refuse`, `reason` has the cause and the remedy."""
 
     action: Literal["create", "update", "refuse"]
     kind: Literal["stream", "consumer"]
@@ -70,7 +68,7 @@ class Facts:
 
     info: StreamInfo | None
     consumers: list[ConsumerInfo]
-    counts: dict[str, int]  # messages per subject
+    counts: dict[str, int]  # subject -> number of messages
 
 
 async def streams(broker: NatsAdministration) -> list[StreamInfo]:
@@ -128,9 +126,7 @@ async def remake(broker: NatsBroker, info: StreamInfo) -> None:
 
 
 def plan(facts: Facts, spec: StreamSpec, ack_wait_s: float) -> list[Step]:
-    """Return the steps that change the stream and its consumers to the topology of this version, the stream first.
-    Empty if nothing differs.
-    """
+    """Return the steps that make the stream and its consumers match this version's topology, the stream first."""
     if facts.info is None:
         return [Step("create", "stream", spec.name, spec.name, config=stream_config(spec))]
     steps = [*_stream_step(facts, facts.info, spec)]
@@ -231,7 +227,7 @@ def _fixed(changes: tuple[FieldChange, ...]) -> str:
 
 
 async def apply(broker: NatsAdministration, step: Step) -> None:
-    """Create or update the stream or consumer of a step. The caller must leave out refusals. Raises BrokerError."""
+    """Create or update the stream or consumer of a step that is no refusal. Raises BrokerError."""
     if step.kind == "stream":
         await broker.api(f"STREAM.{step.action.upper()}.{step.name}", step.config, StreamInfo)
         return

@@ -46,8 +46,6 @@ _ENSURE_ATTEMPTS = 10  # attempts to create a consumer, because another process 
 
 
 class NatsQueue(JetStream):
-    """Queue over the streams of JetStream. Its base class `JetStream` publishes and pulls."""
-
     async def subject_counts(self, stream: str, subject_filter: str) -> dict[str, int]:
         counts: dict[str, int] = {}
         while True:
@@ -100,9 +98,7 @@ class NatsQueue(JetStream):
 
 
 class NatsAdministration(NatsQueue):
-    """Queue over JetStream whose streams and consumers can also be created, updated and deleted. Operator commands use
-    its methods that return full configurations.
-    """
+    """Queue over JetStream whose streams and consumers can also be created, updated and deleted."""
 
     async def ensure_stream(self, spec: StreamSpec, *, owner: bool) -> StreamState:
         desired = stream_config(spec)
@@ -154,13 +150,10 @@ class NatsAdministration(NatsQueue):
                 if refusal.number not in CONSUMER_GONE:
                     raise
         raise BrokerUnavailable(
-            f"consumer {spec.name}: other processes deleted it in {_ENSURE_ATTEMPTS} attempts to create it"
+            f"consumer {spec.name} was not created: other processes deleted it in each of {_ENSURE_ATTEMPTS} attempts"
         )
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
-        """Try once to create or update a consumer. Raises Refusal with a code in CONSUMER_GONE if another process
-        deletes it meanwhile.
-        """
         desired = consumer_config(spec)
         verb = f"CONSUMER.CREATE.{spec.stream}.{spec.name}.{spec.subject}"
         create = {"stream_name": spec.stream, "action": "create", "config": desired}
@@ -184,7 +177,6 @@ class NatsAdministration(NatsQueue):
         return [consumer_state_of(info) for info in await self.consumer_infos(stream)]
 
     async def consumer_infos(self, stream: str) -> list[ConsumerInfo]:
-        """Return all consumers of a stream, with their configurations."""
         infos: list[ConsumerInfo] = []
         while True:
             page = await self.api(f"CONSUMER.LIST.{stream}", {"offset": len(infos)}, Consumers)
@@ -193,7 +185,6 @@ class NatsAdministration(NatsQueue):
                 return infos
 
     async def stream_infos(self) -> list[StreamInfo]:
-        """Return all streams of the account, with their configurations."""
         infos: list[StreamInfo] = []
         while True:
             page = await self.api("STREAM.LIST", {"offset": len(infos)}, Streams)

@@ -1,6 +1,4 @@
-"""Addresses and credentials of servers, the pauses between attempts to connect, and the TCP transport for the
-client.
-"""
+"""Addresses and credentials of servers, the pauses between attempts to connect, and the client's TCP transport."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ _NO_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Transport(TcpTransport):  # type: ignore[misc]
-    """TCP transport of the client. Its close does not wait until a silent peer has read the unsent bytes, because that
-    would delay the reconnect by minutes.
+    """TCP transport of the client. When it is closed, it does not wait until a silent peer has read the unsent bytes:
+    that would delay the reconnect by minutes.
     """
 
     def __bool__(self) -> bool:
-        # always true, else the client replaces a transport without a connection by one of its own class (nats-py 2.16)
+        # The client replaces a transport that is false (has no connection) by one of its own class (nats-py 2.16).
         return True
 
     async def connect(self, *arguments: Any, **options: Any) -> None:
@@ -53,8 +51,8 @@ class Transport(TcpTransport):  # type: ignore[misc]
 
 
 def split(url: str, password: Secret | None = None) -> tuple[list[str], dict[str, str]]:
-    """Return the server addresses without credentials, and the credentials separately. The same credentials are used
-    for all servers, because the addresses that the broker announces have none.
+    """Return the server addresses without credentials, and the credentials, which are the same for all servers because
+    the addresses that the broker announces have none.
 
     `password`: the password of a user in `url` that has none. A single name in `url` without a password is a token.
     """

@@ -15,7 +15,6 @@
     configs       routes of the catalogue, which gateways and the config service serve
     faults        errors
 
-A field that may be absent has the type `... | UnsetType`. `EXAMPLE` of a struct appears in the OpenAPI document, and
-tests check it against the schema. The code that parses a body reads exactly the fields of its struct; a test compares
-the two.
+A field that may be absent has the type `... | UnsetType`. `EXAMPLE` of a struct appears in the OpenAPI document. Tests
+check it against the schema, and that the code that parses a body reads exactly the fields of its struct.
 """

@@ -192,9 +192,6 @@ class Resolution(Struct, kw_only=True):
     alias: Text = UNSET
 
 
-# Structs that only the config service uses
-
-
 class Revision(Struct, kw_only=True):
     """A write of a model. `note`: the reason of the write, if a program wrote it; empty if a person did."""
 

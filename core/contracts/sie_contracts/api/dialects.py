@@ -34,9 +34,6 @@ TokenEmbeddings = list[list[list[float]]]
 RERANKER = "cross-encoder/ms-marco-MiniLM-L-6-v2"
 
 
-# Bodies of OpenAI, Jina, Voyage
-
-
 class ImageAddress(Struct, kw_only=True):
     """An image: a data URI, or base64."""
 
@@ -261,9 +258,6 @@ class Transcription(Struct, kw_only=True):
     warnings: Texts = UNSET
 
 
-# Bodies of NVIDIA
-
-
 class Passage(Struct, kw_only=True):
     """One passage to rank: a text, or an image (base64 or a data URI)."""
 
@@ -305,9 +299,6 @@ class Rankings(Reply, kw_only=True):
     EXAMPLE: ClassVar[Any] = {"rankings": [{"index": 0, "logit": 7.2}], **SHARED}
 
     rankings: list[PassageScore]
-
-
-# Bodies of Cohere, Jina, Voyage
 
 
 class Document(Struct, kw_only=True):
@@ -451,9 +442,6 @@ class Embedded(Struct, kw_only=True):
     fingerprint: Text = UNSET
     warnings: Texts = UNSET
     explain: list[dict[str, Any]] | UnsetType = UNSET
-
-
-# Bodies of Infinity
 
 
 class Classify(Struct, kw_only=True):

@@ -15,9 +15,6 @@ Truncation = Literal["END", "START", "NONE"]
 Vectors = list[Annotated[list[float], Meta(min_length=1)]]
 
 
-# requests
-
-
 class Media(Struct, kw_only=True):
     """A file in an input: an image, a document, audio or video."""
 
@@ -243,8 +240,6 @@ class Redact(Struct, kw_only=True):
     items: Annotated[list[str | TextItem], Meta(min_length=1)]
     params: RedactParams | UnsetType = UNSET
 
-
-# replies
 
 # value of `usage` of one input, in the examples
 ITEM_USED = {"prompt_tokens": 3, "total_tokens": 3, "truncated": False}

@@ -24,10 +24,10 @@ JobState = Literal[
 ENDED: frozenset[JobState] = frozenset({"completed", "failed", "cancelled", "expired"})
 SHARD_ROWS = 10_000
 MAX_SHARD_ROWS = 100_000
-MAX_METADATA = 16  # largest number of entries of `metadata`; OpenAI has the same limit
-MAX_KEEP = 100  # largest number of input columns that are copied to the output
+MAX_METADATA = 16  # maximum number of entries of `metadata`; OpenAI has the same limit
+MAX_KEEP = 100  # maximum number of input columns that are copied to the output
 MAX_WINDOWS = 16
-# largest number of bytes of a job or batch request; its record is in the memory of every gateway
+# maximum number of bytes of a job or batch request; its record is in the memory of every gateway
 MAX_REQUEST_BYTES = 40 << 10
 
 _Column = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -291,5 +291,4 @@ class JobDeleted(Struct, kw_only=True):
 
 
 def job_error(info: ErrorInfo) -> JobError:
-    """Return an ErrorInfo as the error of a job in the API."""
     return JobError(code=info.code, message=info.message, param=info.param)

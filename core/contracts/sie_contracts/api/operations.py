@@ -9,11 +9,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sie_contracts import __version__
 from sie_contracts.api.shapes import MINI, Text, Texts, Whole
 
-# pools
-
 TTL_S, MAX_TTL_S = 1200, 3600
 MAX_MINIMUM_WORKERS = 4
-MAX_GPUS = 4096  # largest number of workers of one machine profile in a reservation; no cluster has more
+MAX_GPUS = 4096  # maximum number of workers of one machine profile in a reservation; no cluster has more
 MAX_PINNED = 64
 Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 
@@ -122,9 +120,6 @@ class Assignment(Struct, kw_only=True):
     worker: str
     pools: list[str]
     pinned_models: Texts = UNSET
-
-
-# Health and scaling
 
 
 class DeviceInfo(Struct, frozen=True):

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, UnsetType
 
-# Types of fields that may be absent
 Text = str | UnsetType
 Flag = bool | UnsetType
 Whole = int | UnsetType
@@ -28,8 +27,8 @@ MINI = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def one_of(*types: Any) -> Meta:
-    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. A union type of msgspec allows
-    only one list and one struct.
+    """Return the schema for `Annotated[Any, ...]` whose value has one of these types. msgspec itself allows only one
+    list and one struct in a union.
     """
     schemas, components = msgspec.json.schema_components(types)
     return Meta(extra_json_schema={"anyOf": [_inlined(schema, components) for schema in schemas]})

@@ -1,6 +1,4 @@
-"""Pages of the console over HTTP: overview, placement of models, history, slow requests, and the checks of `sie
-doctor`.
-"""
+"""Pages of the console over HTTP: overview, placement of models, history, slow requests, and checks of `sie doctor`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keys of inputs. A key is a digest of all data on which the result of an input depends, so it does not reveal the
-text. Inputs that killed an adapter are recorded under these keys.
+"""Keys of inputs, under which inputs that killed an adapter are recorded. A key is a digest of all data on which the
+result of an input depends, so it does not reveal the text.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 def content_keys(item: WorkItem) -> list[str]:
-    """Return one key for each input of a work item: a digest of model, profile, revision, operation, input, query and
-    options.
-    """
+    """Return one key for each input: a digest of model, profile, revision, operation, input, query and options."""
     common = hashlib.sha256(
         _encode((item.model, item.profile, item.revision, item.operation, item.query, item.options))
     )

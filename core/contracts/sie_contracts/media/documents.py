@@ -9,31 +9,25 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_BYTES = 64 << 20  # largest number of bytes of one file: half of the largest frame to an adapter
+MAX_BYTES = 64 << 20  # maximum size of one file, in bytes: half of the largest frame to an adapter
 MIN_TOKENS = 256
 # bytes of a file that cost as much as one token: a file of one megabyte takes about as long as a full batch of texts
 BYTES_PER_TOKEN = 64
 
 
 class DocumentFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file in the form in which the client sent it. `format` is the format that the client names. It is used if the
-    content does not show the format.
-    """
+    """A file as the client sent it. `format`: the client's name of its format, used if the content does not show it."""
 
     data: bytes
     format: str = ""
 
 
 class DocumentLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of the document files that a model accepts."""
-
     max_bytes: int = MAX_BYTES
 
 
 def cost(size: int) -> int:
-    """Return the cost of a file of `size` bytes, in tokens. The size is used because the number of pages is unknown
-    before the file is parsed.
-    """
+    """Return the cost of a file in tokens, by its bytes: the number of pages is unknown before the file is parsed."""
     return max(MIN_TOKENS, size // BYTES_PER_TOKEN)
 
 

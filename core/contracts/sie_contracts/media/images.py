@@ -17,10 +17,9 @@ import msgspec
 
 from sie_contracts.media.media import fault
 
-MAX_ASPECT = 200  # largest allowed ratio of the longer edge to the shorter edge of an image
+MAX_ASPECT = 200  # maximum ratio of the longer edge to the shorter edge of an image
 MAX_DECODED_PIXELS = 100_000_000
-# Largest number of pixels of an image after each resize. A long, narrow image can grow when its shorter edge is
-# enlarged.
+# maximum number of pixels after each resize; a long, narrow image can grow when its shorter edge is enlarged
 MAX_RESIZED_PIXELS = 64_000_000
 MAX_RESULT_BYTES = 3 * MAX_RESIZED_PIXELS
 
@@ -30,8 +29,6 @@ Raised = Literal["no", "rounded", "floored"]
 
 
 class Size(NamedTuple):
-    """Size of an upright image, in pixels."""
-
     height: int
     width: int
 
@@ -105,9 +102,7 @@ class ImageTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Conversion of uint8 levels to the numbers that the model reads, per channel, in float32: `(level * rescale -
-    mean) / std`.
-    """
+    """Conversion of uint8 levels to the model's numbers in float32, per channel: `(level * rescale - mean) / std`."""
 
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -124,9 +119,7 @@ class Normalisation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def check(recipe: Recipe, size: Size) -> None:
-    """Raise an error for an image whose size is outside the limits. `size` comes from the header of the file, so the
-    image may still be rotated.
-    """
+    """Raise an error if an image exceeds the limits. `size` is from the file's header, perhaps before a rotation."""
     height, width = size
     if min(size) < 1:
         raise fault("undecodable", f"the image is {width} x {height} pixels")
@@ -280,8 +273,8 @@ _COMMON = {
 
 
 def from_processor(config: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a checkpoint's preprocessor_config.json. The recipe has the same result as the image
-    processor in the file, up to uint8 pixels. Raises UnknownProcessor.
+    """Return the recipe for a checkpoint's preprocessor_config.json. Up to uint8 pixels, it has the same result as the
+    image processor in the file. Raises UnknownProcessor.
     """
     settings = _completed(config)
     if not settings["do_resize"]:
@@ -310,7 +303,6 @@ def _name(config: Mapping[str, Any]) -> str:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the file; missing ones have the defaults of the class."""
     _, defaults = _PROCESSORS[_name(config)]
     return {**_COMMON, **defaults, **{key: value for key, value in config.items() if value is not None}}
 
@@ -324,9 +316,7 @@ def _channels(settings: Mapping[str, Any], key: str) -> tuple[float, float, floa
 
 
 def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, int]:
-    """Return a size setting as a map from edge to pixels. A single number is both edges if `square` is true, otherwise
-    the shorter edge. Raises UnknownProcessor.
-    """
+    """Return a size as a map from edge to pixels. A single number is both edges if `square`, else the shorter edge."""
     value = settings.get(key)
     if isinstance(value, int):
         value = {"height": value, "width": value} if square else {"shortest_edge": value}
@@ -341,7 +331,6 @@ def _sides(settings: Mapping[str, Any], key: str, *, square: bool) -> dict[str, 
 
 
 def _fixed(settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of CLIP, SigLIP and similar models, which read all images at one size."""
     for key in ("do_pad", "use_square_size"):
         if settings.get(key):
             raise UnknownProcessor(f"{key} is true, which no recipe supports")
@@ -361,7 +350,7 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     """Return the recipe of image encoders that read images of any size, in blocks of merged patches. `frames`: the
-    bounds in the file count the pixels of so many frames.
+    bounds in the file count the pixels of this many frames.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}
@@ -430,7 +419,7 @@ _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _PATCHES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _BILINEAR = {"resample": _FILTERS.index("bilinear")}
-# name of a class -> function that builds the recipe from its settings, and the defaults of the class
+# class name -> function that builds the recipe from its settings, and the defaults of the class
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),

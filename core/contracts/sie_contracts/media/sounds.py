@@ -19,9 +19,9 @@ from sie_contracts.media.media import fault
 
 MAX_SECONDS = 600  # longest sound, or part of a sound, that one request reads, in seconds
 MAX_RECORDING_S = 14_400  # longest sound of which a request may read a part, in seconds
-MAX_SAMPLES = 64_000_000  # largest number of samples of a file or a part, summed over its channels
+MAX_SAMPLES = 64_000_000  # maximum number of samples of a file or a part, summed over its channels
 RATES = (1_000, 384_000)  # lowest and highest sample rate of a file, in Hz
-MAX_FEATURE_BYTES = 64 << 20  # largest number of bytes of the features of one sound
+MAX_FEATURE_BYTES = 64 << 20  # maximum number of bytes of the features of one sound
 
 Filling = Literal["repeatpad", "repeat", "pad"]
 Scale = Literal["htk", "slaney"]
@@ -29,9 +29,7 @@ Levels = Literal["decibels", "relative"]
 
 
 class Shape(NamedTuple):
-    """Shape of the features of a sound: number of views of its spectrum, of frames in each view, and of bins in each
-    frame.
-    """
+    """Shape of the features of a sound: views of its spectrum, frames in each view, frequency bins in each frame."""
 
     views: int
     frames: int
@@ -58,13 +56,13 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     `filling`: how a sound shorter than the window is filled up. repeatpad: repeat it as often as it fits completely,
     then add silence; repeat: repeat it up to the full length; pad: add silence only.
 
-    A sound longer than the window: only its middle is read. With `whole`, all of it is read, window by window. With
+    Of a sound longer than the window, only the middle is read. With `whole`, all of it is read, window by window. With
     `fused`, the model gets four views: the whole sound, shrunk, and one part of each third; a shorter sound is given
     four times.
 
-    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers, either decibels, or
-    relative to the loudest power: log10 of the power, raised to at least the largest log10 minus 8, plus 4, divided by
-    4; then the frame after the last sample is dropped. `chunk`: number of samples that cost as much as one token.
+    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. It is decibels, or
+    relative to the loudest power: the log10 of each power, at least the largest log10 minus 8, plus 4, divided by 4;
+    then the frame after the last sample is dropped. `chunk`: number of samples that cost as much as one token.
     """
 
     rate: int
@@ -94,9 +92,7 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def tokens(self) -> int:
-        """Return the cost, in tokens, of a sound that is not longer than the window. Every such sound costs as much as
-        a full window.
-        """
+        """Return the cost, in tokens, of any sound that is not longer than the window: that of a full window."""
         return -(-self.window // self.chunk)
 
     @property
@@ -118,13 +114,12 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
         return is_alike and shortest.frames <= shape.frames <= longest.frames
 
     def cost(self, shape: Shape) -> int:
-        """Return the cost of a sound with features of this shape, in tokens."""
         return -(-shape.frames * self.hop // self.chunk) if self.whole else self.tokens
 
 
 def check(header: SoundHeader, from_s: float | None = None) -> None:
     """Raise an error for a sound whose header has a rate, length or number of channels outside the limits. With
-    `from_s`, only a part of the sound is read, from this second on, so the whole sound may be longer.
+    `from_s`, only a part is read, from this second on, so the whole sound may be longer.
     """
     frames, rate, channels = header
     if not RATES[0] <= rate <= RATES[1]:
@@ -156,12 +151,12 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-# number of bands to which transformers shrinks a whole long sound, whatever the model's own number of bands is
+# number of bands of a long sound that transformers shrinks as a whole; it is the same for all models
 FUSED_BINS = 64
 
 
 def from_extractor(config: Mapping[str, Any], *, positions: int) -> SoundRecipe:
-    """Return the recipe of a checkpoint's preprocessor_config.json. `positions`: number of positions that the model
+    """Return the recipe for a checkpoint's preprocessor_config.json. `positions`: number of positions that the model
     uses for one window; it determines the cost of a sound. Raises UnknownExtractor.
     """
     name = str(config.get("feature_extractor_type") or "not named")
@@ -208,9 +203,7 @@ _WHISPER_HIGH = 8000.0
 
 
 def _whisper(config: Mapping[str, Any], positions: int) -> SoundRecipe:
-    """Return the recipe of Whisper, as WhisperFeatureExtractor of transformers computes it without truncation: a sound
-    longer than the window keeps all its frames.
-    """
+    """Return the recipe of Whisper without truncation: a sound longer than the window keeps all its frames."""
     settings = {**_WHISPER, **_WHISPER_FIXED, **{key: value for key, value in config.items() if value is not None}}
     if changed := [name for name, value in _WHISPER_FIXED.items() if settings[name] != value]:
         raise UnknownExtractor(f"{changed[0]} is {settings[changed[0]]}, known is {_WHISPER_FIXED[changed[0]]}")

@@ -1,3 +1,1 @@
-"""The catalogue: entries of models, aliases and bundles, their options, families and costs, and the choice of the
-workers that host a model.
-"""
+"""The catalogue: entries of models, aliases and bundles, their options, families and costs, and the choice of hosts."""

@@ -53,9 +53,7 @@ def check(alias: Alias, catalogue: Catalogue) -> None:
 
 
 def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolved:
-    """Return the model to which a target of an alias resolves. Raises ValidationFailed, which names the field and the
-    fix.
-    """
+    """Return the model to which an alias's target resolves. Raises ValidationFailed, which names field and fix."""
     if model_of(model) == alias.id.casefold():
         raise invalid(loc, f"{model[:200]!r} is this alias itself: name a model")
     try:
@@ -72,7 +70,6 @@ def _target(catalogue: Catalogue, alias: Alias, model: str, loc: str) -> Resolve
 
 
 def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
-    """Raise ValidationFailed if the results of two targets cannot be mixed."""
     first = targets[0]
     for number, target in enumerate(targets[1:], 1):
         loc = f"$.alias[{number}].model"
@@ -97,9 +94,7 @@ def _check_alike(targets: list[Resolved], catalogue: Catalogue) -> None:
 
 
 def _numbers(resolved: Resolved, catalogue: Catalogue) -> dict[str, str]:
-    """Return `Resolved.numbers` by profile, for all profiles that a request to the alias may name: only the target's
-    profile, or any profile if the target names none.
-    """
+    """Return `Resolved.numbers` by profile, for the profiles that a request to the alias may name."""
     names = resolved.entry.profiles if resolved.profile == "default" else ()
     return {
         "": resolved.numbers,
@@ -112,9 +107,7 @@ def _verbs(resolved: Resolved) -> str:
 
 
 def changes_vectors(before: Alias, after: Alias, catalogue: Catalogue) -> bool:
-    """Return whether the new alias may give other vectors than the old one, so that an existing index could not be
-    searched any more.
-    """
+    """Return whether the new alias may give other vectors, so that an index of the old ones could not be searched."""
     try:
         former = {_target(catalogue, before, target.model, "$").numbers for target in before.alias}
         targets = [_target(catalogue, after, target.model, "$") for target in after.alias]

@@ -26,7 +26,7 @@ from sie_contracts.names import in_words
 MAX_TARGETS = 8
 MAX_WEIGHT = 1_000_000
 _HASH_BYTES = 8
-# top-level fields by which a document is a model and not an alias
+# top-level fields of a model, which an alias does not have
 _OF_MODELS = frozenset({"weights", "family", "outputs", "max_tokens"})
 
 
@@ -40,9 +40,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Shadow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model that gets copies of a share of the requests, for a comparison. Its results are measured and then
-    dropped.
-    """
+    """A model that gets copies of a share of the requests. Its answers are compared with the real ones and dropped."""
 
     model: str
     share: float = 1.0
@@ -64,14 +62,11 @@ class Alias(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def heaviest(self) -> Target:
-        """Return the target with the largest weight; the first one if several have it. Requests without a key use
-        it.
-        """
+        """Return the target with the largest weight, the first if several have it. Requests without a key use it."""
         return max(self.alias, key=lambda target: target.weight)
 
 
 def is_alias(raw: object) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether a document is an alias and not a model."""
     return isinstance(raw, Mapping) and "alias" in raw
 
 
@@ -125,9 +120,7 @@ def _named(value: Any) -> Any:
 
 
 def _key_name(model: str) -> str:
-    """Return the name under which a target is hashed with a key. It has no revision, so that keys keep their target
-    when the model gets a new revision.
-    """
+    """Return the name to hash with a key: without the revision, so that keys keep their target at a new revision."""
     name, at, tail = model.partition("@")
     return name + (":" + tail.partition(":")[2] if at and ":" in tail else "")
 
@@ -136,8 +129,8 @@ def choose(alias: Alias, key: str) -> Target:
     """Return the target for a request key; it is the same on all gateways. Over many keys, each target gets a share of
     the keys in proportion to its weight.
 
-    The method is weighted rendezvous hashing: if the weight of a target rises, keys only move to this target, none away
-    from it. The hash includes the alias, so that a key may have unrelated targets in different aliases.
+    The method is weighted rendezvous hashing: if the weight of a target rises, keys move only to this target. The hash
+    includes the alias, so that a key may have unrelated targets in different aliases.
     """
     if len(alias.alias) == 1:
         return alias.alias[0]
@@ -149,9 +142,7 @@ def choose(alias: Alias, key: str) -> Target:
 
 
 def _uniform(*parts: str) -> float:
-    """Return a number above 0 and below 1, computed from a hash of the parts. The length of each part is hashed too, so
-    that ("ab", "c") and ("a", "bc") differ.
-    """
+    """Return a number above 0 and below 1 from a hash of the parts and their lengths: ("ab", "c") != ("a", "bc")."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for part in parts:
         data = part.encode()
@@ -161,9 +152,7 @@ def _uniform(*parts: str) -> float:
 
 
 def model_of(spec: str) -> str:
-    """Return the case-folded id in the name of a target, without bundle, revision and profile. Ids contain neither `@`
-    nor `:`.
-    """
+    """Return the case-folded id in a target's name, without bundle, revision and profile. No id has an `@` or `:`."""
     name = spec.partition(":/")[2] or spec
     return name.partition("@")[0].partition(":")[0].casefold()
 

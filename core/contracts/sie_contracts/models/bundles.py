@@ -74,23 +74,19 @@ def _invalid(loc: str, message: str) -> ValidationFailed:
 
 
 def ordered(bundles: Mapping[str, BundleEntry]) -> list[BundleEntry]:
-    """Return all bundles, with the preferred bundle first."""
+    """Return all bundles, the preferred one first."""
     return sorted(bundles.values(), key=lambda bundle: (bundle.priority, bundle.id))
 
 
 def serving(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, ...]:
-    """Return the bundles that can serve a model of `family`, the preferred bundle first. If the model names a bundle,
-    only that bundle may serve it.
-    """
-    if not bundles:  # for example, the catalogue of a process that serves one model
+    """Return the bundles that can serve a model of `family`, the preferred first. `named`: the only bundle allowed."""
+    if not bundles:  # the catalogue of a process that serves one model has no bundles
         return (named or DEFAULT,)
     return tuple(bundle.id for bundle in ordered(bundles) if bundle.serves(family) and named in ("", bundle.id))
 
 
 def lacking(bundles: Mapping[str, BundleEntry], family: str, named: str = "") -> tuple[str, str]:
-    """Return why no bundle can serve a model, as two texts: the path of the wrong field, and a sentence with the fault
-    and the fix.
-    """
+    """Return why no bundle can serve a model: the path of the wrong field, and a sentence with fault and fix."""
     able = [bundle.id for bundle in ordered(bundles) if bundle.serves(family)]
     families_of_bundles = "; ".join(
         f"{bundle.id} has {', '.join(bundle.families) or 'every family'}" for bundle in ordered(bundles)

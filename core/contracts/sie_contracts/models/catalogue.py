@@ -3,8 +3,8 @@
     "[bundle:/]model[@revision][:profile]" ──► Catalogue.resolve ──► Resolved (entry, profile, residency)
                                                    └ an alias: the target of the request's key is resolved
 
-The functions are pure and the data is immutable: the resolution for one request never changes the resolution for
-another request. `options` interprets the parameters of a request for a resolved model.
+The functions are pure and the data is immutable, so requests cannot affect each other. `options` interprets the
+parameters of a request for a resolved model.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _Value = TypeVar("_Value")
 
 
 def packaged_folder() -> Path:
-    """Return the folder of the catalogue that ships with SIE. In an installation it is inside the package, in a
-    checkout at the root of the repository.
-    """
+    """Return the folder of the packaged catalogue: inside the installed package, or at the root of a checkout."""
     installed = Path(__file__).parents[1] / "catalog"
     return installed if installed.is_dir() else Path(__file__).parents[4] / "catalog"
 
@@ -75,7 +73,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """An immutable snapshot of the catalogue. A request uses one snapshot from start to end.
+    """Immutable snapshot of the catalogue. A request uses one snapshot from start to end.
 
     `revisions`: present revision of each model and alias, by id. `epoch`: version of the catalogue, in the form
     `created:number`: creation time of the catalogue and number of its last write.
@@ -86,7 +84,7 @@ class Catalogue:
     bundles: Mapping[str, BundleEntry] = field(default_factory=dict)
     epoch: str = ""
     aliases: Mapping[str, Alias] = field(default_factory=dict)
-    # id -> number of the write that made the present revision; the number in an epoch counts the same writes
+    # id -> number of the write that created the present revision; the number in an epoch counts the same writes
     written: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -104,7 +102,7 @@ class Catalogue:
         return cls(entries, revisions, bundles, epoch, aliases, written or {})
 
     def with_model(self, model: str, entry: ModelEntry | Alias | None, revision: int, epoch: str) -> Catalogue:
-        """Return a snapshot in which one model or alias is written or (`entry` None) removed."""
+        """Return a snapshot in which one model or alias is written, or removed if `entry` is None."""
         number = epoch.rpartition(":")[2]
         new = Catalogue(
             _with(self.entries, model, entry if isinstance(entry, ModelEntry) else None),
@@ -120,15 +118,13 @@ class Catalogue:
         return new
 
     def at(self, epoch: str) -> Catalogue:
-        """Return a snapshot with the same contents and the epoch `epoch`."""
+        """Return a snapshot with the same contents and another epoch."""
         new = replace(self, epoch=epoch)
         new.__dict__["_names"], new.__dict__["_serving"] = self._names, self._serving
         return new
 
     def since(self, model: str) -> str:
-        """Return the epoch of the write that created the present revision of a model. If that write is unknown, return
-        the epoch of the snapshot.
-        """
+        """Return the epoch of the write that created a model's present revision; if unknown, that of the snapshot."""
         number = self.written.get(model)
         return self.epoch if number is None else f"{self.epoch.rpartition(':')[0]}:{number}"
 
@@ -137,12 +133,12 @@ class Catalogue:
         return NameIndex((*self.entries, *self.aliases))
 
     def find(self, name: str) -> ModelEntry | None:
-        """Return the entry with this id. If no entry has it, return the only entry whose id differs only in case."""
+        """Return the entry with this id. If there is none, return the only entry whose id differs only in case."""
         return self.entries.get(name) or self.entries.get(self._names.same(name) or "")
 
     def near(self, name: str, able: Callable[[ModelEntry], bool] = lambda _: True) -> list[str]:
-        """Return the ids of models and aliases that are most similar to `name`, best first. `name` may lack the
-        organisation. Models for which `able` returns False are left out, and so are their aliases.
+        """Return the ids of models and aliases that are most similar to `name`, which may lack the organisation; best
+        first. Models for which `able` returns False are left out, and so are their aliases.
         """
 
         def keep(name: str) -> bool:
@@ -177,15 +173,11 @@ class Catalogue:
 
     @functools.cached_property
     def _serving(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """Cache for `bundles_of`: (family, bundle in the entry) -> bundles. It exists because every request needs the
-        bundles.
-        """
+        """Cache for `bundles_of`, which every request calls: (family, bundle in the entry) -> bundles."""
         return {}
 
     def _in_bundle(self, resolved: Resolved, bundle: str) -> Resolved:
-        """Return the resolution with its bundles: only `bundle` if the request names it, otherwise all bundles that can
-        serve the model. Raises BundleConflict.
-        """
+        """Return the resolution with its bundles: `bundle` if the request names it, else all that serve the model."""
         if resolved.bundles and not bundle:
             return resolved
         entry, able = resolved.entry, self.bundles_of(resolved.entry)
@@ -199,10 +191,10 @@ class Catalogue:
         return self.aliases.get(name) or self.aliases.get(self._names.same(name) or "")
 
     def _through_alias(self, rest: str, key: str) -> Resolved | None:
-        """Resolve `alias[@revision][:profile]`. Returns None if the alias does not exist.
+        """Resolve `alias[@revision][:profile]`; None if the alias does not exist. Raises ModelNotFound.
 
-        A revision after the name of the alias must be the revision of its target. A profile must be the profile of the
-        target; if the target names none, it may be any profile of the target. Raises ModelNotFound.
+        A revision must be that of the alias's target. A profile must be the profile of the target; if the target names
+        none, it may be any profile of the target.
         """
         name, _, profile = rest.partition(":")
         name, _, revision = name.partition("@")
@@ -255,16 +247,14 @@ class Catalogue:
                 extras={"profiles": ["default", *entry.profiles]},
             )
         run, load = _layered(entry, profile)
-        # Profiles with equal load options share one copy of the weights. The first of these profiles gives it its name.
+        # Profiles with equal load options share one copy of the weights, which has the name of the first of these
+        # profiles.
         owner = next(name for name in ("default", *entry.profiles) if _layered(entry, name)[1] == load)
         residency = entry.id if owner == "default" else f"{entry.id}:{owner}"
         return Resolved(entry, profile, run, load, residency, requested)
 
 
 def _with(mapping: Mapping[str, _Value], key: str, value: _Value | None) -> Mapping[str, _Value]:
-    """Return a copy of the map in which `key` has the value, or is removed if `value` is None. If nothing changes, the
-    map itself is returned.
-    """
     if value is None and key not in mapping:
         return mapping
     new = dict(mapping)
@@ -281,9 +271,6 @@ def _no_revision(entry: ModelEntry, revision: str) -> ModelNotFound:
 
 
 def _layered(entry: ModelEntry, profile: str) -> tuple[RunDefaults, LoadOptions]:
-    """Return the options of a profile: those of the model, overridden by those of the profile that it extends,
-    overridden by its own.
-    """
     run, load = entry.run, entry.load
     variant = entry.profiles.get(profile)
     if variant is None:
@@ -302,9 +289,7 @@ def _overlay(base: RunDefaults, layer: RunDefaults) -> RunDefaults:
 
 
 def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
-    """Override load options, key by key. A profile can set a flag but cannot clear one, because false also means unset.
-    The exception is `causal`, for which unset is None.
-    """
+    """Override load options. A profile cannot clear a flag, because false means unset (for `causal`: None)."""
     if layer is None:
         return base
     layer_options = ((name, getattr(layer, name)) for name in LoadOptions.__struct_fields__)
@@ -314,9 +299,7 @@ def _overlay_load(base: LoadOptions, layer: LoadOptions | None) -> LoadOptions:
 
 
 def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
-    """Return the fingerprint of the answers of a profile: `loaded`, the fingerprint of the loaded model, combined with
-    the run options that the profile changes.
-    """
+    """Return the fingerprint of a profile's answers: that of the loaded model, with the run options that it changes."""
     run = Catalogue.resolve_profile(entry, profile, entry.id).run
     if run == entry.run:
         return loaded
@@ -335,7 +318,7 @@ def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: st
         "outputs": entry.outputs,
         "prompts": entry.prompts,
         "run": entry.run,
-        # without the engine that the entry requests; the engine that really runs is added below
+        # without the engine that the entry requests: the engine that really runs is added below
         "load": msgspec.structs.replace(load, engine=None),
         "precision": precision,
     }

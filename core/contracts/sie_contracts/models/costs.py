@@ -13,9 +13,9 @@ times the width (`bench/rulings.py lengths`).
 
 Waiting times are predicted from these costs. Limits that settings express in tokens count plain tokens, not costs.
 
-A worker that has a model loaded reports the cost of its images. Without a report, an image counts as IMAGE_TOKENS,
-which is about the number of patches of 14 x 14 pixels in an image of 224 x 224 pixels. The real costs of models differ
-by up to a factor of 100. A sound counts as IMAGE_TOKENS, too.
+A worker that has a model loaded reports the cost of its images. Without a report, an image or a sound counts as
+IMAGE_TOKENS, about the number of patches of 14 x 14 pixels in an image of 224 x 224 pixels. The real costs of models
+differ by up to a factor of 100.
 """
 
 from __future__ import annotations
@@ -38,24 +38,22 @@ class ImageCost(NamedTuple):
 def crossover_tokens(width: int, layers: int, full_layers: int) -> int:
     """Return the crossover length in tokens: the length of a text at which attention takes as long as everything else.
     `width`: numbers in a hidden state. `full_layers` of the `layers` attend to the whole text, the other layers to a
-    window. Return 0 if no layer attends to the whole text: then the time
-    depends only on the number of tokens.
+    window. Return 0 if no layer attends to the whole text: then the time depends only on the number of tokens.
     """
     return CROSSOVER_WIDTHS * width * layers // full_layers if full_layers else 0
 
 
 def text_cost(tokens: float, squares: float, crossover: int) -> float:
-    """Return the cost of some texts, in tokens. `tokens`: their total number of tokens; `squares`: the sum of their
-    squared lengths; `crossover`: crossover length of the model, 0 if only the number of tokens counts.
+    """Return the cost of some texts, in tokens. `tokens`: their number of tokens in total; `squares`: the sum of their
+    squared lengths; `crossover`: the model's crossover length, 0 if only the number of tokens counts.
     """
     return tokens + squares / crossover if crossover else tokens
 
 
-# Largest predicted time of a batch, as a share of a request's time budget, at which the batch is completed while
-# another batch still runs.
+# While a batch runs, the next one is completed in advance only if its predicted time is at most this share of a
+# request's time budget.
 AHEAD_SHARE = 0.25
-# smallest (variance of batch sizes / square of the mean size) for which a line is fitted; with less, the line would be
-# unreliable
+# a line is fitted only if (variance of batch sizes / square of the mean size) is at least this, else it is unreliable
 _MIN_SPREAD = 0.02
 # a result this many times above or below the range that is possible after earlier batches is an outlier
 _IMPOSSIBLE = 2.0
@@ -119,9 +117,7 @@ class BatchTimes:
         return seconds / min_s if seconds * _IMPOSSIBLE < min_s else 1.0
 
     def line(self) -> tuple[float, float] | None:
-        """Return the fitted line: seconds of the fixed part, and seconds for each token. Return None if all batches had
-        about the same size.
-        """
+        """Return seconds of the fixed part, and seconds per token; None if all batches had about the same size."""
         spread = self._n * self._xx - self._x * self._x
         if spread <= _MIN_SPREAD * self._x * self._x:
             return None
@@ -137,7 +133,6 @@ class BatchTimes:
 
     @property
     def is_known(self) -> bool:
-        """Return whether any batch was measured."""
         return self._n > 0
 
     @property
@@ -153,13 +148,13 @@ class BatchTimes:
     def efficient(self, full: float, loss: float) -> float:
         """Return the smallest efficient batch size, in tokens; 0 if it is not known. `full`: size of a full batch.
 
-        An efficient batch meets two conditions. First, its throughput is at least (1 - `loss`) times the throughput of
-        a full batch. Second, compared with a full batch, the share of time that it saves is at least the share of
-        throughput that it loses.
+        An efficient batch meets two conditions. First, its throughput is at least (1 - `loss`) times that of a full
+        batch. Second, compared with a full batch, the share of time that it saves is at least the share of throughput
+        that it loses.
 
         If the fixed part takes as long as F tokens, a batch of c tokens takes (F + c) / (F + full) of the time of a
-        full batch. So the first condition is c >= (1 - loss) full F / (F + loss full), and the second condition is c >=
-        F^2 / full.
+        full batch. So the first condition is c >= (1 - loss) full F / (F + loss full), and the second is c >= F^2 /
+        full.
         """
         fixed = self._fixed
         if not fixed:
@@ -181,8 +176,8 @@ class BatchTimes:
         return mean_s if self._fixed == math.inf else mean_s * (self._fixed + tokens) / (self._fixed + mean)
 
     def tokens(self, seconds: float) -> float:
-        """Return the size, in tokens, of the largest batch that takes at most `seconds`: 0 if every batch takes longer,
-        infinity if no batch was measured yet.
+        """Return the largest batch, in tokens, that takes at most `seconds`: 0 if there is none, infinity if
+        unmeasured.
         """
         if not self._n:
             return math.inf

@@ -20,18 +20,18 @@ from sie_contracts.wire.messages import Truncate
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 Engine = Literal["openvino", "sglang", "torch"]
-# All poolings. Every other list of poolings is derived from this one.
+# all poolings; every other list of poolings is derived from this one
 Pooling = Literal["cls", "mean", "last", "weighted", "max", "sqrt"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 # Poolings of a text that can be computed from the poolings of its parts. Only with these may a chunk extend over
 # several windows of a long text.
 JOINABLE_POOLINGS: tuple[Pooling, ...] = ("mean", "max")
-MAX_POOLINGS = 6  # largest number of poolings that a model may combine, for example `cls+mean`
+MAX_POOLINGS = 6  # maximum number of poolings that a model may combine, for example `cls+mean`
 # pooling as a request writes it -> pooling
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output as clients write it -> task that has this output; an empty task means that the entry uses the same name
+# output as clients write it -> task that has this output; empty if the entry uses the same name for it
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -146,8 +146,8 @@ class RunDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A variant of a model. `extends`: another profile, whose options this profile inherits. `extends` of that other
-    profile is not followed.
+    """A variant of a model. `extends`: another profile, whose own options this profile inherits. That profile's
+    `extends` is not followed.
     """
 
     load: LoadOptions | None = None
@@ -205,12 +205,11 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the model supports: encode, score, extract."""
         return tasks_of(self.outputs)
 
 
 # At the first conversion to a struct, msgspec reads the types of its fields. If two threads do this at the same time,
-# the process ends with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so it is done here, at
+# the process ends with SIGSEGV (msgspec 0.22). An adapter converts entries on several threads, so this is done at
 # import.
 msgspec.json.Decoder(ModelEntry)
 
@@ -229,9 +228,7 @@ def is_joinable(name: str) -> bool:
 
 
 def poolings(name: str) -> tuple[Pooling, ...] | None:
-    """Return the poolings in `name`, which are joined by `+`; None if one does not exist, or if there are more than
-    MAX_POOLINGS.
-    """
+    """Return the poolings in `name`, joined by `+`; None if one does not exist, or for more than MAX_POOLINGS."""
     parts = name.split("+")
     joined: tuple[Pooling, ...] = tuple(pooling for part in parts for pooling in POOLINGS if pooling == part)
     return joined if len(joined) == len(parts) <= MAX_POOLINGS else None
@@ -243,7 +240,6 @@ def templates(entry: ModelEntry) -> dict[str, str]:
 
 
 def needs_labels(entry: ModelEntry) -> bool:
-    """Return whether a request must name the labels of an extraction."""
     return families.row(entry.family).needs_labels
 
 
@@ -260,9 +256,7 @@ def listed_outputs(entry: ModelEntry) -> list[str]:
 
 
 def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
-    """Return the width of each vector output, by name. If MUVERA is on in `run`, `dense` is the width of the MUVERA
-    encoding.
-    """
+    """Return the width of each vector output, by name. With MUVERA in `run`, `dense` is the width of its encoding."""
     widths_by_name = {name: width for name, width in entry.outputs.items() if name in VECTORS and width}
     if run.muvera and "multivector" in widths_by_name:
         own = run.muvera if isinstance(run.muvera, dict) else {}
@@ -273,9 +267,7 @@ def widths(entry: ModelEntry, run: RunDefaults) -> dict[str, int]:
 
 
 def parse_entry(raw: object) -> ModelEntry:
-    """Check a document from YAML or JSON and return the entry. Raises ValidationFailed; its `errors` have the path of
-    each faulty field.
-    """
+    """Check a document and return the entry. Raises ValidationFailed; its `errors` have the paths of faulty fields."""
     if isinstance(raw, dict) and "sie_id" in raw and "id" not in raw:
         raise _invalid("a field of model files of the public SIE; `sie models import` translates them - at `$.sie_id`")
     # `score: {}` is allowed and means an output without a width
@@ -335,9 +327,7 @@ def parse_entry(raw: object) -> ModelEntry:
 
 
 def parse_document(raw: object) -> ModelEntry | Alias:
-    """Check a document of the catalogue and return the model or the alias. Raises ValidationFailed; its `errors` have
-    the path of each faulty field.
-    """
+    """Check a document of a model or alias. Raises ValidationFailed; its `errors` have the paths of faulty fields."""
     if not is_alias(raw):
         return parse_entry(raw)
     alias = parse_alias(raw)
@@ -346,9 +336,7 @@ def parse_document(raw: object) -> ModelEntry | Alias:
 
 
 def is_id(model: str) -> bool:
-    """Return whether a model or an alias may have this id. Ids become paths of files, so an id must not contain
-    `..`.
-    """
+    """Return whether a model or an alias may have this id. Ids become paths of files, so `..` is not allowed."""
     return bool(MODEL_ID.fullmatch(model)) and ".." not in model and not model.endswith(_RESERVED_SUFFIXES)
 
 

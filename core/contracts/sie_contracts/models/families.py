@@ -19,9 +19,9 @@ TEXT_ENCODER = "sie_adapter.families.text_encoder:TextEncoder"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Row of the table. `implementation`: `module:class` in the adapter, imported when a model of the family is first
-    loaded. `parameters`: request options that only this family reads. `config_file`: a folder with this file and
-    weights is a model of the family. `transformers_class`: the class of transformers that loads the folder.
+    """Row of the table of model families. `implementation`: `module:class` in the adapter, imported when a model of the
+    family is first loaded. `parameters`: request options that only this family reads. `config_file`: a folder with this
+    file and weights is a model of the family. `transformers_class`: the class of transformers that loads the folder.
     """
 
     implementation: str
@@ -44,8 +44,7 @@ class Family:
     # weights are in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    # extra (optional dependencies) of the distribution that the family needs; `built-in` in a bundle leaves such a
-    # family out
+    # optional dependencies ("extra") of the distribution that the family needs; `built-in` in a bundle then excludes it
     extra: str = ""
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sie_contracts.hosts import UNLIMITED, Holdings, HostWorker, Order, lot_of, pair
 
 HOT = 0.8  # planned use of a worker (share of its time, 0 to 1) above which a model is moved away from it
-# A model is moved only if the higher planned use of the two workers falls by at least this share of a worker's time.
+# a model is moved only if the higher planned use of the two workers falls by at least this share of a worker's time
 MOVE_GAIN = 0.1
 PAUSE_EVERY = 16  # number of models that are placed between two calls of `pause`
 _FIRST_MODELS = 64
@@ -27,9 +27,7 @@ _FIRST_MODELS = 64
 
 @dataclass(slots=True, eq=False)
 class _ModelHosts:
-    """Hosts of one model. `leaving`: a former host that still serves until all new hosts have loaded the model; it is
-    not counted in `target_count`.
-    """
+    """Hosts of one model. `leaving`: a former host, not in `target_count`, that serves until the others can."""
 
     model: str
     index: int
@@ -46,7 +44,6 @@ class _ModelHosts:
         return (self.leaving, *hosts) if self.leaving else hosts
 
     def is_loaded(self, hosts: Iterable[HostWorker]) -> bool:
-        """Return whether each of `hosts` has loaded the model."""
         return all(self.model in worker.holdings.loaded for worker in hosts)
 
     def takes(self, name: str) -> bool:
@@ -71,7 +68,7 @@ class Layout:
         """Create an empty table. `pause` is called regularly during a long `settle`, so that other work can run."""
         self.rows: dict[str, _ModelHosts] = {}
         self.workers: dict[str, HostWorker] = {}
-        self._hosts: dict[int, HostWorker] = {}  # index of a worker -> worker
+        self._hosts: dict[int, HostWorker] = {}
         # index of a model -> its demand divided by its number of hosts, in workers (1.0 keeps one worker busy)
         self._share = np.zeros(_FIRST_MODELS)
         self.having: dict[str, set[str]] = {}  # model -> workers that have loaded it or are loading it
@@ -91,12 +88,10 @@ class Layout:
         self._several: set[str] = set()  # models with more than one host
         self._order: Order | None = None  # set during `settle`
 
-    # ---- inputs
-
     def set_worker(self, name: str, holdings: Holdings, slots: int) -> set[str]:
-        """Set the state of a live worker. `slots`: number of models that the worker can hold at a time; 0: no limit.
+        """Set the state of a live worker. `slots`: number of models that it can hold at a time; 0: no limit.
 
-        Returns the models whose state on this worker (loaded, loading or refused) has changed.
+        Return the models whose state on this worker (loaded, loading or refused) has changed.
         """
         worker = self.workers.get(name)
         if worker is None:
@@ -124,9 +119,7 @@ class Layout:
         return changed
 
     def drop_worker(self, name: str) -> set[str]:
-        """Remove a worker that is no longer live. Returns the models whose state on it has changed, like
-        `set_worker`.
-        """
+        """Remove a worker that is no longer live. Return the models whose state on it has changed."""
         changed = self.set_worker(name, Holdings(), 0)
         worker = self.workers.pop(name)
         del self._hosts[worker.index]
@@ -176,10 +169,8 @@ class Layout:
         """Return the length of the arrays that are indexed by model."""
         return len(self._target_counts)
 
-    # ---- the placement table
-
     def settle(self, demand: NDArray[np.float64]) -> dict[str, tuple[str, ...]]:
-        """Place the models whose inputs have changed. Returns the new hosts of each model whose hosts changed.
+        """Place the models whose inputs have changed. Return the new hosts of each model whose hosts changed.
 
         `demand`: float64, shape (size,), by index of the model, in workers (1.0 keeps one worker busy).
         """
@@ -201,7 +192,6 @@ class Layout:
         return self._changes(touched)
 
     def _is_movable(self, use: NDArray[np.float64]) -> bool:
-        """Return whether a move of one model could lower the use of the busiest worker enough."""
         most = use.max()
         if most <= HOT:
             return False
@@ -250,9 +240,7 @@ class Layout:
         return min(row.target_count, len(self.workers))
 
     def _use(self) -> NDArray[np.float64]:
-        """Return the planned use of each worker, by worker index. The values are rounded, so that they do not depend on
-        the order in which the demands were added.
-        """
+        """Return the planned use by worker index, rounded, so that it does not depend on the order of additions."""
         size = len(self.workers) + len(self._free_workers) + 1
         use = np.bincount(self._first, self._share, size)
         for model in self._several:
@@ -320,9 +308,6 @@ class Layout:
         self._assign(row, live[: row.target_count])
 
     def _adopt(self, row: _ModelHosts) -> None:
-        """Give a model without a host the workers that already have it: first those that have loaded it, then those
-        that are loading it.
-        """
         having = [self.workers[name] for name in self.having.get(row.model, ())]
         having.sort(key=lambda worker: (row.model not in worker.holdings.loaded, worker.use, worker.name))
         for worker in having[: row.target_count]:
@@ -354,9 +339,7 @@ class Layout:
         return min(left, key=lambda worker: (worker.key, pair(lot, worker.lot), worker.name), default=None)
 
     def _relieve_full(self, demand: NDArray[np.float64], touched: set[str]) -> None:
-        """For workers with more models than slots: move models that they have not loaded to workers with room, lowest
-        demand first.
-        """
+        """For workers with more models than slots: move unloaded models to workers with room, lowest demand first."""
         if not self._overfull:
             return
         room = sum(max(0, worker.free) for worker in self.workers.values())
@@ -419,5 +402,4 @@ def _note(index: dict[str, set[str]], model: str, name: str, *, is_in: bool) -> 
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    """Return a sort key for descending order of names."""
     return (*(-ord(char) for char in name), 1)

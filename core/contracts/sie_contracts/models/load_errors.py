@@ -6,7 +6,7 @@ from typing import Literal
 
 from sie_contracts.errors import LoraLoadFailed, ModelLoadFailed
 
-# largest number of attempts at a load that fails for an unknown reason; the same limit applies to a preload
+# maximum number of attempts at a load that fails for an unknown reason, also of a preload
 MAX_ATTEMPTS = 3
 
 LoadErrorClass = Literal["GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE", "UNKNOWN", "OOM", "NETWORK"]
@@ -18,8 +18,8 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
 
 
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
-    """Return the error for a LoRA that cannot be loaded, if the client is not at fault. `name` may be a client's text,
-    so it is shortened.
+    """Return the error for a LoRA that cannot be loaded, if the client is not at fault. The name is cut to 200
+    characters.
     """
     return LoraLoadFailed(_lora_message(name, cause), extras={"lora_id": name[:200]})
 
@@ -35,9 +35,7 @@ def lora_not_found(name: str, cause: str) -> LoraLoadFailed:
 
 
 def lora_of_entry(error: LoraLoadFailed) -> LoraLoadFailed:
-    """Return the error for a LoRA that the model's entry names. The client did not choose this LoRA, so the status is
-    500.
-    """
+    """Return the error for a LoRA that the model's entry names. The client did not choose it, so the status is 500."""
     return LoraLoadFailed(error.message, extras=error.extras)
 
 

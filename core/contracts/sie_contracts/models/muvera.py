@@ -1,5 +1,5 @@
-"""Parameters of MUVERA, which turns a multivector into one vector (a fixed dimensional encoding). They are checked
-here. Encodings can be compared only if their parameters are equal.
+"""Parameters of MUVERA, which turns a multivector into one vector (a fixed dimensional encoding), and their check.
+Encodings can be compared only if their parameters are equal.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import msgspec
 
 from sie_contracts.errors import InvalidInput
 
-MAX_WIDTH = 1 << 20  # largest number of values of one encoding: 4 MiB of float32
-# largest number of values of one encoding before the final projection, whose matrix has an index for each value
+MAX_WIDTH = 1 << 20  # maximum number of values of one encoding: 4 MiB of float32
+# maximum number of values before the final projection, whose matrix has an index for each value
 MAX_CELLS = 1 << 23
 
 _WHOLE = {
     "num_repetitions": (1, 128),
     "num_simhash_projections": (0, 10),
-    # largest number of values per token and repetition; more would need too much memory for long texts
+    # at most 1,024 values per token and repetition: more would need too much memory for long texts
     "projection_dim": (1, 1024),
     "final_projection_dim": (1, MAX_WIDTH),
-    "seed": (0, (1 << 53) - 1),  # largest whole number that every JSON reader represents exactly
+    "seed": (0, (1 << 53) - 1),  # maximum whole number that every JSON reader represents exactly
 }
 _NULLABLE = {"projection_dim", "final_projection_dim"}
 
@@ -109,9 +109,7 @@ def _boolean(path: str, value: object) -> bool:
 
 
 def _got(value: object) -> str:
-    """Describe a value for an error message. Numbers are shown. For other values only the type is shown, because they
-    may contain a client's text.
-    """
+    """Describe a value for an error message. Only numbers are shown: other values may contain a client's text."""
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list"}.get(type(value).__name__, type(value).__name__)

@@ -1,6 +1,5 @@
-"""Values of request parameters: each function checks one value and returns it in the form that the model needs.
-
-`path` is the path of the parameter in the request. Each function raises InvalidInput with this path.
+"""Values of request parameters: each function checks one value and returns it in the form that the model needs. It
+raises InvalidInput with `path`, the path of the parameter in the request.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ SCORE_MODES = {
     "colbert": ("multivector",),
     "hybrid": ("dense", "sparse", "multivector"),
 }
-MAX_HYPOTHESIS = 1000  # largest number of characters in `hypothesis_template`
+MAX_HYPOTHESIS = 1000  # maximum number of characters in `hypothesis_template`
 MAX_EXAMPLES = 100
-MAX_TASK = 100  # largest number of characters in `task` and in `language`
+MAX_TASK = 100  # maximum number of characters in `task` and in `language`
 MAX_NEW_TOKENS = 1 << 20
-# largest number of bytes of an option that only the family itself checks, for example a family of another package
+# maximum number of bytes of an option that only the family itself checks, for example a family of another package
 MAX_OWN_BYTES = 64 << 10
 
 
@@ -34,9 +33,7 @@ def bad(path: str, value: object, expected: str, reason: str = "schema") -> Inva
 
 
 def describe(value: object) -> str:
-    """Describe a value for an error message. Numbers and booleans are shown. For other values only the type is shown,
-    because they may contain a client's text.
-    """
+    """Describe a value for an error message. Only numbers and booleans are shown: others may be a client's text."""
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value)
     return {"dict": "a map", "list": "a list", "str": "a string"}.get(type(value).__name__, type(value).__name__)
@@ -145,7 +142,7 @@ def examples(path: str, value: Any) -> list[dict[str, Any]]:
 
 
 def label_thresholds(path: str, value: Any) -> dict[str, float]:
-    """Return the least score of each label. The other labels have the threshold of the request."""
+    """Return the lowest score at which each label is reported. Other labels have the threshold of the request."""
     if not isinstance(value, dict):
         raise bad(path, value, "a map of labels, each with a number from 0 to 1")
     any_value(path, value)
@@ -155,8 +152,8 @@ def label_thresholds(path: str, value: Any) -> dict[str, float]:
 
 
 def any_value(path: str, value: Any) -> Any:
-    """Return the value of an option that only the family itself checks. Raises InvalidInput if the value cannot be
-    encoded for the worker, or is too large.
+    """Return the value of an option that only the family itself checks. Raises InvalidInput if it cannot be encoded for
+    the worker, or is too large.
     """
     try:
         size = len(msgspec.msgpack.encode(value))
@@ -181,7 +178,7 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
     raise bad(path, value, "one of END, START, NONE")
 
 
-# options for the lowest score of a result; scores are probabilities, except with raw_scores
+# options that set the lowest score of a reported result; scores are probabilities, except with raw_scores
 THRESHOLDS = frozenset(
     {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
 )

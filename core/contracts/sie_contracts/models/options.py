@@ -43,7 +43,7 @@ from sie_contracts.wire.messages import Operation, RunOptions
 
 MAX_LABELS = 1000
 MAX_WARNINGS = 20
-# Largest numbers of characters of a prompt, which is added to each input, and of the name of a LoRA. Other parameters
+# Maximum numbers of characters of a prompt, which is added to each input, and of the name of a LoRA. Other parameters
 # are limited only by the size of a message.
 MAX_PROMPT = 1 << 20
 MAX_LORA = 1000
@@ -67,7 +67,7 @@ _EVERYWHERE = frozenset(
         "doc_template",
     }
 )
-# Parameters that do not change the fingerprint of a result, each with the reason.
+# parameters that do not change the fingerprint of a result, each with the reason
 NEUTRAL: Mapping[str, str] = {
     "profile": "the fingerprint is that of the profile which was chosen",
     "lora_id": "the fingerprint covers the files of a LoRA, whatever name it has",
@@ -108,7 +108,7 @@ class _Parameters:
     def __init__(self, body: Mapping[str, Any], side: Side) -> None:
         params = _mapping(body, "params", "params")
         self._side = side
-        # if levels have the same parameter, the first of these levels counts
+        # if several levels have a parameter, the first of these levels counts
         self.levels: list[tuple[str, Mapping[str, Any]]] = [
             ("params.", params),
             ("", body),
@@ -127,7 +127,6 @@ class _Parameters:
         return self._found.get(name) or (name, None)
 
     def is_set(self, *names: str) -> bool:
-        """Return whether the request sets any of the parameters `names`."""
         return any(name in self._found for name in names)
 
     def drop(self, *names: str) -> None:
@@ -136,18 +135,16 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts that the route implies ("document" or ""). Return None if the request or the
-        profile already sets a side or a prompt.
+        """Return the side of the texts that the route implies ("document" or ""). None if the request or the profile
+        already sets a side or a prompt.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
 
     def has_others(self, names: Collection[str]) -> bool:
-        """Return whether the request sets a parameter that is not in `names`."""
         return not self._found.keys() <= _TOP_LEVEL.union(names)
 
     def only(self, names: Collection[str]) -> _Parameters:
-        """Return a copy with only the parameters in `names`."""
         return _Parameters({name: value for name, (_, value) in self._found.items() if name in names}, self._side)
 
     def unused(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
@@ -166,9 +163,7 @@ class _Parameters:
                     yield prefix + shown, suggestion
 
     def foreign(self) -> frozenset[str]:
-        """Return the names in the request that no route knows as a parameter. They may be options of a family from
-        another package.
-        """
+        """Return the names in the request that no route knows. They may be options of a family from another package."""
         return frozenset(str(name) for _, level in self.levels for name in level) - _KNOWN
 
 
@@ -248,7 +243,6 @@ def run_options(
 def _merged(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, operation: Operation, names: frozenset[str]
 ) -> RunOptions:
-    """Merge all parameters into the options for the model. `names`: parameters that only this family reads."""
     parameters = _family_parameters(entry, defaults, request, names)
     common: dict[str, Any] = {
         "truncate": truncate(*request.get("truncate"), default=defaults.truncate or "END"),
@@ -262,16 +256,12 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters that do not change the fingerprint: NEUTRAL, and `instruction` for a family where the
-    instruction is the query.
-    """
+    """Return the parameters that do not change the fingerprint, with `instruction` if this is the query."""
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 
 def altered(usual: RunOptions, **changes: Any) -> RunOptions:
-    """Return `usual` with some fields changed. If a value really differs, the results get another fingerprint
-    (`RunOptions.variant`).
-    """
+    """Return `usual` with some fields changed. A real change gives the results another fingerprint (`variant`)."""
     differing = {name: value for name, value in changes.items() if value != getattr(usual, name)}
     if not differing:
         return usual
@@ -280,9 +270,7 @@ def altered(usual: RunOptions, **changes: Any) -> RunOptions:
 
 
 def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
-    """Return the template of the prompt `name`, which the request has at `path`. Raises InvalidInput if the model has
-    no such prompt.
-    """
+    """Return the template of the prompt `name`. `path`: its field in the request. Raises InvalidInput if unknown."""
     prompts = templates(entry)
     if not isinstance(name, str) or name not in prompts:
         expected = (
@@ -295,9 +283,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
 
 
 def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
-    """Return `run` with one output: the last hidden state of each token. Raises InvalidInput if the model is not a
-    dense text encoder.
-    """
+    """Return `run` with each token's last hidden state as output. Raises InvalidInput unless it is a dense encoder."""
     if not families.row(entry.family).gives_vectors or "dense" not in entry.outputs:
         message = f"{entry.id} gives no embeddings of tokens, only dense text encoders do"
         raise InvalidInput(message, reason="unsupported_output", param="model")
@@ -307,9 +293,7 @@ def unpooled(entry: ModelEntry, run: RunOptions) -> RunOptions:
 
 
 def counting(run: RunOptions) -> RunOptions:
-    """Return the options of a tokenize request that only counts the tokens of the inputs of `run`, including the prompt
-    and before truncation.
-    """
+    """Return the options of a request that only counts the tokens of `run`'s inputs, with prompt, before truncation."""
     return RunOptions(outputs=(), prefix=run.prefix, suffix=run.suffix, parameters={"count": True})
 
 
@@ -320,7 +304,6 @@ def tokenizing(prefix: str = "", suffix: str = "", *, add_special_tokens: bool =
 
 
 def decoding(*, skip_special_tokens: bool = True) -> RunOptions:
-    """Return the options of a decode request."""
     return RunOptions(outputs=(), parameters={} if skip_special_tokens else {"skip_special_tokens": False})
 
 
@@ -351,9 +334,6 @@ def _encode(
 
 
 def _takes_instruction(entry: ModelEntry, defaults: RunDefaults, operation: Operation) -> bool:
-    """Return whether an instruction in a request has an effect. It has none if the profile sets an empty
-    instruction.
-    """
     if defaults.instruction == "":
         return False
     if operation != "score" or entry.family not in FAMILIES or FAMILIES[entry.family].gives_vectors:
@@ -418,9 +398,7 @@ def _extract(
 def _family_parameters(
     entry: ModelEntry, defaults: RunDefaults, request: _Parameters, names: frozenset[str]
 ) -> dict[str, Any]:
-    """Return the options of this family, listed in `names`, with checked values. A family of another package checks
-    them itself.
-    """
+    """Return the options of this family (`names`) with checked values. A family of another package checks its own."""
     parameters = dict(defaults.parameters or {})
     for name in names:
         path, value = request.get(name)
@@ -439,7 +417,6 @@ def _family_parameters(
 def _schema_parts(
     entry: ModelEntry, request: _Parameters, parameters: dict[str, Any]
 ) -> tuple[output_schemas.SchemaPart, ...]:
-    """Take the schema or the groups of labels out of the parameters. Return the parts that the model answers."""
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
     if schema is not None and groups is not None:
@@ -453,9 +430,7 @@ def _schema_parts(
 
 
 def _cut(piece: str, instruction: str) -> tuple[str, ...]:
-    """Split a piece of a pair template into a list that alternates literal text and field names. The instruction is
-    inserted after the split, so that braces in it have no meaning.
-    """
+    """Split a piece into literal text and field names, alternately. Braces in the instruction have no meaning."""
     parts = _FIELD.split(piece)
     return tuple(part if index % 2 else part.replace("{instruction}", instruction) for index, part in enumerate(parts))
 
@@ -578,9 +553,6 @@ def _instruction(entry: ModelEntry, defaults: RunDefaults, request: _Parameters)
 
 
 def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *, is_query: bool) -> str:
-    """Return the model's template for the prompt that the request names, otherwise for the side of the texts (query or
-    document).
-    """
     if request.is_set("prompt_name"):
         path, name = request.get("prompt_name")
         return "{text}" if name is None else prompt_template(entry, path, name)
@@ -591,9 +563,7 @@ def _template(entry: ModelEntry, defaults: RunDefaults, request: _Parameters, *,
 
 
 def _is_prompted_unasked(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> bool:
-    """Return whether the texts get a document prompt that the request did not name and that the model's own library
-    would not add.
-    """
+    """Return whether the texts get a document prompt that neither the request nor the model's own library adds."""
     if request.side(defaults) != "document" or request.is_set("doc_template"):
         return False
     prompts = templates(entry)

@@ -17,12 +17,12 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.option_values import any_value, bad, number
 
-MAX_FIELDS = 64  # largest number of properties that have a value, over both levels
-MAX_CHOICES = 1000  # largest number of choices of a schema, over all properties
-MAX_NAME = 100  # largest number of characters of a property, or of a choice
+MAX_FIELDS = 64  # maximum number of properties that have a value, summed over both levels of objects
+MAX_CHOICES = 1000  # maximum number of choices of a schema, over all properties
+MAX_NAME = 100  # maximum number of characters of a property, or of a choice
 MAX_DESCRIPTION = 1000
-MAX_REFERENCES = 8  # largest number of references that lead to one part
-YES_NO = ("yes", "no")  # choices of a boolean property of an object, beside spans of the text
+MAX_REFERENCES = 8  # maximum length of the chain of references ($ref) that leads to one part
+YES_NO = ("yes", "no")  # choices that stand for the values of a boolean property of an object
 
 Scalar = str | int | float | bool
 FieldKind = Literal["string", "number", "integer", "choice"]
@@ -44,9 +44,9 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
-    """A choice among labels. `path`: the property that has the answer. `labels`: texts that the model scores.
-    `values`: the value of each label. The label of a boolean is the statement that is true or false. `is_many`: any
-    number of labels may apply. `question`: description of the property.
+    """A choice among labels. `path`: the property that has the answer. `labels`: texts that the model scores. `values`:
+    the value of each label. The label of a boolean is the statement that is true or false. `is_many`: any number of
+    labels may apply. `question`: description of the property.
     """
 
     path: tuple[str, ...]
@@ -61,7 +61,7 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Labels of the values in the results: the path, and the choice or the truth."""
+        """Return the labels of the values in the results: `path.choice`, for a boolean `path.true`, `path.false`."""
         path = ".".join(self.path)
         return tuple(f"{path}.{name}" for name in (("true", "false") if self.is_boolean else self.labels))
 
@@ -105,12 +105,10 @@ def parts_of(parameters: Mapping[str, Any]) -> tuple[SchemaPart, ...]:
 
 
 def decisions_of(parts: tuple[SchemaPart, ...]) -> list[Decision]:
-    """Return the decisions among the parts."""
     return [part for part in parts if isinstance(part, Decision)]
 
 
 def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPart, ...]:
-    """Return a decision for each group of labels."""
     if not isinstance(groups, dict) or not groups:
         raise bad(path, groups, "a map of groups, each a list of labels")
     any_value(path, groups)
@@ -125,8 +123,8 @@ def parts_of_groups(path: str, groups: Any, *, is_many: bool) -> tuple[SchemaPar
 
 
 def parts_of_schema(path: str, schema: Any, model: str, *, finds_spans: bool) -> tuple[SchemaPart, ...]:
-    """Return the parts of a JSON Schema. `finds_spans`: the model draws values from the text. If it does not, a part
-    that needs it is refused with the name of the model.
+    """Return the parts of a JSON Schema. `finds_spans`: the model draws values from the text; otherwise a part that
+    needs it is refused with the name of the model.
     """
     if not isinstance(schema, dict):
         raise bad(path, schema, "a JSON Schema of an object")
@@ -137,7 +135,7 @@ def parts_of_schema(path: str, schema: Any, model: str, *, finds_spans: bool) ->
 
 
 class _SchemaNode(msgspec.Struct):
-    """A part of a schema after references: `kind` is a key of _KEYWORDS."""
+    """A part of a schema after references are resolved. `kind`: a key of _KEYWORDS."""
 
     path: str
     schema: dict[str, Any]
@@ -150,7 +148,7 @@ class _SchemaNode(msgspec.Struct):
 
 
 class _SchemaReader:
-    """Walks a schema: its properties, and one level of objects below them."""
+    """Reader of a schema: its properties, and one level of objects below them."""
 
     def __init__(self, path: str, root: dict[str, Any], model: str, *, finds_spans: bool) -> None:
         self._path, self._root, self._model, self._finds_spans = path, root, model, finds_spans
@@ -175,7 +173,6 @@ class _SchemaReader:
         return tuple(parts)
 
     def _object(self, name: str, node: _SchemaNode, inner: _SchemaNode) -> Iterator[SchemaPart]:
-        """Yield the parts of an object, or of a list of objects."""
         is_many = node is not inner
         if is_many and not self._finds_spans:
             raise self._spanless(node, "a list of objects")
@@ -248,9 +245,6 @@ class _SchemaReader:
         return inner
 
     def _node(self, path: str, schema: Any) -> _SchemaNode:
-        """Return the part of the schema that `schema` stands for. Raises InvalidInput for a part that no model can
-        answer.
-        """
         is_nullable = False
         description = ""
         for _ in range(MAX_REFERENCES):
@@ -294,7 +288,6 @@ class _SchemaReader:
 
 
 def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
-    """Return the kind of a part, and whether null is allowed."""
     types = schema.get("type")
     names = [name for name in types if name != "null"] if isinstance(types, list) else [types]
     is_nullable = isinstance(types, list) and len(names) < len(types)
@@ -308,7 +301,6 @@ def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _alternative(path: str, alternatives: Any) -> tuple[str, Any]:
-    """Return the alternative beside null."""
     rest = [
         (index, schema)
         for index, schema in enumerate(alternatives if isinstance(alternatives, list) else ())
@@ -325,7 +317,6 @@ def _enum(schema: dict[str, Any]) -> Any:
 
 
 def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...]]:
-    """Return the labels of choices, and their values. Null is no choice."""
     if not isinstance(values, list):
         raise bad(path, values, "a list of choices")
     chosen = [value for value in values if value is not None]

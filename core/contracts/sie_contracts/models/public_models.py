@@ -25,8 +25,8 @@ from sie_contracts.names import in_words
 @dataclass(frozen=True)
 class _Kind:
     """The family that replaces a class of the public server. `extracts`: its outputs for the task `extract`.
-    `is_complete`: true if the file has all values that an entry needs; otherwise the prompts are copied from this
-    catalogue's entry.
+    `is_complete`: the file has all values that an entry needs; otherwise the prompts are copied from this catalogue's
+    entry.
     """
 
     family: str
@@ -210,7 +210,7 @@ class Translation:
 
 @dataclass
 class _Draft:
-    """Parts of an entry, as they follow from one profile of the file."""
+    """Parts of an entry that one profile of the file determines."""
 
     load: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
@@ -221,7 +221,6 @@ class _Draft:
 
 
 def is_public(raw: Any) -> bool:
-    """Return whether a document is a model file of the public SIE."""
     return isinstance(raw, dict) and "id" not in raw and ("sie_id" in raw or "hf_id" in raw)
 
 
@@ -285,7 +284,6 @@ class _Translator:
         return Translation({**entry, **rest}, tuple(f"{path}: {why}" for path, why in self._ignored.items()))
 
     def _kind(self, profile: str) -> _Kind:
-        """Return the family that replaces the class in a profile. Raises ValidationFailed."""
         loc = f"$.profiles.{profile}.adapter_path"
         name = (self._flat(profile).adapter_path or "").rpartition(":")[2]
         if not name:
@@ -304,9 +302,7 @@ class _Translator:
         return kind
 
     def _flat(self, name: str) -> _PublicProfile:
-        """Return a profile, completed by the values of the profile that it extends. Options are not merged: if the
-        profile has its own options, all options of the other profile are dropped.
-        """
+        """Return a profile, completed from the one that it extends. Its own options replace all inherited ones."""
         profile = self._model.profiles[name]
         parent = self._model.profiles.get(profile.extends or "")
         if parent is None:
@@ -321,7 +317,6 @@ class _Translator:
         )
 
     def _name_unread(self) -> None:
-        """Add all fields that the translation does not read to the list of ignored fields."""
         for name, value in self._raw.items():
             if name not in _Model.__struct_fields__ and value:
                 self._ignored[str(name)] = _WHY.get(str(name), _NOTHING)
@@ -383,8 +378,8 @@ class _Translator:
         return tokens
 
     def _profile(self, name: str, kind: _Kind, own: _Draft, outputs: Mapping[str, int]) -> dict[str, Any] | None:
-        """Return the options in which a profile differs from the default profile. Return None, and add the profile to
-        the ignored fields, if it needs another family.
+        """Return how a profile differs from the default. If it needs another family, list it as ignored; return
+        None.
         """
         try:
             variant = self._kind(name)
@@ -446,7 +441,6 @@ class _Translator:
 
     @staticmethod
     def _is_clear(option: str, value: Any, outputs: Mapping[str, int]) -> bool:
-        """Return whether an option only repeats what the entry says anyway, so that it is not listed as ignored."""
         return (option == "pooling" and "dense" not in outputs) or (
             option == "token_dim" and value == outputs.get("multivector")
         )
@@ -478,14 +472,12 @@ class _Translator:
 
 
 def _overlaid(below: Any, above: Any) -> Any:
-    """Return `below`, overridden by `above`; nested maps are merged."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     return {**below, **{key: _overlaid(below.get(key), value) for key, value in above.items()}}
 
 
 def _beside(own: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of `changed` that `own` does not have with the same value."""
     return {key: value for key, value in changed.items() if own.get(key) != value}
 
 

@@ -6,8 +6,8 @@ operator decides this, never the author of the entry.
     allowed        claims of the packaged entries and of entries in SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE;
                    paths below the models folder or a folder of SIE_MODEL_PATHS
 
-The config service checks each entry that is written over HTTP. An adapter checks each entry again before it loads it,
-by its own settings and file system, because everybody with access to the broker can send it an entry.
+The config service checks each entry that is written over HTTP. An adapter checks it again before it loads it, by its
+own settings and file system, because everybody with access to the broker can send it an entry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.models.entries import ModelEntry
 
 USUAL = "./models"
-# largest number of files below a path that are checked for links out of the allowed folders; with more, it is refused
+# maximum number of files below a path that are checked for links out of the allowed folders; with more, the path is
+# refused
 MAX_FILES = 10_000
 
 
@@ -39,9 +40,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class TrustRefusal:
-    """Reason why an entry was refused, as a sentence for the author of the entry. It contains no path of this
-    machine.
-    """
+    """Reason why an entry was refused, as a sentence for its author. It contains no path of this machine."""
 
     reason: Literal["remote_code", "model_path"]
     loc: str
@@ -72,7 +71,6 @@ def claims(entry: ModelEntry, families: Iterable[str]) -> list[Claim]:
 
 
 def is_place(lora: str) -> bool:
-    """Return whether a LoRA is given as a path. Otherwise it is a repository of the hub."""
     return lora.startswith(("/", ".", "~"))
 
 
@@ -97,7 +95,7 @@ class Allowed:
 
 
 class Trust:
-    """Decides whether an entry may be used. A claim is allowed by the settings of this process, or if one of the
+    """Rules about which entries may be used. A claim is allowed by the settings of this process, or if one of the
     operator's own entries (`own`: packaged ones and those of the models folder) has the same claim.
     """
 
@@ -110,8 +108,8 @@ class Trust:
         self._own = own
 
     def refused(self, entry: ModelEntry, *, is_here: bool) -> TrustRefusal | None:
-        """Return why the entry is refused; None if it is allowed. `is_here`: true if its files are on this machine;
-        then links to files outside of the allowed folders are refused, too.
+        """Return why the entry is refused; None if it is allowed. `is_here`: its files are on this machine; then links
+        to files outside of the allowed folders are refused, too.
         """
         wanting = [claim for claim in claims(entry, self._families) if not self._is_allowed(claim, is_here=is_here)]
         if not wanting:
@@ -133,9 +131,7 @@ def is_bucket(url: str) -> bool:
 
 
 def is_below(path: str, folders: Iterable[str], *, is_here: bool) -> bool:
-    """Return whether a path is in one of the folders, after all links are resolved. If `is_here` is true, the same must
-    hold for each file below the path.
-    """
+    """Return whether a path is in one of the folders, with links resolved; with `is_here`, also each file below it."""
     roots = [folder.rstrip("/") + "/" for folder in folders]
 
     def is_in(place: str) -> bool:

@@ -1,7 +1,7 @@
 """Settings of all processes: name, type, bounds, default, meaning, and the processes that read them. Only this package
 reads settings from the environment.
 
-    flag > environment > machine-profile default > documented default
+flag > environment > machine-profile default > documented default
 
 The settings are in one class for each of the GROUPS; `Settings` inherits from all of them. `load` is called once per
 process. An invalid value raises SettingError, which names the variable and ends the process with status 2. The
@@ -53,7 +53,7 @@ __all__ = [
     "store_url",
 ]
 
-# Heading of each group of settings, in the order in which they are shown.
+# heading of each group of settings, in the order in which they are shown
 GROUPS: Mapping[str, type] = {
     "Device and models": ModelSettings,
     "Weights": WeightSettings,
@@ -152,9 +152,7 @@ class Loaded:
 def load(
     *, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None, mode: Mode = "queue"
 ) -> Loaded:
-    """Read all settings. `flags`: raw text of the command-line flags, by the name of the variable. Raises
-    SettingError.
-    """
+    """Read all settings. `flags`: variable name -> raw text of the command-line flag. Raises SettingError."""
     environ = os.environ if environ is None else environ
     flags = flags or {}
     values: dict[str, Any] = {}
@@ -188,7 +186,6 @@ def load(
 
 
 def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:
-    """Fill unset tracing settings from other variables of OpenTelemetry."""
     if sources["OTEL_SERVICE_NAME"] == "default":
         attributes = dict(
             part.strip().partition("=")[::2] for part in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")
@@ -232,8 +229,6 @@ def _warnings(sources: Mapping[str, str], environ: Mapping[str, str], mode: Mode
 
 
 def default_worker_id() -> str:
-    """Return the host name, which in Kubernetes is the name of the pod. Return a UUID if the host name is empty or
-    `localhost`.
-    """
+    """Return the host name, which in Kubernetes is the name of the pod; a UUID if it is empty or `localhost`."""
     name = re.sub(r"[^a-z0-9._-]", "-", socket.gethostname().lower()).strip("-._")[:63]
     return name if name and name != "localhost" else str(uuid.uuid4())

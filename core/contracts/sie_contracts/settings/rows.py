@@ -23,8 +23,8 @@ class SettingError(Exception):
 
 @dataclass(frozen=True)
 class SettingRow:
-    """Definition of one setting. `expected` is the end of the error message "expected ...". `waits_for`: a future
-    feature without which the setting has no effect.
+    """Definition of one setting. `expected`: end of the error message "expected ...". `waits_for`: a future feature
+    without which the setting has no effect.
     """
 
     name: str
@@ -41,8 +41,8 @@ class SettingRow:
 
     @property
     def is_standard(self) -> bool:
-        """Return whether OpenTelemetry defines the variable. Such a variable may be set for many programs together. So
-        a value that SIE does not support is ignored with a warning, as the specification of OpenTelemetry requires.
+        """Return whether OpenTelemetry defines the variable. Such a variable may be set for many programs together, so
+        its specification requires that unsupported values are ignored with a warning.
         """
         return self.name.startswith("OTEL_")
 
@@ -62,7 +62,7 @@ class SettingRow:
         try:
             return self.parse(text)
         except ValueError as error:
-            # A URL may contain a password, which the parser's message may repeat, so the message is hidden too.
+            # a URL may contain a password, which the parser's message may repeat, so the message is hidden too
             hidden = self.secret or "@" in text
             got = "***" if hidden else repr(text[:100])
             detail = f" ({error})" if str(error) and not hidden else ""

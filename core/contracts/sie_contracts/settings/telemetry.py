@@ -10,8 +10,8 @@ from sie_contracts.settings.values import BOOL, COLLECTOR, PROTOCOL, TEXT, choic
 
 @dataclass(frozen=True)
 class Tracing:
-    """Settings of tracing. `exporters`: where spans are sent, otlp and console. `protocol` and `endpoint` are only for
-    otlp, `rate` only for the sampler traceidratio. `propagates`: whether spans continue the trace of the client.
+    """Settings of tracing. `exporters`: destinations of spans, otlp and console. `protocol` and `endpoint`: for otlp
+    only. `rate`: for the sampler traceidratio only. `propagates`: whether spans continue the trace of the client.
     """
 
     enabled: bool

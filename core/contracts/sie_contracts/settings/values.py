@@ -14,9 +14,9 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.wire.topology import pool_name
 
 Parse = Callable[[str], Any]
-Kind = tuple[str, Parse]  # (the words after "expected" in an error message, function that parses or raises ValueError)
+Kind = tuple[str, Parse]  # the words after "expected" in an error message; function that parses, or raises ValueError
 
-MAX_DEVICES = 16  # largest number of devices of one worker
+MAX_DEVICES = 16  # maximum number of devices of one worker
 
 
 class Secret:
@@ -145,7 +145,7 @@ def _secret(text: str) -> Secret:
 
 
 def password(text: str) -> Secret:
-    """Return a password unchanged, with any spaces at its begin or end."""
+    """Return a password unchanged, with any spaces at its beginning or end."""
     return Secret(text)
 
 
@@ -167,9 +167,7 @@ def _url(*schemes: str) -> Kind:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """Parsed address of an object store. `scheme` s3 or gs: `path` is the prefix in `bucket`. `scheme` file: `path` is
-    an absolute path.
-    """
+    """Parsed address of an object store. `path`: for s3 and gs the prefix in `bucket`, for file an absolute path."""
 
     scheme: Literal["s3", "gs", "file"]
     bucket: str
@@ -182,7 +180,7 @@ def store_url(text: str) -> StoreUrl:
     if not pieces.scheme and text.strip():
         return StoreUrl("file", "", os.path.abspath(text))
     if pieces.query or pieces.fragment:
-        raise ValueError("it must have neither a query nor a fragment")
+        raise ValueError("the URL must have neither a query nor a fragment")
     if pieces.scheme == "file" and pieces.netloc in ("", "localhost") and pieces.path.strip("/"):
         return StoreUrl("file", "", os.path.abspath(unquote(pieces.path)))
     if pieces.scheme in ("s3", "gs") and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", pieces.netloc):

@@ -1,7 +1,7 @@
-"""Frames between a process and a child process that reads untrusted files. They are sent over a pair of sockets: `u32
-big-endian length + msgpack`. The parent sends one job at a time and waits for the answer. The child sends `Hello` when
-it is ready. A malicious file may have taken control of the child, so its messages are checked as data and never
-executed.
+"""Frames (`u32 big-endian length + msgpack`) between a process and a child process that reads untrusted files.
+
+The child sends `Hello` when it is ready. The parent sends one job at a time and waits for the answer. A malicious file
+may have taken control of the child, so its messages are checked as data and never executed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a job whose file cannot be used. `what`: error message for the client. `raised`: type of the exception,
-    for the log.
-    """
+    """Answer to a job whose file cannot be used. `what`: text for the client. `raised`: exception type, for the log."""
 
     number: int
     cause: Cause
@@ -38,9 +36,7 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildFrames(Generic[J, A]):
-    """Encoder and decoder for the messages of one kind of child. `jobs` and `answers` are the allowed message types,
-    each a type or a union of types.
-    """
+    """Encoder and decoder for the messages of one kind of child. `jobs`, `answers`: a type, or a union of types."""
 
     def __init__(self, jobs: Any, answers: Any) -> None:
         self._jobs: msgspec.msgpack.Decoder[J] = msgspec.msgpack.Decoder(jobs)

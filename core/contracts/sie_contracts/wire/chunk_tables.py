@@ -9,13 +9,11 @@ import numpy as np
 
 from sie_contracts.arrays import Array
 
-TABLE = "chunks"  # name of the array that describes the chunks
+TABLE = "chunks"
 
 
 class ChunkArrays(NamedTuple):
-    """Outputs of one chunk: its first and its end code point, the tokens of its text, its arrays by name. The arrays
-    are views.
-    """
+    """Outputs of one chunk: first and end code point, tokens of its text, and its arrays by name, which are views."""
 
     start: int
     end: int

@@ -50,9 +50,7 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
 
 
 class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model in an export of the catalogue. `written`: the number, as in epochs, of the write that made this revision;
-    0 if unknown.
-    """
+    """A model in an export of the catalogue. `written`: number of the write that created this revision; 0: unknown."""
 
     model_id: str
     model_config: dict[str, Any]
@@ -63,9 +61,7 @@ class ConfigModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConfigEpoch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The present epoch of the catalogue. `bundles`: for each bundle, the epoch of the last write that changed its
-    models, if it is known.
-    """
+    """The present epoch of the catalogue. `bundles`: by bundle, the epoch of the last write of its models, if known."""
 
     epoch: str
     bundles: dict[str, str] = {}
@@ -88,8 +84,8 @@ decode_delta = msgspec.msgpack.Decoder(ConfigDelta).decode
 
 
 def negotiated(accept: str, default: str) -> str:
-    """Return the content type, JSON or YAML, with the highest weight in `Accept`; the first one if weights are equal.
-    Return `default` if `Accept` has neither.
+    """Return the content type, JSON or YAML, with the highest weight in `Accept`; the first one if weights are equal,
+    and `default` if `Accept` has neither.
     """
     best, chosen = 0.0, default
     for part in accept.split(","):
@@ -203,15 +199,13 @@ def digest(facts: Any) -> str:
 
 
 def bundle_hash(revisions: Mapping[str, int]) -> str:
-    """Return a hash for the models of a bundle: it changes with each revision of one of them. `revisions`: revision by
-    model.
-    """
+    """Return a hash of a bundle's models, which changes with each revision. `revisions`: model -> revision."""
     return digest(revisions)
 
 
 def has_seen(epoch: str, required: str) -> bool:
-    """Return whether a reader at `epoch` has all writes up to the epoch `required`. Return False if the two epochs are
-    from different buckets, so that they cannot be compared.
+    """Return whether a reader at `epoch` has all writes up to the epoch `required`; False if the epochs are from
+    different buckets, so that they cannot be compared.
     """
     created, _, last = epoch.rpartition(":")
     required_created, _, required_last = required.rpartition(":")
@@ -231,7 +225,7 @@ def model_status(
     source: str,
 ) -> dict[str, Any]:
     """Return which gateways (`gateways`: epoch by id) and which workers have the present revision of a model. `since`:
-    epoch of the write that made this revision.
+    epoch of the write that created this revision.
 
     `bundles`: for each bundle that can serve the model, its hash and its workers; None for an alias, which workers do
     not know. A bundle without workers counts as up to date, because a worker that starts reads the present catalogue.
@@ -280,9 +274,7 @@ def model_status(
 
 
 def _copy(beat: Heartbeat, model: str) -> dict[str, str]:
-    """Return bundle, state and fingerprint of the copy of a model on a worker. A copy of an earlier revision stays
-    loaded until no request needs it.
-    """
+    """Return bundle, state and fingerprint of a model's copy on a worker, perhaps that of an earlier revision."""
     copy = next((status for status in beat.models if status.model == model), None)
     return {
         "bundle": beat.bundle,

@@ -1,6 +1,4 @@
-"""Heartbeats that workers and gateways send over NATS to announce their state. The rules for changes in `messages`
-apply.
-"""
+"""Heartbeats of workers and gateways over NATS, which tell their state. The rules for changes in `messages` apply."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import Priority
 
-ON_DISK = 500  # largest number of models that a heartbeat lists as being on the worker's disk
+ON_DISK = 500  # maximum number of models that a heartbeat lists as being on the worker's disk
 
 
 class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,8 +131,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):
     """Traffic of a gateway at one priority of a lane (pool, machine profile and bundle). `messages` and `tokens`:
-    numbers of recent ones; they are halved each minute, so that older traffic counts less. `rate`: tokens per second.
-    `waiting`: tokens that wait in the gateway for admission to the queue.
+    recent ones, halved each minute, so that older traffic counts less. `rate`: tokens per second. `waiting`: tokens
+    that wait in the gateway for admission to the queue.
     """
 
     messages: float

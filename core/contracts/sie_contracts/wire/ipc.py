@@ -32,7 +32,7 @@ from sie_contracts.wire.heartbeats import Fetched
 from sie_contracts.wire.messages import Mention, Operation, Outcome, RunOptions
 
 MAX_FRAME_BYTES = 1 << 30
-MAX_REQUEST_BYTES = 128 << 20  # largest number of bytes of a frame that an adapter reads: 32 million token ids
+MAX_REQUEST_BYTES = 128 << 20  # maximum size of a frame that an adapter reads, in bytes: 32 million token ids
 FRAME_TIMEOUT_S = 30.0  # seconds in which a frame must be complete after its first byte
 PROTOCOL = 3
 IMAGE_KEY_BYTES = 16
@@ -41,16 +41,12 @@ _HEADER = struct.Struct(">I")
 
 
 def device_socket(path: str, number: int) -> str:
-    """Return the path of the socket of the adapter for device `number` of a worker. For device 0 it is `path`
-    itself.
-    """
+    """Return the socket path of the adapter for device `number` of a worker; for device 0 it is `path` itself."""
     return f"{path}.{number}" if number else path
 
 
 class FrameError(Exception):
-    """Error for a peer that closed the connection or stalled in the middle of a frame, or sent a message that is not of
-    this protocol.
-    """
+    """Error for a peer that closed or stalled within a frame, or sent a message that is not of this protocol."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -338,9 +334,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class BatchStarted(msgspec.Struct, frozen=True, tag=True):
-    """Notice that the device starts this batch now. If the adapter dies after it, an input of this batch may be the
-    cause.
-    """
+    """Notice that the device starts this batch now. If the adapter then dies, one of its inputs may be the cause."""
 
     batch: str
 
@@ -422,9 +416,7 @@ def _length(header: bytes | bytearray, cap: int) -> int:
 
 async def read_frame(reader: asyncio.StreamReader, cap: int = MAX_FRAME_BYTES) -> bytes:
     """Return the body of the next frame. The wait for its first byte has no time limit; then the frame must be complete
-    within FRAME_TIMEOUT_S.
-
-    Raises EOFError if the peer closed the connection between two frames, otherwise FrameError.
+    within FRAME_TIMEOUT_S. Raises EOFError if the peer closed the connection between two frames, otherwise FrameError.
     """
     try:
         first = await reader.readexactly(1)

@@ -16,22 +16,22 @@ from sie_contracts.errors import ErrorInfo
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.muvera import Muvera
 
-if TYPE_CHECKING:  # only for type checkers, because most processes that read messages do not need numpy
+if TYPE_CHECKING:  # only for type checkers: most processes that read messages do not need numpy
     from numpy.typing import NDArray
 
 Priority = Literal["interactive", "bulk"]
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)
-# tokenize and decode are answered by the sidecar itself, with the model's tokenizer
+# the sidecar itself answers tokenize and decode, with the model's tokenizer
 Operation = Literal["encode", "score", "extract", "tokenize", "decode"]
 Truncate = Literal["END", "START", "NONE"]
 Boundary = Literal["sentence", "paragraph", "token"]
 BOUNDARIES: tuple[Boundary, ...] = get_args(Boundary)
-MAX_RULE_TOKENS = 1 << 16  # largest `max_tokens` of a ChunkRule
-TOKEN_ID_BYTES = 5  # upper bound of the number of bytes of one token id in a message
-# upper bound of the number of bytes of one mention (an entity that the client marked) in a message, without its label
+MAX_RULE_TOKENS = 1 << 16  # maximum value of `max_tokens` of a ChunkRule
+TOKEN_ID_BYTES = 5  # upper bound of the size of one token id in a message, in bytes
+# upper bound of the size of one mention (an entity that the client marked) in a message, in bytes, without its label
 MENTION_BYTES = 16
 
-# number of characters that are encoded at a time, so that other threads can run in between; they take less than 1 ms
+# number of characters that are encoded at a time, in less than 1 ms, so that other threads can run in between
 PIECE_CHARS = 256 << 10
 
 
@@ -41,14 +41,12 @@ def utf8_pieces(text: str) -> Iterator[bytes]:
 
 
 def utf8_bytes(text: str) -> int:
-    """Return the number of UTF-8 bytes of a text. It encodes the text in pieces. Raises UnicodeEncodeError."""
+    """Return the number of UTF-8 bytes of a text, which is encoded in pieces. Raises UnicodeEncodeError."""
     return len(text) if text.isascii() else sum(map(len, utf8_pieces(text)))
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
-    """A multivector: `rows` vectors of `width` numbers in `data`, little-endian float32, C order. No number is NaN or
-    infinite.
-    """
+    """A multivector: `rows` vectors of `width` finite numbers in `data`, little-endian float32, C order."""
 
     rows: int
     width: int
@@ -56,7 +54,6 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> Vectors:
-        """Return the multivector in a numpy array of shape [rows, width]."""
         rows, width = array.shape
         return cls(rows, width, array.astype("<f4", copy=False).tobytes())
 
@@ -136,9 +133,7 @@ class Input(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def least_bytes(self) -> int:
-        """Return a lower bound of the number of bytes of the input in a message. It is fast, because no text is
-        encoded.
-        """
+        """Return a lower bound of the number of bytes of the input in a message. It is fast: no text is encoded."""
         size = len(self.text or "") + len(self.pair or "") + sum(map(len, self.images))
         size += len(self.chunks.spans) if self.chunks else 0
         return size + len(self.audio) + (len(self.document.data) if self.document else 0)
@@ -359,9 +354,7 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True, tag="confirm
 
 
 class DeadLetter(msgspec.Struct, frozen=True, omit_defaults=True, tag="dead/1"):
-    """A work item whose work was given up. `item`: the encoded WorkItem as it was delivered, so that it can be
-    published again.
-    """
+    """Work that was given up. `item`: the encoded WorkItem as it was delivered, so that it can be published again."""
 
     id: str
     subject: str
@@ -378,9 +371,7 @@ encode = _encoder.encode
 
 
 def encode_in_pieces(payload: Payload) -> bytes:
-    """Encode a payload, with the same result as `encode`. Long texts are encoded in pieces, so that other threads can
-    run in between.
-    """
+    """Encode a payload, like `encode`, but long texts in pieces, so that other threads can run in between."""
     query = None if payload.query is None else _in_pieces(payload.query)
     return encode(Payload(tuple(map(_in_pieces, payload.inputs)), query))
 
