@@ -34,6 +34,7 @@ class Table:
     """A source that knows the vector of each text, or the score of each document."""
 
     is_here, main = True, DENSE
+    tokens = 0
 
     def __init__(
         self, rows: dict[str, Sequence[float]], *, scores_pairs: bool = False, identity: Sequence[str] = ()
@@ -304,6 +305,29 @@ def test_a_report_has_a_row_of_each_source() -> None:
     assert page.count("<svg") == 1
     alone = report.of_quality("a/b", "t", "", [Measurement("sie", {"spearman": [1.0]}, [1.0])], {}, [], {})
     json.dumps(alone.figures(), allow_nan=False)
+
+
+def test_the_cost_of_a_document_counts_documents_that_were_encoded(tmp_path: Path) -> None:
+    class Reader(Table):
+        def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
+            self.tokens += sum(len(text.split()) for text in texts)
+            return super().vectors(texts, output, is_query=is_query)
+
+    documents = {"a": "one two three", "b": "four", "c": "five six"}
+    rows = {text: [1.0, float(place)] for place, text in enumerate([*documents.values(), "a long question of words"])}
+    task = Retrieval("made", documents, {"q": "a long question of words"}, {"q": {"a": 1}})
+    made = []
+    for _ in range(2):
+        work = EvalWork(ResultCache(tmp_path), lambda done: None)
+        made.append(quality.measure(task, EvalStep(Reader(rows, identity=["of one model"]), DENSE), work))
+    first, again = made
+    assert first.cost is not None
+    assert (first.cost.tokens, first.cost.ms > 0) == (2, True)
+    assert again.cost is None, "the cache had all answers"
+    shown = report.of_quality("a/b", "made", "", [first, again], {}, [], {})
+    assert shown.table[0][-3:] == ["bytes", "tokens", "ms"]
+    assert (shown.table[1][-2], shown.table[2][-2:]) == ("2", ["-", "-"])
+    assert (shown.rows[0]["tokens_per_item"], shown.rows[1]["ms_per_item"]) == (2, None)
 
 
 def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:

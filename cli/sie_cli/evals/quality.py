@@ -18,7 +18,7 @@ from sie_cli.evals.labelled import FactTask, Ratios
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import VectorOutput
 from sie_cli.evals.sources import EvalSource, FactSource
-from sie_cli.evals.steps import EvalStep, EvalWork
+from sie_cli.evals.steps import EncodeCost, EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # largest number of documents of a ranking
@@ -41,7 +41,7 @@ class Measurement:
     """Result of one source. `values`: for each metric, its values of the queries; for a task with pairs, the
     similarities of the pairs, and the metric is their rank correlation with `gold`. With `weights` a metric is the sum
     of its values divided by the sum of its weights. `bytes_per_item`: bytes of a document in an index; None for a
-    reranker. `kinds`: results of the facts of each kind.
+    reranker. `cost`: of the vectors of a document. `kinds`: results of the facts of each kind.
     """
 
     source: str
@@ -50,6 +50,7 @@ class Measurement:
     bytes_per_item: float | None = None
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
     kinds: Sequence[Measurement] = ()
+    cost: EncodeCost | None = field(default=None, compare=False)  # times differ between equal results
 
     @property
     def scores(self) -> dict[str, float]:
@@ -149,7 +150,8 @@ def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement
         float(step.output.similar([asking[left]], [rows[right]])[0, 0])
         for left, right in zip(task.left, task.right, strict=True)
     ]
-    return Measurement(step.name, {"spearman": alike}, task.gold, _mean_size(step.output, list(rows.values())))
+    size = _mean_size(step.output, list(rows.values()))
+    return Measurement(step.name, {"spearman": alike}, task.gold, size, cost=work.cost)
 
 
 def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
@@ -161,7 +163,7 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
     judged = {query: dict(own) for query, own in task.qrels.items()}
     metrics = pytrec_eval.RelevanceEvaluator(judged, set(METRICS.values())).evaluate(run)
     values = {name: [metrics[query][own] for query in task.queries] for name, own in METRICS.items()}
-    return Measurement(step.name, values, bytes_per_item=size)
+    return Measurement(step.name, values, bytes_per_item=size, cost=work.cost)
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:

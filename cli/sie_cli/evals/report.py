@@ -114,15 +114,18 @@ def of_quality(
     """
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)
-    table = [["source", *metrics, *(["bytes"] if has_bytes else [])]]
+    costs = ["bytes", *(["tokens", "ms"] if any(score.cost for score in scores) else [])] if has_bytes else []
+    table = [["source", *metrics, *costs]]
     listed = [row for score in scores for row in (score, *score.kinds)]
     for row in listed:
-        sizes = [f"{row.bytes_per_item:,.0f}" if row.bytes_per_item else "-"] if has_bytes else []
+        size = f"{row.bytes_per_item:,.0f}" if row.bytes_per_item else "-"
+        tokens, ms = (row.cost.tokens or None, row.cost.ms) if row.cost else (None, None)
+        sizes = [size, _rounded(tokens), _rounded(ms)][: len(costs)]
         own = row.scores
         table.append([row.source, *(_shown(own[metric]) if metric in own else "-" for metric in metrics), *sizes])
     if targets:
         expected = {metric: f"{target.value:.4f} - {target.tolerance:g}" for metric, target in targets.items()}
-        table.append(["targets", *(expected.get(metric, "") for metric in metrics), *([""] if has_bytes else [])])
+        table.append(["targets", *(expected.get(metric, "") for metric in metrics), *("" for _ in costs)])
     first, *rest = scores
     differences = [
         (alternative, metric, difference(first, alternative, metric)) for alternative in rest for metric in metrics
@@ -139,6 +142,8 @@ def of_quality(
             "source": score.source,
             "scores": score.scores,
             "bytes_per_item": score.bytes_per_item,
+            "tokens_per_item": (score.cost.tokens or None) if score.cost else None,
+            "ms_per_item": score.cost.ms if score.cost else None,
             "values": score.values,
             "gold": score.gold,
             "weights": score.weights,

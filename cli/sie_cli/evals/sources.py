@@ -65,6 +65,7 @@ class EvalSource(Protocol):
     scores_pairs: bool
     main: VectorOutput
     identity: Sequence[str]
+    tokens: int  # number of tokens that the source has read for vectors; 0 if it does not say
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         """Return one vector for each text, in the form of `output`."""
@@ -101,6 +102,7 @@ class Sie:
         self.name, self.url = name, url
         self.token = token
         self._client, self.model = client, model
+        self.tokens = 0
         self.info = info
         outputs = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info["outputs"]]
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
@@ -148,6 +150,7 @@ class Sie:
         results: Any = self._client.encode(
             self.model, items, is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
         )
+        self.tokens += results.usage["total_tokens"]
         return [output.vector(result) for result in results]
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -200,6 +203,7 @@ class Patterns:
     main = DENSE
     name = "patterns"
     identity: Sequence[str] = ()
+    tokens = 0
 
     def facts(self, task: FactTask, texts: Sequence[LabelledText]) -> Sequence[Sequence[Fact]]:
         from sie_gateway.redaction.patterns import KINDS, pattern_of, ranges_of
@@ -229,6 +233,7 @@ class SentenceTransformers:
 
     is_here = True
     main = DENSE
+    tokens = 0
 
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
@@ -362,7 +367,7 @@ _OPENAI = ServerDialect(
     lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
     lambda body: body["results"],
     "relevance_score",
-    lambda body: body.get("usage", {}).get("total_tokens"),
+    lambda body: (body.get("usage") or {}).get("total_tokens"),
 )
 _TEI = ServerDialect(
     "/embed",
@@ -389,6 +394,7 @@ class ServerSource:
         # empty, so answers are not cached: the server may change its model without notice
         self.identity: Sequence[str] = ()
         self._client, self._dialect, self._model = client, dialect, model
+        self.tokens = 0
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[Send]:
@@ -433,6 +439,7 @@ class ServerSource:
                 if parts and rows.shape[1] != parts[0].shape[1]:
                     raise ValueError(f"vectors have {parts[0].shape[1]} numbers, then {rows.shape[1]}")
                 _check_finite(rows)
+                self.tokens += self._dialect.tokens(body) or 0
             parts.append(rows)
         return list(np.concatenate(parts))
 
