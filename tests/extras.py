@@ -43,6 +43,7 @@ FOR = {
     "documents": ("sie_adapter.documents.docling_parser",),
     "tracing": ("sie_runtime.spans",),
     "cli": ("sie_cli",),
+    "mcp": ("sie_cli.mcp",),
     "evals": ("sie_cli.evals",),
     "mteb": ("sie_cli.evals.mteb_tasks",),
     "pgvector": ("sie_store.sinks.pgvector",),
@@ -66,11 +67,12 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
-    # with the extra jobs: a corpus in Parquet, the columns of an upload
-    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets"),
-    "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_store.datasets"),
-    "mteb": (*_HUB, *_COMPONENTS, "sie_store.datasets"),
-    "serve": ("sie_cli.evals",),
+    # with the extra jobs: a corpus in Parquet, the columns of an upload; with pgvector: an index in PostgreSQL
+    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets", "sie_store.sinks.pgvector"),
+    "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", "sie_store.sinks.pgvector"),
+    "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_cli.mcp", "sie_store.datasets"),
+    "mteb": (*_HUB, *_COMPONENTS, "sie_cli.mcp", "sie_store.datasets"),
+    "serve": ("sie_cli.evals", "sie_cli.mcp", "sie_store.sinks.pgvector"),
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {

@@ -32,6 +32,8 @@ from sie_contracts.settings import Mode, Settings, load
 from sie_contracts.wire import heartbeats, topology
 from sie_contracts.wire.configs import ConfigEpoch, ConfigExport, ConfigModel
 from sie_contracts.wire.heartbeats import Heartbeat
+from sie_gateway.http.app import Edge
+from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, Network
 from sie_gateway.process import serve as serve_gateway
 from sie_runtime.clock import BrokerClock
@@ -40,6 +42,7 @@ from sie_sidecar.process import serve as serve_sidecar
 
 WAIT_S = 10.0  # far above what is expected, so that a busy machine does not fail a test
 POLL_S = 0.002
+WINDOW_S = 0.4  # of clients that come back, see `inference_of`
 HTTP_POLL_S = 0.02  # a request takes some milliseconds of the loop that it waits for
 
 
@@ -325,6 +328,17 @@ async def eventually_ready(process: Process) -> None:
                 await asyncio.sleep(HTTP_POLL_S)
     except TimeoutError:
         raise AssertionError(f"not ready within {WAIT_S} s: {reason}") from None
+
+
+def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Inference:
+    """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
+    port = gateway.url.rpartition(":")[2]
+    (server,) = (task for task in asyncio.all_tasks() if task.get_name() == f"http:{port}")
+    edge = server.get_coro().cr_frame.f_locals["self"].config.app.app  # type: ignore[union-attr]
+    assert isinstance(edge, Edge)
+    inference = edge._gateway.inference
+    inference.away.window_s, inference.watch_after_s = window_s, 0.01
+    return inference
 
 
 async def placing(cluster: InProcess) -> None:

@@ -15,6 +15,7 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.wire import device_reports, ipc, messages
 from sie_contracts.wire.configs import ConfigDelta, ConfigExport, ConfigModel
 from sie_contracts.wire.heartbeats import (
+    AnswerErasure,
     DeviceBeat,
     Fetched,
     GatewayBeat,
@@ -23,6 +24,7 @@ from sie_contracts.wire.heartbeats import (
     ModelStatus,
     QueuedWork,
     ServedEngine,
+    ServedLora,
     ServedPrecision,
     Turn,
 )
@@ -267,6 +269,7 @@ EXAMPLES: dict[str, Any] = {
     "gateway-1": GatewayBeat("g1", True, {"_default.l4.default.bulk": LaneTraffic(12.5, 4096.25, 100.5, 8192)}),
     "gateway-1-qps": GatewayBeat("g1", qps=12.5),
     "gateway-1-epoch": GatewayBeat("g1", config_epoch="a:7"),
+    "gateway-1-erasure": GatewayBeat("g1", erasure=AnswerErasure("org/model", "k1", bytes(16))),
     "gateway-1-queued": GatewayBeat(
         "g1",
         queued=(
@@ -342,6 +345,9 @@ EXAMPLES: dict[str, Any] = {
     ),
     "heartbeat-1-revisions": _heartbeat(
         models=(ModelStatus("org/model", "failed", revision=8, loaded_revision=7),),
+    ),
+    "heartbeat-1-loras": _heartbeat(
+        models=(ModelStatus("org/model", "loaded", loras=(ServedLora("org/lora", "5f0c"),)),),
     ),
     "delta-1": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY),
     "delta-1-since": ConfigDelta("sie-config", "a:7", "a:8", "org/model", 8, _ENTRY, "a:4"),

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -92,54 +93,97 @@ class Collections:
         self._lock = threading.Lock()
         self._shards: dict[str, Any] = {}
         self._params: dict[str, Any] = {}
-        for place in folder.iterdir():
-            self._params[place.name] = json.loads((place / "params.json").read_text())
-            self._shards[place.name] = EdgeShard.load(str(place / "shard"))
+        self._aliases_file = folder / "aliases.json"
+        self._aliases: dict[str, str] = (
+            json.loads(self._aliases_file.read_text()) if self._aliases_file.exists() else {}
+        )
+        for params in folder.glob("*/params.json"):
+            self._params[params.parent.name] = json.loads(params.read_text())
+            self._shards[params.parent.name] = EdgeShard.load(str(params.parent / "shard"))
 
     def answer(self, method: str, parts: list[str], query: dict[str, list[str]], body: bytes) -> Any:
         with self._lock:
-            name, rest = parts[1], parts[2:]
+            if (method, parts) == ("GET", ["aliases"]):
+                return {
+                    "aliases": [{"alias_name": alias, "collection_name": name} for alias, name in self._aliases.items()]
+                }
+            if (method, parts) == ("GET", ["collections"]):
+                return {"collections": [{"name": name} for name in self._shards]}
+            if (method, parts) == ("POST", ["collections", "aliases"]):
+                return self._change_aliases(body)
+            name, rest = self._aliases.get(parts[1], parts[1]), parts[2:]
             if method == "PUT" and not rest:
                 return self._create(name, body)
             if name not in self._shards:
                 raise Refused(404, f"Not found: Collection `{name}` doesn't exist!")
             shard = self._shards[name]
-            if method == "GET" and not rest:
+            if not rest and method == "GET":
                 return self._info(name)
-            if rest in (["points"], ["index"]) and query.get("wait") != ["true"]:
+            if not rest and method == "DELETE":
+                return self._delete(name)
+            if rest not in _READS and (method, rest) != ("POST", ["points"]) and query.get("wait") != ["true"]:
                 raise Refused(400, "these tests wait")
-            if (method, rest) == ("PUT", ["points"]):
-                return self._upsert(shard, body)
             if (method, rest) == ("PUT", ["index"]):
                 return self._index(shard, body)
-            if (method, rest) == ("POST", ["points", "count"]):
-                return _count(shard)
-            if (method, rest) == ("POST", ["points", "query"]):
-                return _query(shard, body)
-            if (method, rest) == ("POST", ["points", "scroll"]):
-                return _scroll(shard, body)
+            if (method, rest) == ("PUT", ["points"]):
+                return self._upsert(shard, body)
+            if method == "POST" and (route := _ROUTES.get("/".join(rest))):
+                return route(shard, body)
         raise Refused(404, "")
+
+    def _change_aliases(self, body: bytes) -> bool:
+        """All actions, or none."""
+        from qdrant_client import models
+
+        changed = dict(self._aliases)
+        for action in models.ChangeAliasesOperation.model_validate_json(body).actions:
+            if isinstance(action, models.DeleteAliasOperation):
+                changed.pop(action.delete_alias.alias_name, None)
+            elif isinstance(action, models.CreateAliasOperation):
+                alias, name = action.create_alias.alias_name, action.create_alias.collection_name
+                if name not in self._shards:
+                    raise Refused(404, f"Not found: Collection `{name}` doesn't exist!")
+                if alias in self._shards:
+                    raise Refused(409, f"Wrong input: Collection with the same name already exists: {alias}")
+                changed[alias] = name
+        self._aliases = changed
+        part = self._aliases_file.with_suffix(".part")
+        part.write_text(json.dumps(changed))
+        part.rename(self._aliases_file)
+        return True
+
+    def _delete(self, name: str) -> bool:
+        self._shards.pop(name).close()
+        self._params.pop(name)
+        shutil.rmtree(self._folder / name)
+        self._aliases = {alias: target for alias, target in self._aliases.items() if target != name}
+        return True
 
     def _create(self, name: str, body: bytes) -> bool:
         from qdrant_client import models
-        from qdrant_edge import Distance, EdgeConfig, EdgeShard, EdgeVectorParams
+        from qdrant_edge import Distance, EdgeConfig, EdgeShard, EdgeSparseVectorParams, EdgeVectorParams
 
         if name in self._shards:
             raise Refused(409, f"Wrong input: Collection `{name}` already exists!")
-        wanted = models.CreateCollection.model_validate_json(body).vectors
-        assert wanted is not None
-        named = wanted if isinstance(wanted, dict) else {"": wanted}
+        wanted = models.CreateCollection.model_validate_json(body)
+        assert wanted.vectors is not None
+        named = wanted.vectors if isinstance(wanted.vectors, dict) else {"": wanted.vectors}
         params = {
             key: EdgeVectorParams(size=each.size, distance=getattr(Distance, each.distance.value))
             for key, each in named.items()
         }
+        sparse = {key: EdgeSparseVectorParams() for key in wanted.sparse_vectors or {}}
         place = self._folder / name
         (place / "shard").mkdir(parents=True)
+        dense = params if isinstance(wanted.vectors, dict) else params[""]
         self._shards[name] = EdgeShard.create(
-            str(place / "shard"), EdgeConfig(vectors=params if isinstance(wanted, dict) else params[""])
+            str(place / "shard"), EdgeConfig(vectors=dense, sparse_vectors=sparse or None)
         )
         shown = {key: {"size": each.size, "distance": each.distance.value} for key, each in named.items()}
-        self._params[name] = shown if isinstance(wanted, dict) else shown[""]
+        self._params[name] = {
+            "vectors": shown if isinstance(wanted.vectors, dict) else shown[""],
+            **({"sparse_vectors": {key: {} for key in sparse}} if sparse else {}),
+        }
         (place / "params.json").write_text(json.dumps(self._params[name]))
         return True
 
@@ -151,7 +195,7 @@ class Collections:
             "points_count": info.points_count,
             "segments_count": info.segments_count,
             "config": {
-                "params": {"vectors": self._params[name]},
+                "params": self._params[name],
                 "hnsw_config": {"m": 16, "ef_construct": 100, "full_scan_threshold": 10000},
                 "optimizer_config": {
                     "deleted_threshold": 0.2,
@@ -168,7 +212,7 @@ class Collections:
         from qdrant_edge import Point, UpdateOperation
 
         found = models.PointsList.model_validate_json(body).points
-        points = [Point(each.id, each.vector, each.payload or {}) for each in found]
+        points = [Point(each.id, _stored(each.vector), each.payload or {}) for each in found]
         shard.update(UpdateOperation.upsert_points(points))
         shard.flush()
         return {"operation_id": 0, "status": "completed"}
@@ -185,7 +229,30 @@ class Collections:
         return {"operation_id": 0, "status": "completed"}
 
 
-def _count(shard: Any) -> Any:
+def _stored(vector: Any) -> Any:
+    """A vector of a request in the form of the engine."""
+    from qdrant_client import models
+    from qdrant_edge import SparseVector
+
+    if isinstance(vector, models.SparseVector):
+        return SparseVector(vector.indices, vector.values)
+    return {name: _stored(each) for name, each in vector.items()} if isinstance(vector, dict) else vector
+
+
+def _shown(vector: Any) -> Any:
+    """A vector of the engine in the form of a reply."""
+    from qdrant_edge import SparseVector
+
+    if isinstance(vector, SparseVector):
+        return {"indices": vector.indices, "values": vector.values}
+    return {name: _shown(each) for name, each in vector.items()} if isinstance(vector, dict) else vector
+
+
+def _id(point_id: Any) -> Any:
+    return point_id if isinstance(point_id, int) else str(point_id)
+
+
+def _count(shard: Any, body: bytes) -> Any:
     from qdrant_edge import CountRequest
 
     return {"count": shard.count(CountRequest(exact=True))}
@@ -193,14 +260,18 @@ def _count(shard: Any) -> Any:
 
 def _query(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
-    from qdrant_edge import Query, QueryRequest
+    from qdrant_edge import Query, QueryRequest, Sample
 
     asked = models.QueryRequest.model_validate_json(body)
-    query = asked.query.nearest if isinstance(asked.query, models.NearestQuery) else asked.query
-    found = shard.query(QueryRequest(limit=asked.limit or 10, query=Query.Nearest(query), with_payload=True))
+    if isinstance(asked.query, models.SampleQuery):
+        query: Any = Sample.Random
+    else:
+        vector = asked.query.nearest if isinstance(asked.query, models.NearestQuery) else asked.query
+        query = Query.Nearest(vector, using=asked.using) if asked.using else Query.Nearest(vector)
+    found = shard.query(QueryRequest(limit=asked.limit or 10, query=query, with_payload=True))
     return {
         "points": [
-            {"id": str(each.id), "version": each.version, "score": each.score, "payload": each.payload}
+            {"id": _id(each.id), "version": each.version, "score": each.score, "payload": each.payload}
             for each in found
         ]
     }
@@ -212,10 +283,85 @@ def _scroll(shard: Any, body: bytes) -> Any:
 
     asked = models.ScrollRequest.model_validate_json(body)
     found, following = shard.scroll(
-        ScrollRequest(offset=asked.offset, limit=asked.limit, with_payload=True, with_vector=True)
+        ScrollRequest(
+            offset=asked.offset, limit=asked.limit, with_payload=asked.with_payload, with_vector=asked.with_vector
+        )
     )
-    points = [{"id": str(each.id), "vector": each.vector, "payload": each.payload} for each in found]
-    return {"points": points, "next_page_offset": following and str(following)}
+    return {"points": _records(found), "next_page_offset": None if following is None else _id(following)}
+
+
+def _records(records: Any) -> list[Any]:
+    return [{"id": _id(each.id), "vector": _shown(each.vector), "payload": each.payload} for each in records]
+
+
+def _retrieve(shard: Any, body: bytes) -> Any:
+    from qdrant_client import models
+
+    asked = models.PointRequest.model_validate_json(body)
+    return _records(shard.retrieve(list(asked.ids), bool(asked.with_payload), bool(asked.with_vector)))
+
+
+def _update(shard: Any, *operations: Any) -> Any:
+    for operation in operations:
+        shard.update(operation)
+    shard.flush()
+    return {"operation_id": 0, "status": "completed"}
+
+
+def _delete_points(shard: Any, body: bytes) -> Any:
+    from qdrant_client import models
+    from qdrant_edge import UpdateOperation
+
+    return _update(shard, UpdateOperation.delete_points(list(models.PointIdsList.model_validate_json(body).points)))
+
+
+def _set_payload(shard: Any, body: bytes) -> Any:
+    from qdrant_client import models
+    from qdrant_edge import UpdateOperation
+
+    asked = models.SetPayload.model_validate_json(body)
+    return _update(shard, UpdateOperation.set_payload(list(asked.points or ()), asked.payload))
+
+
+def _delete_payload(shard: Any, body: bytes) -> Any:
+    from qdrant_client import models
+    from qdrant_edge import Filter, UpdateOperation
+
+    asked = models.DeletePayload.model_validate_json(body)
+    assert asked.filter == models.Filter()
+    return _update(shard, UpdateOperation.delete_payload_by_filter(Filter(), list(asked.keys)))
+
+
+def _batch(shard: Any, body: bytes) -> Any:
+    from qdrant_client import models
+    from qdrant_edge import PointVectors, UpdateOperation
+
+    operations = []
+    for asked in models.UpdateOperations.model_validate_json(body).operations:
+        if isinstance(asked, models.UpdateVectorsOperation):
+            points = asked.update_vectors.points
+            present = {_id(each.id) for each in shard.retrieve([each.id for each in points], False, False)}
+            if gone := [each.id for each in points if each.id not in present]:
+                raise Refused(404, f"Not found: No point with id {gone[0]} found")
+            operations.append(UpdateOperation.update_vectors([PointVectors(each.id, each.vector) for each in points]))
+        else:
+            assert isinstance(asked, models.SetPayloadOperation)
+            change = asked.set_payload
+            operations.append(UpdateOperation.set_payload(list(change.points or ()), change.payload))
+    return [_update(shard, *operations)]
+
+
+_ROUTES = {
+    "points": _retrieve,
+    "points/count": _count,
+    "points/query": _query,
+    "points/scroll": _scroll,
+    "points/delete": _delete_points,
+    "points/payload": _set_payload,
+    "points/payload/delete": _delete_payload,
+    "points/batch": _batch,
+}
+_READS = (["points", "count"], ["points", "query"], ["points", "scroll"])
 
 
 @contextlib.contextmanager
@@ -231,6 +377,7 @@ def _statuses() -> Iterator[None]:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # it sends head and body apart, and would wait 40 ms between them
     collections: Collections
     key = ""
     hold = 0
@@ -247,7 +394,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise Refused(401, "Must provide an API key or an Authorization bearer token")
             if len(body) > MAX_BODY_BYTES:
                 raise Refused(413, "Payload too large")
-            if parts[0] != "collections" or len(parts) < 2:
+            if parts[0] not in ("collections", "aliases"):
                 raise Refused(404, "")
             with _statuses():
                 result = self.collections.answer(self.command, parts, parse_qs(pieces.query), body)
@@ -260,7 +407,7 @@ class Handler(BaseHTTPRequestHandler):
                 threading.Event().wait()
         return self._send(200, {"result": result, "status": "ok", "time": 0.0})
 
-    do_GET = do_PUT = do_POST = _answer
+    do_GET = do_PUT = do_POST = do_DELETE = _answer
 
     def _send(self, status: int, body: Any) -> None:
         content = json.dumps(body).encode()

@@ -1,19 +1,78 @@
-"""Client of the gateway for commands. It ends the command if the gateway does not answer."""
+"""Clients of the gateway for commands: that of the SDK, and one for routes of administrators. They end the command if
+the gateway does not answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
+
+import httpx
+import msgspec
 
 from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
 from sie_cli.refusal import CommandRefused
+from sie_contracts.loopback import direct
+from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
     from sie_client import SIEClient
+
+
+TIMEOUT_S = 15.0
+_NEXT = {
+    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
+    "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
+}
+
+
+class AdminClient:
+    """Client of a gateway's routes for administrators. It has the token of an administrator."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.url = cluster.gateway_urls[0]
+        token = cluster.gateway_admin_token
+        headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
+        transport = direct(self.url, httpx.HTTPTransport)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def request(
+        self, method: str, path: str, *, headers: dict[str, str] | None = None, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Send a request and return the decoded body of a success. Raises CommandRefused, httpx.TransportError."""
+        answer = self._client.request(method, path, headers=headers, json=body)
+        try:
+            reply: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise CommandRefused(
+                f"{public_url(self.url)} answered {answer.status_code}, which is not the answer of a gateway"
+            ) from error
+        if answer.is_success:
+            return reply
+        refusal = reply.get("error") or {}
+        message = str(refusal.get("message") or f"status {answer.status_code}")
+        following = _NEXT.get(str(refusal.get("code")))
+        raise CommandRefused(f"{message}\n{following}" if following else message)
+
+    def first(
+        self, method: str, path: str, *, headers: dict[str, str] | None = None, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Send the first request of a command. Raises CommandRefused, also if no gateway answers."""
+        try:
+            return self.request(method, path, headers=headers, body=body)
+        except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
 
 
 @contextlib.contextmanager

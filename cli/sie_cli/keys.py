@@ -95,6 +95,7 @@ def keys() -> None:
 @click.option(
     "--tokens-per-minute", "rate", type=click.IntRange(1), help="Tokens, over all gateways.  [default: no limit]"
 )
+@click.option("--no-cache", is_flag=True, help="Answers to this key are not cached (SIE_CACHE_BYTES).")
 @click.option("--json", "as_json", is_flag=True, help="The key and its token as JSON.")
 @_options
 def create(
@@ -105,6 +106,7 @@ def create(
     body_bytes: int | None,
     items: int | None,
     rate: int | None,
+    no_cache: bool,
     as_json: bool,
 ) -> None:
     """Create a key and print its token. The token is shown only now, because it is not stored.
@@ -120,7 +122,7 @@ def create(
     async def body(broker: Broker) -> tuple[Key, str, float]:
         buckets, now_s = await _opened(broker, cluster)
         expires_s = expires.after(now_s) if expires is not None else 0.0
-        key, token = records.create(name, scopes, now_s=now_s, expires_s=expires_s, limits=limits)
+        key, token = records.create(name, scopes, now_s=now_s, expires_s=expires_s, limits=limits, caches=not no_cache)
         keys = [present for present, _ in await buckets.read()]
         if len(keys) >= MAX_KEYS:
             raise CommandRefused(
@@ -177,7 +179,7 @@ def list_command(cluster: Cluster, as_json: bool) -> None:
         return
     rows = [("ID", "NAME", "SCOPES", "CREATED (UTC)", "STATE", "LIMITS")]
     rows += [
-        (key.id, key.name, ",".join(key.scopes), moment(key.created_s), _end(key, now_s), _limits(key.limits))
+        (key.id, key.name, ",".join(key.scopes), moment(key.created_s), _end(key, now_s), _limits(key))
         for key in listed
     ]
     display.table(rows)
@@ -254,6 +256,7 @@ def _plain(key: Key) -> dict[str, Any]:
         "max_body_bytes": key.limits.body_bytes or None,
         "max_items": key.limits.items or None,
         "tokens_per_minute": key.limits.tokens_per_minute or None,
+        "caches": key.caches,
     }
 
 
@@ -265,10 +268,12 @@ def _end(key: Key, now_s: float) -> str:
     return f"{'expired' if key.ended(now_s) else 'until'} {moment(key.expires_s)}"
 
 
-def _limits(limits: KeyLimits) -> str:
+def _limits(key: Key) -> str:
+    limits = key.limits
     parts = [
         f"{limits.body_bytes:,} bytes" if limits.body_bytes else "",
         f"{limits.items:,} items" if limits.items else "",
         f"{limits.tokens_per_minute:,} tokens/min" if limits.tokens_per_minute else "",
+        "" if key.caches else "no cache",
     ]
     return ", ".join(filter(None, parts)) or "-"

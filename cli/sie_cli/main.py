@@ -83,16 +83,25 @@ class _Program(AnyPosition):
 
 
 # extra of the package `sie-cluster` that a command needs, if not `serve`
-EXTRAS = {"gateway": "gateway", "config": "config", "sidecar": "sidecar", "adapter": "adapter", "eval": "evals"}
+EXTRAS = {
+    "gateway": "gateway",
+    "config": "config",
+    "sidecar": "sidecar",
+    "adapter": "adapter",
+    "eval": "evals",
+    "mcp": "mcp",
+}
 ELSEWHERE = {
     "serve": "sie_cli.serve.command:serve",
     "airgap": "sie_cli.airgap:airgap",
     "backup": "sie_cli.recovery:backup",
+    "cache": "sie_cli.cache:cache",
     "dlq": "sie_cli.dlq:dlq",
     "doctor": "sie_cli.doctor:doctor",
     "eval": "sie_cli.evals:evals",
     "jobs": "sie_cli.jobs:jobs",
     "keys": "sie_cli.keys:keys",
+    "mcp": "sie_cli.mcp:mcp",
     "migrate": "sie_cli.migrating:migrate",
     "models": "sie_cli.models:models",
     "bench": "sie_cli.replay.bench:bench",
@@ -127,8 +136,10 @@ def main() -> None:
     sie try MODEL "text"       show a model's answer for people
     sie jobs submit MODEL FILE run a model on whole files; `watch`, `pause`, `cancel`, `retry`, `result`
     sie migrate ALIAS MODEL    move an alias to another encoder, after encoding the corpus with it
+    sie mcp                    offer tools to agents, by the Model Context Protocol
     sie top                    show workers, models and queues, live
     sie dlq list               list work that was given up
+    sie cache status           show cached answers; `erase` removes them
     sie keys create NAME       create a token for a client; `list`, `revoke`
     sie models inspect DIR     describe a model folder; `sie models add` adds it to the catalogue, `sie models set`
                                changes it there

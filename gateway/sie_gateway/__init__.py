@@ -1,3 +1,3 @@
-"""The HTTP edge of the cluster: resolve names, validate requests, choose a lane (pool, machine profile and bundle),
-publish work, collect results. It has no model code and does not import torch.
+"""The HTTP edge of the cluster: resolves names, validates requests, chooses a lane (pool, machine profile and bundle),
+publishes work and collects results. It has no model code and does not import torch.
 """

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 import sie_contracts
 from sie_broker import Connection
 from sie_gateway.admission.admission import Admission
+from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.demand import DemandRecords
 from sie_gateway.fleet.lag import Lag
 from sie_gateway.inference.handler import Inference
@@ -20,9 +21,7 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector that reads the values of metrics from attributes of the gateway's objects. A worker that has gone, or a
-    demand that has ended, has no series.
-    """
+    """Collector that reads metrics from the gateway's objects. A worker or a demand that has ended has no series."""
 
     def __init__(
         self,
@@ -34,6 +33,7 @@ class Live(Collector):
         inference: Inference,
         inbox: ResultInbox,
         admission: Admission,
+        memory: AnswerMemory,
     ) -> None:
         self._broker = broker
         self._feed = feed
@@ -43,6 +43,7 @@ class Live(Collector):
         self._inference = inference
         self._inbox = inbox
         self._admission = admission
+        self._memory = memory
         self._scrape = Scrape("gateway")
 
     def collect(self) -> Iterator[Metric]:
@@ -66,6 +67,9 @@ class Live(Collector):
         yield gauge("sie_gateway_permits_held_tokens", tokens)
         yield gauge("sie_gateway_permits_held_messages", items)
         yield gauge("sie_gateway_waiting_bytes", waiting_bytes)
+        yield gauge("sie_gateway_cache_answers", len(self._memory))
+        yield gauge("sie_gateway_cache_bytes", self._memory.held_bytes)
+        yield counter("sie_gateway_cache_evictions", self._memory.evictions)
         yield gauge("sie_gateway_gateways", self._admission.peers.count())
         yield gauge("sie_gateway_qps", self._admission.peers.qps())
 

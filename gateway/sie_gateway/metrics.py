@@ -9,6 +9,7 @@ from sie_runtime.metrics import MetricMaker, exemplar
 
 _FETCHES = ("fetched", "refused", "failed")
 _OPERATIONS = ("encode", "score", "extract")
+_CACHE_RESULTS = ("hit", "joined", "miss")
 _VERDICTS = ("taken", "duplicate", "unknown", "undecodable", "no_room", "damaged")
 
 
@@ -44,6 +45,9 @@ class Metrics:
         self._image_fetches = make.counters("sie_gateway_image_fetches")
         for result in _FETCHES:
             self._image_fetches.labels(result)
+        self.cache_inputs = make.counters("sie_gateway_cache_inputs")
+        for result in _CACHE_RESULTS:
+            self.cache_inputs.labels(result)
         self.provisioning = make.counter("sie_gateway_provisioning_responses")
         self.alias_requests = make.counters("sie_gateway_alias_requests")
         self.shadows = make.counters("sie_gateway_shadows")

@@ -17,8 +17,10 @@ from sie_broker import Broker, BrokerError, TopologyMismatch
 from sie_contracts.errors import SHUTTING_DOWN, QueueUnavailable, ShuttingDown
 from sie_contracts.settings import SettingError, Settings
 from sie_contracts.wire import topology
+from sie_contracts.wire.heartbeats import GatewayBeat
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Quotas
+from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.collector import Live
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lag import Lag
@@ -32,6 +34,7 @@ from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.http.app import create_app, metrics_app
 from sie_gateway.http.auth import Gate, require_tokens
 from sie_gateway.http.routes import inference_route
+from sie_gateway.inference.cached import CachedRuns, CachePolicy
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.image_urls import NETWORK, ImageUrls, Network
 from sie_gateway.inference.results import ResultInbox
@@ -150,9 +153,17 @@ async def serve(
             part.drop_pool(name)
 
     keeper = PoolReconciler(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
-    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s)
+    memory = AnswerMemory(settings.cache_bytes, settings.cache_ttl_s)
+    cached = CachedRuns(memory, CachePolicy.from_settings(settings), fleet, metrics) if settings.cache_bytes else None
+    runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
     urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
+
+    def on_gateway(beat: GatewayBeat) -> None:
+        if beat.erasure is not None:
+            tasks.start(memory.erase(beat.erasure), "erasure of cached answers")
+
+    admission.peers.listeners.append(on_gateway)
     lag = Lag(broker, backlog, record, clock.now_s)
     scaling = Scaling(settings, feed, fleet, backlog, lag, admission.peers, demand, pools)
     status = ClusterStatus(
@@ -167,8 +178,8 @@ async def serve(
     scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
     services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
     readiness = GatewayReadiness(broker, feed, keys)
-    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling)
-    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission))
+    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling, memory)
+    metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission, memory))
     metrics.registry.register(JobFigures(jobs.jobs.ledger))
     names = settings.allowed_hosts
     main = HttpServer(

@@ -8,6 +8,7 @@ from sie_broker import Connection
 from sie_contracts.settings import Settings
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Quotas
+from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
@@ -69,6 +70,7 @@ class Gateway:
         inference: Inference,
         status: ClusterStatus,
         scaling: Scaling,
+        memory: AnswerMemory,
     ) -> None:
         self.settings = settings
         self.metrics = metrics
@@ -80,3 +82,4 @@ class Gateway:
         self.inference = inference
         self.status = status
         self.scaling = scaling
+        self.memory = memory

@@ -306,6 +306,10 @@ class SIEAsyncClient:
         """Asynchronous version of SIEClient.health."""
         return await self._driver.run(cluster.health(self._session))
 
+    async def whoami(self, **options: Unpack[CallOptions]) -> dict[str, Any]:
+        """Asynchronous version of SIEClient.whoami."""
+        return await self._driver.run(cluster.whoami(options, self._session))
+
     async def get_capacity(self, gpu: str | None = None) -> Capacity:
         """Asynchronous version of SIEClient.get_capacity."""
         return await self._driver.run(cluster.capacity(gpu, self._session))

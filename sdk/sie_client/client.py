@@ -331,6 +331,10 @@ class SIEClient:
         """Return the health of the cluster: its workers and models."""
         return self._driver.run(cluster.health(self._session))
 
+    def whoami(self, **options: Unpack[CallOptions]) -> dict[str, Any]:
+        """Return the name and the scopes of the client's API key."""
+        return self._driver.run(cluster.whoami(options, self._session))
+
     def get_capacity(self, gpu: str | None = None) -> Capacity:
         """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""
         return self._driver.run(cluster.capacity(gpu, self._session))

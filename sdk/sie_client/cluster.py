@@ -65,6 +65,14 @@ def health(session: Session) -> Plan[dict[str, Any]]:
     return cast("dict[str, Any]", reply)
 
 
+def whoami(options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
+    """Send `GET /v1/whoami`. Return the reply."""
+    session, _ = session.for_call(options)
+    reply = yield from json_call("GET", "/v1/whoami", session)
+    _field(reply, "name", str)
+    return cast("dict[str, Any]", reply)
+
+
 def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
     """Return the healthy workers of the machine profile `gpu`; for None, all healthy workers."""
     reply = yield from json_call("GET", "/health", session)

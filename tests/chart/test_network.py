@@ -25,7 +25,8 @@ def test_processes_reach_what_they_need_and_nothing_else(file: str) -> None:
     }
     if file == "everything.yaml":
         needed.add(("gateway", "worker", 9095))  # by gateway.workerDiscovery
-    ports = (8080, 8081, 9090, 9095, 4222, 6222, 8222)
+        needed.add(("mcp", "gateway", 8080))
+    ports = (8080, 8081, 8085, 9090, 9095, 4222, 6222, 8222)
     pairs = [(source, target, port) for source in kinds for target in kinds for port in ports]
     assert {
         (kinds[source], kinds[target], port) for source, target, port in pairs if allowed(found, source, target, port)
@@ -105,6 +106,17 @@ def test_the_ingress_leads_to_the_gateway(path: str, root: str | None) -> None:
         port["name"] for port in of_kind("Service", found)[service["name"]]["spec"]["ports"]
     }
     assert variables(container(found, "sie-gateway", "gateway")).get("SIE_ROOT_PATH") == root
+
+
+@pytest.mark.parametrize("path", ["/", "/sie"])
+def test_the_ingress_leads_agents_to_their_tools(path: str) -> None:
+    ingress = {"enabled": True, "path": path, "host": "a.example"}
+    found = objects(template(values={**CHOSEN, "ingress": ingress, "mcp": {"enabled": True}}))
+    paths = of_kind("Ingress", found)["sie-gateway"]["spec"]["rules"][0]["http"]["paths"]
+    assert [(each["path"], each["backend"]["service"]["name"]) for each in paths] == [
+        (f"{path.rstrip('/')}/mcp", "sie-mcp"),
+        (path, "sie-gateway"),
+    ]
 
 
 def test_idle_connections_outlive_those_of_the_load_balancers() -> None:

@@ -57,7 +57,7 @@ def test_every_container_has_probes_and_resources(found: tuple[dict[str, Any], .
         for probe in PROBES:
             if "httpGet" in each[probe]:
                 assert each[probe]["httpGet"]["port"] in ports
-        if each["name"] in ("gateway", "config", "worker-sidecar"):
+        if each["name"] in ("gateway", "config", "worker-sidecar", "mcp"):
             assert [each[probe]["httpGet"]["path"] for probe in PROBES] == ["/healthz", "/healthz", "/readyz"]
 
 
@@ -184,6 +184,26 @@ def test_arguments_are_those_of_the_commands(found: tuple[dict[str, Any], ...]) 
         command = cli.main.commands[component]
         command.make_context(component, list(each.get("args", ())), resilient_parsing=False)
     assert seen == set(COMPONENTS.values())
+
+
+def test_the_tools_for_agents_are_one_pod_of_the_gateways_image_with_its_address() -> None:
+    found = rendered("everything.yaml")
+    each = container(found, "sie-mcp", "mcp")
+    assert each["image"] == container(found, "sie-gateway", "gateway")["image"]
+    assert workloads(found)["sie-mcp"]["spec"]["replicas"] == 1
+    group, name = each["command"]
+    assert (group, name) == ("sie", "mcp")
+    with cli.main.commands[name].make_context(name, list(each["args"])) as context:
+        assert (context.params["is_http"], context.params["port"]) == (True, each["ports"][0]["containerPort"])
+        assert context.params["lame_duck_s"] > 0
+        (mount,) = (mount for mount in each["volumeMounts"] if mount["name"] == "config")
+        assert str(context.params["config_file"]) == f"{mount['mountPath']}/mcp.yaml"
+    own = variables(each)
+    assert own["SIE_GATEWAY_URL"] == "http://sie-gateway:8080"
+    assert own["SIE_ALLOWED_HOSTS"] == variables(container(found, "sie-gateway", "gateway"))["SIE_ALLOWED_HOSTS"]
+    # a key of its own would be one that every caller uses
+    assert not {"SIE_API_KEY", "SIE_AUTH_TOKEN", "SIE_AUTH_TOKENS", "SIE_ADMIN_TOKEN"} & own.keys()
+    assert "sie-mcp" not in workloads(rendered("values.yaml"))
 
 
 def test_ports_are_those_that_processes_listen_on(found: tuple[dict[str, Any], ...]) -> None:

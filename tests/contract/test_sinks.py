@@ -119,6 +119,35 @@ async def test_the_last_row_of_an_id_replaces_vector_and_payload(
     await has(database, collection, SinkRows(old.ids, new.vectors, new.payloads))
 
 
+async def test_a_search_returns_the_nearest_rows_and_changes_nothing(
+    sink: Sink, database: Database, collection: str
+) -> None:
+    stored = rows(0, 40)
+    await sink.prepare(collection, DIMS, {})
+    await sink.upsert(stored)
+    query = stored.vectors[7]
+    similarities = stored.vectors @ query / np.linalg.norm(stored.vectors, axis=1) / np.linalg.norm(query)
+    order = np.argsort(-similarities)[:5]
+    hits = await sink.search(collection, query, 5)
+    assert [hit.id for hit in hits] == [stored.ids[number] for number in order]
+    assert np.allclose([hit.score for hit in hits], similarities[order], atol=1e-5)
+    assert [hit.payload for hit in hits] == [stored.payloads[number] for number in order]
+    await has(database, collection, stored)
+    # by a sink that has prepared nothing
+    reader = opened(database.url, "SIE_JOBS_SINKS", QUICK)
+    try:
+        assert [hit.id for hit in await reader.search(collection, query, 1)] == [stored.ids[7]]
+        with pytest.raises(CollectionMismatch):
+            await reader.search(collection, query[: DIMS - 1], 1)
+        for _ in range(2):  # the first search does not make it
+            with pytest.raises(CollectionMissing):
+                await reader.search(f"{collection}-missing", query, 1)
+        with pytest.raises(CollectionRefused):
+            await reader.search(f'{collection}"; DROP TABLE x; --', query, 1)
+    finally:
+        await reader.close()
+
+
 async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collection: str) -> None:
     await sink.prepare(collection, DIMS, {})
     texts = [

@@ -241,7 +241,7 @@ class Adapter:
             return ipc.Refused(ModelLoading(f"{request.model} is not loaded").info())
         kept = self.loras.setdefault(request.model, [])
         kept[:] = [*(name for name in kept if name != request.lora), request.lora][-LORAS_KEPT:]
-        return ipc.Done()
+        return ipc.Done(f"files of {request.lora}")
 
     async def _run(self, batch: ipc.RunBatch, writer: asyncio.StreamWriter) -> None:
         refusal: SIEError | None = None

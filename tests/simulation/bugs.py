@@ -16,6 +16,7 @@ from unittest import mock
 import msgspec
 from simulation.network import Connection
 
+import sie_gateway.inference.cached
 import sie_gateway.inference.results
 import sie_sidecar.device.dispatch
 import sie_sidecar.device.in_flight
@@ -139,6 +140,13 @@ def _loras_mixed() -> AbstractContextManager[Any]:
     return _around(sie_sidecar.device.dispatch.DeviceQueue, "entry", change)
 
 
+def _cached_loras_mixed() -> AbstractContextManager[Any]:
+    def change(space_of: Any) -> Any:
+        return lambda owner, signed, operation, run: space_of("", "", operation, msgspec.structs.replace(run, lora=""))
+
+    return _around(sie_gateway.inference.cached, "space_of", change)
+
+
 def _collector_kept() -> AbstractContextManager[Any]:
     return mock.patch.object(sie_gateway.inference.results.ResultInbox, "close", return_value=None)
 
@@ -180,6 +188,7 @@ BUGS: dict[str, Bug] = {
     "slots are in the wrong order": Bug(_slots_reversed, 5, "not the vector", long=True),
     "the permit of a lost batch is kept": Bug(_permit_leaked, 40, "", long=True),
     "LoRAs share a batch": Bug(_loras_mixed, 10, "not the vector", long=True),
+    "LoRAs share cached answers": Bug(_cached_loras_mixed, 10, "not the vector"),
     "a collector stays open": Bug(_collector_kept, 3, "open collectors"),
     "the gateway waits past the deadline": Bug(_deadline_ignored, 20, "was open for", long=True),
     "held cost is not given back": Bug(_held_cost_kept, 3, "held cost", long=True),

@@ -142,6 +142,8 @@ def plan_of(seed: int) -> Plan:
         plan.costs = replace(plan.costs, batch_s=min(plan.costs.batch_s, 0.02))
         if plan.costs.load_s > 1:
             plan.settings["SIE_SWAP_AFTER_MS"], plan.poison = "1000", 0  # each death costs a load
+    if seed % 3 == 1:  # gateways with a small cache, and texts that occur again
+        plan.settings["SIE_CACHE_BYTES"] = str(64 << 10)
     if seed % 12 == 5:  # loads that fail while their worker is away: the error comes when somebody else has the work
         plan.workers, plan.models, plan.room, plan.storage, plan.rates = 2, 1, 1, "file", Rates()
         plan.costs, plan.poison = Costs(0.4, 1e-4, 5.0, 0.1), 0
@@ -507,6 +509,10 @@ class World:
             texts = [
                 f"{index}.{place} " + "".join(draw.choices(letters, k=length)) for place, length in enumerate(lengths)
             ]
+            if "SIE_CACHE_BYTES" in plan.settings:
+                before = [text for earlier in asked[-20:] for text in earlier.texts]
+                usual = [text for text in before if self.ids(text) not in self.faults.poison]
+                texts = [draw.choice(usual) if usual and draw.random() < 0.5 else text for text in texts]
             model = MODELS[min(int(draw.expovariate(1.0)), plan.models - 1)]
             lora = draw.choice(LORAS) if model == MODELS[0] and draw.random() < 0.3 else ""
             patient = draw.random() < 0.7

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
-from inprocess import GatewayProcess, InProcess, settings_of, until
+from inprocess import WINDOW_S, GatewayProcess, InProcess, inference_of, settings_of, until
 from nats_server import NatsServer
 
 from sie_broker import CoreMessage
@@ -24,16 +24,13 @@ from sie_broker.nats import connect
 from sie_contracts.errors import GatewayTimeout, ModelNotFound, ShuttingDown
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import CancelRequests, Input, RunOptions, WorkItem
-from sie_gateway.http.app import Edge
 from sie_gateway.inference import reattach, reply
 from sie_gateway.inference.call import Call
-from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reattach import Attachments, ClientGone
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import WorkQueue
 
 STREAM = "WORK__default"
-WINDOW_S = 0.4
 
 
 # the table, without HTTP
@@ -225,17 +222,6 @@ async def test_once_closed_nobody_is_waited_for() -> None:
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
     async with InProcess(tmp_path) as cluster:
         yield cluster
-
-
-def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Inference:
-    """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
-    port = gateway.url.rpartition(":")[2]
-    (server,) = (task for task in asyncio.all_tasks() if task.get_name() == f"http:{port}")
-    edge = server.get_coro().cr_frame.f_locals["self"].config.app.app  # type: ignore[union-attr]
-    assert isinstance(edge, Edge)
-    inference = edge._gateway.inference
-    inference.away.window_s, inference.watch_after_s = window_s, 0.01
-    return inference
 
 
 class Connection:

@@ -342,7 +342,7 @@ async def test_a_copy_is_bulk_names_nobody_and_is_cut() -> None:
     texts = tuple(np.ones(8, "<f4") for _ in range(shadow.MAX_ITEMS + 3))
     assert await harness.after(finished(values=texts)) == {"done": 1}
     ((call, asked),) = harness.ran
-    assert call.headers == {"x-sie-pool": "p", "x-sie-priority": "bulk"}
+    assert call.headers == {"x-sie-pool": "p", "x-sie-priority": "bulk", "x-sie-cache": "no-store"}
     assert call.key == shadow.KEY
     assert (asked.priority, asked.resolved.canonical, len(asked.items)) == ("bulk", "toy/two", shadow.MAX_ITEMS)
 
@@ -468,7 +468,7 @@ async def test_a_fault_of_the_shadow_s_own_reaches_nobody(caplog: pytest.LogCapt
     harness = Harness()
     harness.lane = None  # type: ignore[method-assign,assignment]
     assert await harness.after() == {}
-    assert "a request of search could not be copied" in caplog.text
+    assert "a request of alias search could not be copied" in caplog.text
 
 
 def test_only_vectors_of_one_width_in_floats_are_compared() -> None:

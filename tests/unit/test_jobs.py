@@ -532,10 +532,10 @@ async def test_jobs_belong_to_their_keys(cluster: InProcess) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 async def test_answers_of_another_key_are_taken_where_keys_share_them(cluster: InProcess, shared: bool) -> None:
-    """SIE_JOBS_CACHE_SHARED. 1. A key keeps an answer. 2. Another key sends the same input: unless answers are shared,
+    """SIE_CACHE_SHARED. 1. A key keeps an answer. 2. Another key sends the same input: unless answers are shared,
     nothing tells it that somebody did before. 3. The first key has its answer again.
     """
-    place = await place_of(cluster, SIE_JOBS_CACHE_SHARED=str(shared).lower(), **TOKENS)
+    place = await place_of(cluster, SIE_CACHE_SHARED=str(shared).lower(), **TOKENS)
 
     async def reused(key: str) -> int:
         place.gateway.client.headers["authorization"] = f"Bearer {key}-token-of-a-test"

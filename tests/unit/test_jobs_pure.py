@@ -26,13 +26,15 @@ from sie_contracts.models.muvera import Muvera
 from sie_contracts.models.options import RequestOptions
 from sie_contracts.wire.messages import ChunkRule, Failed, Ok, RunOptions, TextChunks, WorkResult
 from sie_contracts.wire.topology import Lane
+from sie_gateway.answers import stored
+from sie_gateway.answers.keys import space_of
+from sie_gateway.answers.stored import CacheSegment, StoredAnswers, segment
+from sie_gateway.answers.values import pack_row, unpack_row
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
-from sie_gateway.jobs import cache as caches
 from sie_gateway.jobs import client as askings
-from sie_gateway.jobs.cache import AnswerCache, CacheSegment, segment, space_of
 from sie_gateway.jobs.client import MAX_ROOM, JobClient, JobIdentity, Room, Throttle
 from sie_gateway.jobs.pace import MIN_LEFT_S, STEP_S, JobPace, forecast, opens_in_s, workers_needed
 from sie_gateway.jobs.run import window_s
@@ -44,9 +46,7 @@ from sie_gateway.jobs.values import (
     ModelInput,
     bounds,
     grouped,
-    pack,
     unique,
-    unpack,
 )
 from sie_store.datasets.answers import RowAnswer
 from sie_store.object_stores import opened
@@ -229,21 +229,19 @@ def test_a_segment_gives_back_what_was_kept() -> None:
     kept = {ModelInput(RequestItem(str(number))).digest: value(number) for number in range(100)}
     read = CacheSegment(segment(kept))
     assert all(same(read.value(row), kept[digest]) for row, digest in enumerate(sorted(kept)))
-    assert same(unpack(pack(value(3))), value(3))
+    assert same(unpack_row(pack_row(value(3))), value(3))
 
 
 async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(tmp_path: Path) -> None:
     store = opened(str(tmp_path), "TEST")
-    space = space_of("k", "f1", "encode", {"a": 1, "b": 2})
-    assert space == space_of("k", "f1", "encode", {"b": 2, "a": 1}) != space_of("k", "f2", "encode", {"a": 1, "b": 2})
-    assert space != space_of("l", "f1", "encode", {"a": 1, "b": 2})
-    writer = AnswerCache(store, space)
+    space = space_of("k", "f1", "encode", RunOptions())
+    writer = StoredAnswers(store, space)
     await writer.open()
     digests = [ModelInput(RequestItem(str(number))).digest for number in range(300)]
     for start in range(0, 300, 100):
         await writer.keep(f"s{start}", {digests[place]: value(place) for place in range(start, start + 100)})
     await writer.keep("s0", {digests[0]: value(7)})  # another leader of the same shard: what is there stays
-    reader = AnswerCache(store, space)
+    reader = StoredAnswers(store, space)
     await reader.open()
     assert len(reader) == 300
     asked = [digests[5], ModelInput(RequestItem("new")).digest, digests[250], digests[0]]
@@ -252,7 +250,7 @@ async def test_a_cache_finds_what_other_jobs_kept_and_nothing_of_another_space(t
     assert same(found[0], value(5))
     assert same(found[2], value(250))
     assert same(found[3], value(0))
-    other = AnswerCache(store, space_of("k", "f2", "encode", {}))
+    other = StoredAnswers(store, space_of("k", "f2", "encode", RunOptions()))
     await other.open()
     assert await other.find(digests) == {}
 
@@ -261,18 +259,18 @@ async def test_a_cache_is_bounded_and_a_removed_segment_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = opened(str(tmp_path), "TEST")
-    writer = AnswerCache(store, "space")
+    writer = StoredAnswers(store, "space")
     digests = [ModelInput(RequestItem(str(number))).digest for number in range(200)]
     await writer.keep("s0", {digest: value(1) for digest in digests[:100]})
     await writer.keep("s1", {digest: value(2) for digest in digests[100:]})
-    reader = AnswerCache(store, "space")
+    reader = StoredAnswers(store, "space")
     await reader.open()
     size = len(segment({digest: value(2) for digest in digests[100:]}))  # of the newer one
-    assert await caches.trim(store, 1 << 20) == 0
-    assert await caches.trim(store, size) == 1
+    assert await stored.trim(store, 1 << 20) == 0
+    assert await stored.trim(store, size) == 1
     assert len(await reader.find(digests)) == 100
-    monkeypatch.setattr(caches, "MAX_ITEMS", 50)
-    smaller = AnswerCache(store, "space")
+    monkeypatch.setattr(stored, "MAX_ITEMS", 50)
+    smaller = StoredAnswers(store, "space")
     await smaller.open()
     assert len(smaller) == 0
 
@@ -282,13 +280,13 @@ async def test_a_large_cache_does_not_hold_the_event_loop(tmp_path: Path) -> Non
     store, count = opened(str(tmp_path), "TEST"), 200_000
     random = np.random.default_rng(1)
     digests = [random.bytes(16) for _ in range(count)]
-    values = [pack(value(number)) for number in range(5)]
+    values = [pack_row(value(number)) for number in range(5)]
     packed = [values[digest[0] % 5] for digest in digests]  # in no order, as those of many segments are together
     ends = np.cumsum([0, *map(len, packed)]).astype("<u8")
     obstore.put(store, "cache/space/s", b"".join([count.to_bytes(8, "little"), *digests, ends.tobytes(), *packed]))
     twin = digests[7][:8] + bytes(8)  # the first half does not tell them apart
-    await AnswerCache(store, "space").keep("twin", {twin: value(3)})
-    cache = AnswerCache(store, "space")
+    await StoredAnswers(store, "space").keep("twin", {twin: value(3)})
+    cache = StoredAnswers(store, "space")
     own_s, all_s = time.thread_time(), time.process_time()
     await cache.open()
     found = await cache.find([*digests[:20_000], twin])

@@ -57,7 +57,7 @@ class Output:
     def work(self, leader: str) -> Callable[[JobRecord, JobProgress], Writing]:
         def made(job: JobRecord, progress: JobProgress) -> Writing:
             if self.refuses == "all":
-                raise InvalidInput("output.url: this place is not below one of SIE_JOBS_URLS")
+                raise InvalidInput("output.url: this URL is not below one of SIE_JOBS_URLS")
             self.made += 1
             self.fingerprints.add(job.fingerprint)
             return Writing(self, leader, progress)

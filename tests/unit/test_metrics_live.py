@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import key_of
 from sie_gateway.fleet import lag
 from sie_gateway.http.auth import Gate
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import device_seconds
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.metrics_table import OTHER, TABLE
 from sie_sidecar.metrics import SidecarMetrics
@@ -136,14 +136,13 @@ async def test_tokens_and_device_time_are_told_by_key_and_no_token_is(tmp_path: 
 
 
 def test_a_key_has_its_share_of_a_batch_by_tokens() -> None:
-    finished = RequestResult.__new__(RequestResult)
     note, stages = BatchNote(tokens=100), Stages(inference_ms=40.0, postprocess_ms=10.0)
-    finished._results = [
+    results = [
         WorkResult("r", 0, "w", (Ok({}, 20), Ok({}, 5)), stages=stages, batch=note),
         WorkResult("r", 1, "w", (Ok({}, 100),), stages=stages, batch=note),
         WorkResult("r", 2, "w", (Ok({}, 7),)),
     ]
-    assert finished.device_s == pytest.approx(0.0125 + 0.05)
+    assert device_seconds(results) == pytest.approx(0.0125 + 0.05)
 
 
 async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from job_server import JobServer
 
 from sie_cli.main import main
 from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
+from sie_cli.migrating.live import Scan, progress_line
 from sie_cli.migrating.migration import (
     KEY,
     STEPS,
@@ -24,6 +25,7 @@ from sie_cli.migrating.migration import (
     MigrationState,
     before_flip,
     check_output,
+    former_target,
     has_files,
     is_answered,
     key_of,
@@ -97,6 +99,31 @@ def test_the_way_back_passes_over_the_shadow_of_the_migration() -> None:
         before_flip([revision(4, "$.alias", operation="rollback"), flip, shadow, create])
     with pytest.raises(click.ClickException, match="no longer stored"):
         before_flip([flip])
+
+
+@pytest.mark.parametrize("before", ["old/m", ["old/m"], [{"model": "old/m"}], [{"model": "old/m", "weight": 3}]])
+def test_the_former_target_is_that_before_the_last_flip(before: Any) -> None:
+    flip = msgspec.convert(
+        {
+            "revision": 3,
+            "created_at": "2030-01-01T00:00:00Z",
+            "changes": [{"path": "$.shadow", "before": "shadow/m"}, {"path": "$.alias", "before": before}],
+        },
+        AliasRevision,
+    )
+    assert former_target([revision(4, "$.shadow"), flip, revision(2, "$.alias")]) == "old/m"
+
+
+def test_a_history_without_a_former_target_is_refused() -> None:
+    for changes in ((), ("$.shadow",)):
+        with pytest.raises(click.ClickException, match="does not say which model"):
+            former_target([revision(2, *changes)])
+
+
+def test_the_progress_of_a_scan_has_its_rate_and_the_remaining_time() -> None:
+    line = progress_line(Scan(scanned=1500, embedded=1200), 6000, 10.0)
+    assert line == "  1,500 of 6,000 rows, 1,200 embedded, 150 rows/s, 0:30 left"
+    assert progress_line(Scan(), 6000, 0.0).endswith("0 rows/s, 0:00 left")
 
 
 def test_a_shadow_is_as_old_as_its_last_change() -> None:
@@ -293,8 +320,17 @@ def test_figures_of_gateways_are_added() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["search"], "NEW_MODEL, --corpus and --text are needed"),
-        (["search", "m", "--corpus", "s3://b/"], "NEW_MODEL, --corpus and --text are needed"),
+        (["search"], "NEW_MODEL, --text, and --corpus or --sink are needed"),
+        (["search", "m", "--corpus", "s3://b/"], "NEW_MODEL, --text, and --corpus or --sink are needed"),
+        (["search", "m", "--sink", "x", "--collection", "c"], "NEW_MODEL and --text are needed"),
+        (["search", "--sink", "x", "--collection", "c", "--step", "back"], "NEW_MODEL and --text are needed"),
+        (["search", "m", "--sink", "x", "--collection", "c", "--text", "{a}"], "SIE_JOBS_SINKS has no database"),
+        (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--vector", "v"], "--vector: a job writes"),
+        (
+            ["search", "m", "--sink", "x", "--collection", "c", "--text", "{a}", "--shadow-s", "3"],
+            "--shadow-s: only a migration with --corpus",
+        ),
+        (["search", "--step", "clean-up"], "--step clean-up: only an index"),
         (["search", "m", "--corpus", "s3://b/", "--text", "{a}", "--sink", "x"], "need each other"),
         (["search", "m", "--min-agreement", "2"], "is not in the range"),
         (["search", "m", "--step", "quality"], "is not one of"),

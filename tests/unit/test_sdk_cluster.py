@@ -94,6 +94,7 @@ PLANS = {
     "list_models": lambda: cluster.list_models({}, SESSION),
     "get_model": lambda: cluster.get_model("m", SESSION),
     "health": lambda: cluster.health(SESSION),
+    "whoami": lambda: cluster.whoami({}, SESSION),
     "capacity": lambda: cluster.capacity("l4", SESSION),
     "scaling": lambda: cluster.scaling("a.b.c", SESSION),
     "warmed": lambda: cluster.warmed("m", {}, SESSION),

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from sie_contracts.settings import SettingError
+from sie_store.datasets.templates import Template
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks.opening import opened
+from sie_store.sinks.live import LiveSource
+from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector import PgvectorSink
 from sie_store.sinks.qdrant import QdrantSink
 from sie_store.sinks.sink import CollectionMismatch, RowsRefused, SinkRows, SinkUnsuitable
@@ -59,6 +61,10 @@ def test_what_names_none_is_refused_without_its_secret(url: str) -> None:
         opened(url, "SIE_JOBS_SINKS")
     assert SECRET not in str(refused.value)
     assert refused.value.__cause__ is None
+    source = LiveSource("docs", Template.parsed("{body}", "--text"), {"old": "a", "new": "b"})
+    with pytest.raises(SettingError, match=r"^SIE_JOBS_SINKS: ") as refused:
+        opened_live(url, "SIE_JOBS_SINKS", source)
+    assert SECRET not in str(refused.value)
 
 
 def test_no_library_of_a_database_is_imported_before_one_is_opened() -> None:

@@ -2,6 +2,7 @@
 
 command    the command
 migration  its remaining steps by the cluster's state, the job over the corpus, and the alias
+live       the migration of an index in use, whose database has the texts
 corpus     the digest of the corpus, and a sample of it
 quality    agreement of the two models on the sample
 """

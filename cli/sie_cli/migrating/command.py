@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from sie_cli import display
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, Cluster, cluster_options
@@ -16,13 +17,22 @@ from sie_cli.gateway_client import gateway_client
 from sie_cli.jobs.job import OutputPlace
 from sie_cli.models.compare import MAX_TEXTS
 from sie_cli.models.service import WriteOptions, service_of
-from sie_cli.refusal import INTERRUPTED
+from sie_cli.refusal import INTERRUPTED, refusing
 
 # value of --step -> last step that the command runs
 UNTIL = {"check": "quality", "embed": "embed", "shadow": "shadow", "flip": "flip"}
-BACK = "back"
+BACK, CLEAN_UP = "back", "clean-up"
 SCOPE = "the scope infer"
 SAMPLE, MIN_AGREEMENT, SHARE, SHADOW_S = 500, 0.8, 0.1, 60.0
+# options that need a corpus, by parameter
+_CORPUS_OPTIONS = {
+    "input_format": "--input-format",
+    "output": "--output",
+    "shadow_share": "--shadow-share",
+    "shadow_s": "--shadow-s",
+    "shadow_copies": "--shadow-requests",
+}
+_STOPPED_LIVE = {"flip": "the same command goes on, and --step back goes back"}
 _STOPPED = {
     "shadow": "the shadow stays; the same command goes on, and `sie models alias {alias} MODEL` removes the shadow",
     "flip": "the alias names either the old or the new model; the same command tells which, and goes on",
@@ -34,21 +44,37 @@ _STOPPED = {
 @click.argument("model", metavar="[NEW_MODEL]", required=False)
 @click.option("--corpus", metavar="FILE|URL", help="What the index is made of: as INPUT of `sie jobs submit`.")
 @click.option("--text", metavar="TEMPLATE", help='The text of each row: "{title}\\n{body}".')
-@click.option("--id", "id_column", metavar="COLUMN", help="The column of ids.  [default: file and number of the row]")
+@click.option(
+    "--id",
+    "id_column",
+    metavar="COLUMN",
+    help="The column of ids.  [default: file and number of the row; of a table: its primary key]",
+)
 @click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet"]),
     help="Of the corpus.  [default: by its name]",
 )
 @click.option("--output", "-o", metavar="URL|FOLDER", help="Where the new vectors go.  [default: kept with the job]")
-@click.option("--sink", metavar="NAME", help="A vector database of the server's that gets the new vectors.")
-@click.option("--collection", metavar="NAME", help="The new collection or table there.")
+@click.option(
+    "--sink",
+    metavar="NAME",
+    help="A vector database of SIE_JOBS_SINKS. Without --corpus: it has the index itself, with its texts.",
+)
+@click.option(
+    "--collection",
+    metavar="NAME",
+    help="The table or the alias of Qdrant that searches use. With --corpus: the new collection or table.",
+)
+@click.option(
+    "--vector", metavar="NAME", help="The vector of the index.  [default: embedding in a table, the only one in Qdrant]"
+)
 @click.option(
     "--sample",
     default=SAMPLE,
     show_default=True,
     type=click.IntRange(0, MAX_TEXTS),
-    help="Texts of the corpus that both models encode. 0: do not compare.",
+    help="Texts by which the models are compared. 0: do not compare.",
 )
 @click.option(
     "--min-agreement",
@@ -78,10 +104,10 @@ _STOPPED = {
 @click.option(
     "--step",
     "until",
-    type=click.Choice([*UNTIL, BACK]),
+    type=click.Choice([*UNTIL, BACK, CLEAN_UP]),
     default="flip",
     show_default=True,
-    help="Stop after this step. back: undo the flip.",
+    help="Stop after this step. back: undo the flip. clean-up: remove the vectors that are not in use.",
 )
 @cluster_options(GATEWAY_URL, CONFIG_URL)
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON; progress goes to standard error.")
@@ -100,6 +126,14 @@ def migrate(
     """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 
     \b
+    An index in PostgreSQL (pgvector) or Qdrant that stores its texts: --sink, --collection, --text
+    1. check    checks the alias, both models, their widths, the index, and the rights of the user of the database
+    2. embed    writes vectors of NEW_MODEL beside the present ones; follows rows that are written meanwhile
+    3. quality  compares the nearest neighbours of a sample of rows, or of --queries, by both vectors
+    4. flip     searches of the index use the new vectors, and requests for ALIAS go to NEW_MODEL
+
+    \b
+    An index whose texts are in files: --corpus, --text
     1. check    checks the alias, both models and their widths, and that no vectors of another model are overwritten
     2. quality  both models encode a sample of the corpus; compares the nearest neighbours of each text
     3. embed    a job encodes the corpus with NEW_MODEL, into files or a new collection
@@ -108,19 +142,122 @@ def migrate(
 
     \b
     sie models alias search BAAI/bge-m3                               creates the alias, once
-    sie migrate search my/model --corpus docs.jsonl --text "{title}\\n{body}" --id id -o vectors
-    sie migrate search my/model --corpus s3://docs/ --text "{body}" --sink main --collection docs-2 --step shadow
+    export SIE_JOBS_SINKS=main=postgresql://user:password@host/database
+    sie migrate search my/model --sink main --collection docs --text "{title}\\n{body}"
+    sie migrate search my/model --sink main --collection docs --text "{title}\\n{body}" --step back
+    sie migrate search my/model --corpus docs.jsonl --text "{body}" --id id -o vectors --step shadow
     sie migrate search --step back                                    returns to the former model
 
-    Steps 1 to 3 do not change the alias. Switch your search to the new index together with step 5: --step shadow stops
-    before it, and the same command without --step continues. After Ctrl-C, the end of a gateway, or a refusal, run the
-    same command again: it continues at the same step, because the cluster stores the progress.
+    No step before flip changes what clients get. After Ctrl-C, the end of a process, or a refusal, run the same command
+    again: it continues, because the database and the cluster store the progress. --step back returns to the former
+    model, until --step clean-up has removed its vectors. For files, switch your search to the new index together with
+    the flip: --step shadow stops before it.
 
     SIE_API_KEY is the token for the gateway, SIE_ADMIN_TOKEN for the config service.
 
     Status 0: done. 1: refused, the models do not agree enough, or the job failed. 2: no gateway answered, or an option
     is wrong. 130: Ctrl-C.
     """
+    if text is not None:
+        text = text.replace("\\n", "\n")
+    if bool(sink) != bool(collection):
+        raise click.UsageError("--sink and --collection need each other: give both or neither")
+    if sink and collection and corpus is None:
+        if not (model and text):
+            raise click.UsageError("NEW_MODEL and --text are needed: the new model, and how to read the text of a row")
+        _migrate_live(cluster, alias, model, sink, collection, text, until, as_json, options)
+    else:
+        _migrate_corpus(cluster, alias, model, corpus, text, sink, collection, until, as_json, options)
+
+
+def _migrate_live(
+    cluster: Cluster,
+    alias: str,
+    model: str,
+    sink: str,
+    collection: str,
+    text: str,
+    until: str,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    """Migrate a collection in use, which has the texts itself."""
+    from sie_cli.migrating.live import LIVE_STEPS, LiveMigration, LivePlan
+    from sie_cli.migrating.migration import Aliases, MigrationReport
+    from sie_cli.migrating.quality import QuerySet
+    from sie_client import SIEAsyncClient
+    from sie_store.datasets.templates import Template
+
+    if until == "shadow":
+        raise click.UsageError("--step shadow: an index that is migrated in its database has no such step")
+    context = click.get_current_context()
+    for name in _CORPUS_OPTIONS:
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{_CORPUS_OPTIONS[name]}: only a migration with --corpus has this option")
+    url = dict(cluster.settings.jobs_sinks or ()).get(sink)
+    if url is None:
+        raise click.UsageError(
+            f"--sink {sink}: SIE_JOBS_SINKS has no database of this name. Set it for this command too, for example "
+            f"SIE_JOBS_SINKS={sink}=postgresql://user:password@host:5432/database"
+        )
+    with refusing():
+        template = Template.parsed(text, "--text")
+    plan = LivePlan(
+        alias,
+        model,
+        sink,
+        url.reveal(),
+        collection,
+        template,
+        options["vector"] or "",
+        options["id_column"] or "",
+        options["sample"],
+        options["min_agreement"],
+        QuerySet.read(options["queries"]).texts,
+        options["accepts"],
+        until,  # type: ignore[arg-type]
+    )
+
+    def echo_line(line: str) -> None:
+        click.echo(line, err=as_json)
+
+    token = cluster.gateway_token
+
+    def encoder() -> SIEAsyncClient:
+        return SIEAsyncClient(
+            cluster.gateway_urls[0], api_key=token.reveal() if token else None, connection_budget_s=None, progress=False
+        )
+
+    report = MigrationReport(echo_line, LIVE_STEPS)
+    try:
+        with (
+            service_of(cluster, writes=True) as service,
+            gateway_client(cluster, SCOPE, is_patient=True) as client,
+        ):
+            LiveMigration(client, encoder, Aliases(service, WriteOptions(cluster)), plan, report, echo_line).run()
+    except KeyboardInterrupt:
+        note = _STOPPED_LIVE.get(report.step, "searches are as they were; the same command goes on")
+        click.echo(f"\nstopped in the step {report.step}: {note}", err=True)
+        sys.exit(INTERRUPTED)
+    if as_json:
+        click.echo(display.document(report.facts))
+    elif until == "flip":
+        echo_line("to go back: the same command with --step back; to remove the old vectors: with --step clean-up")
+
+
+def _migrate_corpus(
+    cluster: Cluster,
+    alias: str,
+    model: str | None,
+    corpus: str | None,
+    text: str | None,
+    sink: str | None,
+    collection: str | None,
+    until: str,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    """Migrate an index whose texts are in files."""
     from sie_cli.migrating.corpus import Corpus
     from sie_cli.migrating.migration import Aliases, Migration, MigrationPlan, MigrationReport, back
     from sie_cli.migrating.quality import QuerySet
@@ -136,13 +273,15 @@ def migrate(
         if as_json:
             click.echo(display.document(undone))
         return
+    if until == CLEAN_UP:
+        raise click.UsageError("--step clean-up: only an index that is migrated in its database has vectors to remove")
     if not (model and corpus and text):
         raise click.UsageError(
-            "NEW_MODEL, --corpus and --text are needed: the new model, the texts, and how to read them"
+            "NEW_MODEL, --text, and --corpus or --sink are needed: the new model, the texts, and how to read them"
         )
-    if bool(sink) != bool(collection):
-        raise click.UsageError("--sink and --collection need each other: give both or neither")
-    template, id_column = text.replace("\\n", "\n"), options.pop("id_column") or ""
+    if options.pop("vector"):
+        raise click.UsageError("--vector: a job writes the only vector of a new collection")
+    template, id_column = text, options.pop("id_column") or ""
     plan = MigrationPlan(
         alias,
         model,

@@ -125,15 +125,16 @@ class MigrationReport:
     """Report of the completed steps. `facts`: results by step, for programs. `say`: prints a line for a person."""
 
     say: Callable[[str], None]
+    steps: Sequence[str] = field(default_factory=lambda: STEPS)
     facts: dict[str, Any] = field(default_factory=dict)
-    step: Step = "check"
+    step: str = "check"
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: str) -> None:
         self.step = step
 
     def report_step(self, text: str, **facts: Any) -> None:
         self.facts.setdefault(self.step, {}).update(facts)
-        self.say(f"{STEPS.index(self.step) + 1}/{len(STEPS)} {self.step}: {printable(text)}")
+        self.say(f"{self.steps.index(self.step) + 1}/{len(self.steps)} {self.step}: {printable(text)}")
 
 
 class Migration:
@@ -200,15 +201,8 @@ class Migration:
         report.begin("check")
         widths, prints = [], []
         for name in (alias.target, plan.model):
-            info = _described(self._client.get_model(name))
-            if info.alias is not None:
-                raise CommandRefused(f"{name} is an alias: name the model that it stands for")
-            if "dense" not in info.dims or "text" not in info.inputs:
-                raise CommandRefused(
-                    f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): a migration "
-                    "needs vectors for an index. `sie models alias` moves the alias without one"
-                )
-            width, fingerprint = self._probed(name)
+            check_encoder(self._client, name)
+            width, fingerprint = probe(self._client, name)
             widths.append(width)
             prints.append(fingerprint)
         old, new = widths
@@ -237,16 +231,6 @@ class Migration:
         if earlier.job is None and plan.place.folder is not None:
             has_files(plan.place.folder, "")
         return ModelCheck(alias, key, digest or key, earlier)
-
-    def _probed(self, name: str) -> tuple[int, str]:
-        """Return width and fingerprint of the model's vector for a test text. Raises CommandRefused, SIEError."""
-        (result,) = self._client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
-        dense = result.get("dense")
-        if dense is None or dense.ndim != 1 or not dense.size:
-            raise CommandRefused(
-                f"{name} returned no dense vector, which a migration needs: name a model that encodes texts"
-            )
-        return dense.size, printable(str(result["fingerprint"]))
 
     # ---- step quality
 
@@ -372,22 +356,13 @@ class Migration:
         plan, report = self._plan, self._report
         report.begin("flip")
         alias = self._unchanged(checked)
-        _, fingerprint = self._probed(plan.model)
+        _, fingerprint = probe(self._client, plan.model)
         if job.info.fingerprint and fingerprint != job.info.fingerprint:
             raise CommandRefused(
                 f"{plan.model} has changed since {job.id} ran: its vectors do not fit the new index. Pin its revision "
                 f"({plan.model}@REVISION) and migrate again"
             )
-        revision = self._aliases.flip(alias, plan.model)
-        end_s = time.monotonic() + FOLLOW_S
-        while (waiting := self._aliases.waiting(plan.alias)) and time.monotonic() < end_s:
-            time.sleep(LOOK_S)
-        where = f"; not yet at {', '.join(waiting)}" if waiting else ""
-        report.report_step(
-            f"{plan.alias} names {plan.model} since revision {revision}, before {alias.target}{where}",
-            revision=revision,
-            before=alias.target,
-        )
+        self._aliases.move(alias, plan.model, report)
 
     def _unchanged(self, checked: ModelCheck) -> Present:
         alias = self._aliases.read(self._plan.alias)
@@ -397,6 +372,29 @@ class Migration:
                 "it"
             )
         return alias
+
+
+def check_encoder(client: SIEClient, name: str) -> None:
+    """Raise CommandRefused unless a model encodes texts as dense vectors. Raises the client's errors."""
+    info = _described(client.get_model(name))
+    if info.alias is not None:
+        raise CommandRefused(f"{name} is an alias: name the model that it stands for")
+    if "dense" not in info.dims or "text" not in info.inputs:
+        raise CommandRefused(
+            f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): a migration "
+            "needs vectors for an index. `sie models alias` moves the alias without one"
+        )
+
+
+def probe(client: SIEClient, name: str) -> tuple[int, str]:
+    """Return width and fingerprint of the model's vector for a test text. Raises CommandRefused, SIEError."""
+    (result,) = client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
+    dense = result.get("dense")
+    if dense is None or dense.ndim != 1 or not dense.size:
+        raise CommandRefused(
+            f"{name} returned no dense vector, which a migration needs: name a model that encodes texts"
+        )
+    return dense.size, printable(str(result["fingerprint"]))
 
 
 def _described(info: dict[str, Any]) -> _ModelFields:
@@ -567,7 +565,10 @@ _TARGETS, _SHADOW = re.compile(r"\$\.alias\b"), re.compile(r"\$\.shadow\b")
 
 
 class AliasChange(Struct, frozen=True):
+    """Field of an alias that a revision changed. `before`: its value before that."""
+
     path: str
+    before: Any = None
 
 
 class AliasRevision(Struct, frozen=True):
@@ -653,6 +654,17 @@ class Aliases:
         """Make a model the only target of an alias. Remove the shadow. Return the revision. Raises CommandRefused."""
         return self._written(alias, "PATCH", "", {"alias": [{"model": model}], "shadow": None}, dry_run=dry_run)
 
+    def move(self, alias: Present, model: str, report: MigrationReport) -> None:
+        """Flip the alias, wait until every gateway follows, and report it. Raises CommandRefused."""
+        revision = self.flip(alias, model)
+        waiting = self.wait_for_gateways(alias.name)
+        where = f"; not yet at {', '.join(waiting)}" if waiting else ""
+        report.report_step(
+            f"{alias.name} names {model} since revision {revision}, before {alias.target}{where}",
+            revision=revision,
+            before=alias.target,
+        )
+
     def back(self, alias: Present, revision: int) -> int:
         """Write an earlier revision of the alias as its newest. Return the new revision. Raises CommandRefused."""
         return self._written(alias, "POST", "/rollback", {"revision": revision})
@@ -664,8 +676,16 @@ class Aliases:
         written: _WrittenRevision = self._service.write(method, path, data, how=how, body_type=_WrittenRevision).body
         return written.revision
 
-    def waiting(self, name: str) -> list[str]:
-        """Return the ids of gateways that do not yet use the newest revision. Raises CommandRefused."""
+    def wait_for_gateways(self, name: str) -> list[str]:
+        """Wait for at most FOLLOW_S until every gateway has the newest revision. Returns the ids of those that do not
+        have it. Raises CommandRefused.
+        """
+        end_s = time.monotonic() + FOLLOW_S
+        while (waiting := self._waiting(name)) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        return waiting
+
+    def _waiting(self, name: str) -> list[str]:
         status: _AckList = self._service.read(path_of(name, "/status"), _AckList).body
         return [gateway.id for gateway in status.gateways if not gateway.acked]
 
@@ -682,6 +702,17 @@ def shadow_since_s(history: Sequence[AliasRevision]) -> float:
     """Return the time when the shadow was set, in seconds since 1970; if unknown, that of the oldest revision."""
     start = next((revision for revision in history if _touches(revision, _SHADOW)), history[-1])
     return start.created_at.timestamp()
+
+
+def former_target(history: Sequence[AliasRevision]) -> str:
+    """Return the model that the alias named before the last change of its target. Raises CommandRefused."""
+    for change in (change for revision in history for change in revision.changes):
+        if _TARGETS.match(change.path):
+            target = change.before[0] if isinstance(change.before, list) and change.before else change.before
+            model = target.get("model") if isinstance(target, dict) else target
+            if isinstance(model, str):
+                return model
+    raise CommandRefused("the history of the alias does not say which model it named before")
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:

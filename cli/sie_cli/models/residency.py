@@ -13,64 +13,24 @@ from urllib.parse import quote
 
 import click
 import httpx
-import msgspec
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.gateway_client import AdminClient
 from sie_cli.refusal import CommandRefused
-from sie_contracts.loopback import direct
 from sie_contracts.settings import public_url
 
 F = TypeVar("F", bound=Callable[..., Any])
-TIMEOUT_S = 15.0
 POLL_S = 0.5
 # seconds after the start of the command in which a reported failure is ignored: it may belong to an earlier load
 STALE_S = 3.0
-_NEXT = {
-    "UNAUTHENTICATED": "set SIE_ADMIN_TOKEN to the gateway's, or SIE_API_KEY to a key with the scope admin",
-    "PERMISSION_DENIED": "this needs the scope admin: SIE_ADMIN_TOKEN, or a key of `sie keys create --scopes admin`",
-}
 
 
-class _GatewayClient:
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self.url = cluster.gateway_urls[0]
-        token = cluster.gateway_admin_token
-        headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
-        transport = direct(self.url, httpx.HTTPTransport)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
+class _GatewayClient(AdminClient):
+    """Client of the routes that load and unload models."""
 
-    def __enter__(self) -> _GatewayClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._client.close()
-
-    def request(
-        self, method: str, name: str, action: str = "", headers: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        """Send a request and return the decoded body of a success. Raises CommandRefused, httpx.TransportError."""
-        path = f"/v1/models/{quote(name, safe='/:@')}{action}"
-        answer = self._client.request(method, path, headers=headers)
-        try:
-            body: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise CommandRefused(
-                f"{public_url(self.url)} answered {answer.status_code}, which is not the answer of a gateway"
-            ) from error
-        if answer.is_success:
-            return body
-        refusal = body.get("error") or {}
-        message = str(refusal.get("message") or f"status {answer.status_code}")
-        following = _NEXT.get(str(refusal.get("code")))
-        raise CommandRefused(f"{message}\n{following}" if following else message)
-
-    def first(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
+    def start(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
         """Send the first request, a POST. Raises CommandRefused, also if no gateway answers."""
-        try:
-            return self.request("POST", name, action, headers)
-        except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
+        return self.first("POST", _path(name, action), headers=headers)
 
     def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
         """Yield, every POLL_S seconds for `wait_s` seconds, the time since the start and the gateway's description of
@@ -79,10 +39,14 @@ class _GatewayClient:
         began_s = time.monotonic()
         while (since_s := time.monotonic() - began_s) < wait_s:
             try:
-                yield since_s, self.request("GET", name)
+                yield since_s, self.request("GET", _path(name))
             except httpx.TransportError:
                 click.echo(f"{public_url(self.url)} does not answer, it is asked again", err=True)
             time.sleep(POLL_S)
+
+
+def _path(name: str, action: str = "") -> str:
+    return f"/v1/models/{quote(name, safe='/:@')}{action}"
 
 
 def _options(command: F) -> F:
@@ -123,7 +87,7 @@ def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: s
     """
     headers = _lane_headers(**target)
     with _GatewayClient(cluster) as gateway:
-        reply = gateway.first(name, "/load", headers)
+        reply = gateway.start(name, "/load", headers)
         for lane in reply["lanes"]:
             _show_lane(lane)
         if reply["state"] == "loaded" or not waits:
@@ -138,7 +102,7 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
         has_begun = has_begun or info["state"] == "loading"
         # `info` describes the model in all lanes (a lane: pool and machine profile). The reply to a load request
         # describes only the requested lane.
-        if info["loaded"] and gateway.first(model, "/load", headers)["state"] == "loaded":
+        if info["loaded"] and gateway.start(model, "/load", headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return
         if info["state"] == "failed" and (has_begun or since_s > STALE_S):
@@ -172,7 +136,7 @@ def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target:
     """
     headers = _lane_headers(**target)
     with _GatewayClient(cluster) as gateway:
-        reply = gateway.first(name, "/unload", headers)
+        reply = gateway.start(name, "/unload", headers)
         if not reply["lanes"]:
             click.echo(f"{name}: no worker has it loaded")
             return

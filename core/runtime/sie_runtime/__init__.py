@@ -1,1 +1,1 @@
-"""Functions that every process of the cluster uses: start and end, logging, HTTP server, reading of the catalogue."""
+"""Functions that every process of the cluster uses: start, shutdown, logging, HTTP server, reading of the catalogue."""

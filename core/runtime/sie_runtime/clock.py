@@ -1,10 +1,10 @@
 """Estimate of the broker's clock, by which all machines judge ages and deadlines.
 
-    8 requests for the time ──► the answer with the shortest round trip ──► offset of our monotonic clock; half the
-    round trip is its margin of error
+    8 requests for the time ──► the reply with the shortest round trip ──► offset of our monotonic clock;
+    half of this round trip is its margin of error
 
-Method: Cristian, "Probabilistic clock synchronization" (1989). After the first answer of the broker, `now_s` no longer
-uses the wall clock of this machine.
+Method: Cristian, "Probabilistic clock synchronization" (1989). After the first reply of the broker, `now_s` does not
+use the wall clock of this machine any more.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _logger = logging.getLogger("sie.clock")
 
 
 class ClockSample(NamedTuple):
-    """Times of one request to the broker for its time, in seconds: our monotonic clock when it was sent and when the
-    answer came, and the broker's time in the answer.
-    """
+    """A request for the broker's time. `asked_s`, `answered_s`: our monotonic clock. `broker_s`: time in the reply."""
 
     asked_s: float
     answered_s: float
@@ -37,9 +35,7 @@ class ClockSample(NamedTuple):
 
 
 def estimate(samples: Iterable[ClockSample]) -> tuple[float, float]:
-    """Return (broker's time minus our clock, margin of error), both in seconds. They are computed from the sample with
-    the shortest round trip. `samples` must not be empty.
-    """
+    """Return (broker's time minus our clock, margin of error) in seconds, from the shortest round trip."""
     best = min(samples, key=lambda sample: sample.answered_s - sample.asked_s)
     return best.broker_s - (best.asked_s + best.answered_s) / 2, (best.answered_s - best.asked_s) / 2
 
@@ -48,7 +44,7 @@ class BrokerClock:
     """Clock of the broker. One task runs `run`; every task of the process may call `now_s` and `margin_s`.
 
     `stream`: the leader of this stream is asked for the time, because it sets the timestamps of messages. Before the
-    first answer, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no message is dropped as
+    first reply, `now_s` is the wall clock of this machine and `margin_s` is infinite, so that no message is dropped as
     too old.
     """
 
@@ -66,15 +62,11 @@ class BrokerClock:
         return self._clock() + self._offset_s
 
     def ahead_s(self) -> float | None:
-        """Return this machine's wall clock minus the broker's clock, in seconds; None before the first answer. The
-        error is at most `margin_s`.
-        """
+        """Return the wall clock minus the broker's clock, in s (error: `margin_s`); None before the first reply."""
         return None if math.isinf(self.margin_s) else time.time() - self.now_s()
 
     async def measure(self) -> None:
-        """Measure the broker's time with up to SAMPLES requests. Raises BrokerError if none is answered; then the last
-        measurement is still used.
-        """
+        """Measure with up to SAMPLES requests. Raises BrokerError, and keeps the last result, if none is answered."""
         samples: list[ClockSample] = []
         for _ in range(SAMPLES):
             asked_s = self._clock()
@@ -88,7 +80,7 @@ class BrokerClock:
         self._offset_s, self.margin_s = estimate(samples)
 
     async def begin(self) -> None:
-        """Measure the broker's time once. A failure is not raised, because `run` measures again and logs failures."""
+        """Measure the broker's time once. Errors are not raised, because `run` measures again and logs them."""
         with contextlib.suppress(BrokerError):
             await self.measure()
 

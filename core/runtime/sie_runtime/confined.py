@@ -1,5 +1,5 @@
-"""Restrictions for a process that will read untrusted files: limits on its memory, no output, and its end when its
-parent ends. The process calls these functions before it reads the first file. Only the standard library is used.
+"""Restrictions for a process that will read untrusted files: a memory limit, no output, and its end when its parent
+ends. It calls these functions before it reads the first file. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def limit(memory_bytes: int) -> None:
-    """Limit the address space of this process to `memory_bytes`. If the machine runs out of memory, the kernel kills
-    this process first.
-    """
+    """Limit this process's address space. If the machine runs out of memory, the kernel kills this process first."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain input of clients
     if sys.platform.startswith("linux"):  # other systems refuse or ignore RLIMIT_AS
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -28,7 +26,7 @@ def limit(memory_bytes: int) -> None:
 
 def die_with(parent: int) -> None:
     """Make the kernel kill this process when the thread that started it ends. `parent`: process id of the parent. Call
-    this before the first file is read, because code that hangs in a file would not notice a closed socket.
+    this before the first file is read: a process that hangs while it reads a file would not notice a closed socket.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -37,7 +35,7 @@ def die_with(parent: int) -> None:
 
 
 def silence() -> None:
-    """Redirect standard output and error to /dev/null, because libraries may print parts of a client's file."""
+    """Redirect standard output and error to /dev/null: libraries may print parts of a client's file."""
     null_file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_file, 1)
     os.dup2(null_file, 2)

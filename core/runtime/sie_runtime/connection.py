@@ -14,7 +14,7 @@ _logger = logging.getLogger("sie.broker")
 
 
 def because(text: str, broker: Connection) -> str:
-    """Return `text`, the reason why a process is not ready, followed by the problems at the broker that explain it."""
+    """Return `text`, the reason why a process is not ready, plus the problems at the broker that may explain it."""
     causes = "; ".join(f"{name} cannot be used: {why}" for name, why in sorted(broker.troubles.items()))
     return f"{text}: {causes}" if causes else text
 

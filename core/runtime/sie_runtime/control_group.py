@@ -1,6 +1,5 @@
-"""Control groups (cgroups) of this process: how much memory and how many cores a container, pod or systemd unit may
-use. Both versions of the kernel's interface are supported, also on machines that use one for memory and the other for
-CPU.
+"""Memory and CPU cores that the control group (cgroup) of this process allows: a container, pod or systemd unit.
+Supports both versions of the kernel's interface, also machines that use version 1 for one resource and 2 for the other.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from pathlib import Path
 
 _MOUNTS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 of cgroups reports at least this number of bytes if there is no limit
+_NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 report at least this number of bytes if there is no limit
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one group, in bytes: its limit, and the used memory without file pages that the kernel can free."""
+    """Memory of a control group. `used_bytes` does not count file pages that the kernel can free."""
 
     used_bytes: int
     limit_bytes: int
 
 
 def memories() -> list[Memory]:
-    """Return the memory of this process's group and of its parent groups. Groups without a limit are left out."""
+    """Return the memory of this process's group and of its parent groups. Groups without a limit are omitted."""
     groups = []
     for folder, version in _groups("memory"):
         limit, used, dropped = (
@@ -44,14 +43,12 @@ def memories() -> list[Memory]:
 
 
 def memory_limit() -> int | None:
-    """Return the smallest memory limit of this process's group and its parents, in bytes; None if there is no limit."""
+    """Return the smallest memory limit of this process's group and its parents, in bytes; None if not limited."""
     return min((memory.limit_bytes for memory in memories()), default=None)
 
 
 def oom_kills() -> int:
-    """Return the number of processes of this group that the kernel killed because memory ran out; 0 if the kernel does
-    not count them.
-    """
+    """Return how many processes of this group the kernel killed because memory ran out; 0 if it does not count them."""
     for folder, version in _groups("memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, ValueError):  # no counter: the file does not exist
@@ -61,7 +58,7 @@ def oom_kills() -> int:
 
 
 def cores() -> float | None:
-    """Return the smallest CPU quota of this group and its parent groups, in cores; None if no group has a quota."""
+    """Return the smallest CPU quota of this group and its parents, in cores; None if no group has a quota."""
     quotas = []
     for folder, version in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # no quota: the files do not exist, or contain "max"

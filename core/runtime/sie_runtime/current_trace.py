@@ -1,4 +1,4 @@
-"""Trace of the work that the current task does, and W3C headers that carry its context."""
+"""Trace of the work that the current task does, and the W3C headers of this trace."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from contextvars import ContextVar
 
 from sie_contracts.wire.trace_context import NONE, Context
 
-# largest number of characters of tracestate; the specification requires support for at least this number
+# largest number of characters of tracestate; the specification requires support for at least 512
 MAX_STATE_CHARS = 512
-# attribute of a span: the stage of the request that it measures (queue, preprocess, batch_wait, inference, postprocess)
+# span attribute with the measured stage of a request (queue, preprocess, batch_wait, inference, postprocess)
 STAGE = "sie.stage"
 _CONTEXT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?P<ids>(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
 _VERSION = "00"  # version of the W3C format that SIE writes
 _SAMPLED = 1  # bit in the flags of a trace context: the trace is sampled
-# Trace id of the current task's work, as 32 hex digits. None if there is no trace, or if it is not sampled.
+# trace id of the current task's work, as 32 hex digits; None if there is no trace, or if it is not sampled
 TRACE_ID: ContextVar[str | None] = ContextVar("sie_trace_id", default=None)
 
 
 def context_from_headers(traceparent: str, tracestate: str) -> Context:
-    """Return the context in a client's headers. It is empty if they are invalid, as the specification requires. A later
-    version of the format is read like version 00.
-    """
+    """Return the context in a client's headers; empty if they are invalid. A later version is read like version 00."""
     match = _CONTEXT.fullmatch(traceparent)
     if match is None:
         return NONE
@@ -36,9 +34,7 @@ def context_from_headers(traceparent: str, tracestate: str) -> Context:
 
 
 def trace_id_of(traceparent: str) -> str | None:
-    """Return the trace id in a context, as 32 hex digits. Return None for a trace that is not sampled, because no
-    collector stores it.
-    """
+    """Return the trace id as 32 hex digits; None for a trace that is not sampled, because no collector stores it."""
     match = _CONTEXT.fullmatch(traceparent)
     return match["trace"] if match is not None and _flags(match) & _SAMPLED else None
 
@@ -48,5 +44,5 @@ def _flags(match: re.Match[str]) -> int:
 
 
 def set_current(context: Context) -> None:
-    """Use the context of a request in this task, and in the tasks that it starts."""
+    """Use the trace of a request in this task, and in the tasks that it starts."""
     TRACE_ID.set(trace_id_of(context.traceparent))

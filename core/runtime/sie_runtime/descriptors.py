@@ -1,4 +1,4 @@
-"""Limit on the open files of a process, and the number of client connections that follows from it."""
+"""Limit on the open files of a process, and the number of client connections that this limit allows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ SPARE_FILES = 256  # number of open files that are reserved for everything excep
 
 
 def raise_limit() -> float:
-    """Raise this process's soft limit on open files to at most MAX_FILES. Returns the resulting limit; infinity if
-    there is no limit.
-    """
+    """Raise the soft limit on open files to at most MAX_FILES. Returns the limit; infinity if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -23,7 +21,5 @@ def raise_limit() -> float:
 
 @functools.cache
 def max_connections() -> int:
-    """Return the largest number of client connections: the limit on open files (at most MAX_FILES) minus
-    SPARE_FILES.
-    """
+    """Return the largest number of client connections: the limit on open files, minus SPARE_FILES."""
     return max(1, int(min(raise_limit(), MAX_FILES)) - SPARE_FILES)

@@ -1,4 +1,4 @@
-"""Failpoints: named lines of the code where a test can kill, stop or fail a process. They are active only with
+"""Failpoints: named lines of the code at which a test can kill, stop or fail a process. They work only with
 --failpoints.
 
     --failpoints sidecar.before_ack=crash,gateway.published=error:2     crash there; fail there twice, then continue
@@ -26,7 +26,7 @@ class FailpointError(Exception):
 
 
 def parse(spec: str) -> dict[str, tuple[str, int]]:
-    """Return (action, number of times) by failpoint. Raises ValueError if `spec` cannot be parsed."""
+    """Return (action, number of times) by name of the failpoint. Raises ValueError if `spec` cannot be parsed."""
     actions = {}
     for part in filter(None, (piece.strip() for piece in spec.split(","))):
         match = _ONE.fullmatch(part)
@@ -45,7 +45,7 @@ def arm(spec: str) -> None:
 
 
 def failpoint(name: str) -> None:
-    """Do the action of the failpoint `name`, if it is active. Without active failpoints, a call costs one test."""
+    """Do the action of the failpoint `name`, if it is active. If none is active, a call only tests an empty dict."""
     if _ARMED and name in _ARMED:
         _hit(name)
 

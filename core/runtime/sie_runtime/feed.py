@@ -1,13 +1,13 @@
-"""Copy of the catalogue in gateways and sidecars. It starts with a full export, then each write arrives as a delta. A
-poll of the catalogue's epoch (its version) finds deltas that were missed.
+"""Copy of the catalogue in gateways and sidecars. A full export is read first. Then each write arrives as a message
+(delta). Deltas that were missed are noticed by a poll of the catalogue's epoch (its version).
 
     subscribe to deltas ──► export ──► snapshot ◄── delta whose `previous` is the snapshot's epoch
                               ▲                      │ any other delta, a reconnect
                               └── epoch differs ◄────┴── poll
 
-A snapshot is replaced as a whole and never edited, so a request uses one revision from start to end. A snapshot is not
-replaced by an older one, an empty one, or one that cannot be decoded completely. In these cases, and while the config
-service cannot be reached, the last good snapshot is used.
+A snapshot is replaced as a whole and never edited, so a request uses one revision from start to end. An export that is
+older, empty or cannot be decoded completely does not replace it. Then, and while the config service cannot be reached,
+the last good snapshot stays in use.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ from sie_runtime.process import Stop, Trouble, retry
 
 READ_S = 30.0  # seconds within which the config service must answer a request
 FIRST_RETRY_S = 0.5  # seconds before the first retry; the pause doubles up to the poll interval
-# A change reaches all readers at the same time, so each waits a random time of up to so many seconds before its
-# request.
+# largest random pause in seconds before a request to the config service: a change reaches all readers at the same time
 SPREAD_S = 0.2
-_SLICE = 50  # number of entries that are parsed before other tasks may run; they take about 1 ms
-# what was done with a delta: applied; or ignored, because its sender is not trusted, an earlier delta is missing, or it
+_SLICE = 50  # number of catalogue entries that are parsed (in about 1 ms) before other tasks may run
+# results of a delta: applied; or ignored because its sender is not trusted, an earlier delta is missing, or its write
 # is already known
 _RESULTS = ("applied", "untrusted", "gap", "stale")
 _logger = logging.getLogger("sie.feed")
 
 
 class RawModel(msgspec.Struct, frozen=True):
-    """Fields of a ConfigModel that this reader needs. The entry itself is decoded later."""
+    """Fields of a ConfigModel that this reader needs. `model_config` is decoded later."""
 
     model_id: str
     model_config: msgspec.Raw
@@ -69,7 +68,7 @@ _epoch = msgspec.json.Decoder(ConfigEpoch)
 
 
 class ConfigUnavailable(Exception):
-    """Raised if the config service cannot be reached, or if its answer may not replace the present catalogue."""
+    """Raised if the config service cannot be reached, or if its reply must not replace the present catalogue."""
 
 
 class ConfigSource(Protocol):
@@ -152,7 +151,7 @@ def _document(model: ConfigModel | RawModel) -> ModelEntry | Alias:
 
 
 class CatalogueFeed:
-    """Keeps the catalogue of this process up to date. Listeners of `on_change` are called after each new snapshot."""
+    """Keeps the catalogue of this process up to date. Calls the listeners of `on_change` after each new snapshot."""
 
     def __init__(
         self,
@@ -166,11 +165,11 @@ class CatalogueFeed:
         bundle: str | None = None,
     ) -> None:
         self.catalogue = initial or Catalogue()
-        self.first = asyncio.Event()  # set when the first snapshot is there
+        self.first = asyncio.Event()  # set when the first snapshot has been read
         if initial is not None:
             self.first.set()
         self.deltas = dict.fromkeys(((kind, result) for kind in ("put", "removal") for result in _RESULTS), 0)
-        self.deltas["unknown", "invalid"] = 0  # number of deltas since the start, by (kind, result)
+        self.deltas["unknown", "invalid"] = 0  # number of deltas since the start of the process, by (kind, result)
         self._bus = bus
         self._source = source
         self._trusted = frozenset(trusted)
@@ -179,11 +178,11 @@ class CatalogueFeed:
         self._subject = topology.config_subject(bundle) if bundle else f"{topology.CONFIG_SUBJECT}.*"
         self._bundle = bundle
         self._listeners: list[Callable[[], None]] = []
-        # true: the catalogue of the config service is older than ours, so its store has lost writes
+        # true if the config service has an older catalogue than this process: its store has lost writes
         self._is_rewound = False
         self._refresh = asyncio.Event()
         self._soon: asyncio.TimerHandle | None = None
-        # is set when the present snapshot is replaced; each snapshot has its own event
+        # set when the present snapshot is replaced; each snapshot has its own event
         self._replaced = asyncio.Event()
         self._subscription: Subscription | None = None
         self._trouble = Trouble(_logger, "the catalogue stays as it was")
@@ -197,9 +196,7 @@ class CatalogueFeed:
         self._listeners.append(listener)
 
     async def renewed(self, is_enough: Callable[[Catalogue], bool], timeout_s: float) -> bool:
-        """Read the catalogue until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is true
-        at the end. If it is true at the beginning, nothing is read.
-        """
+        """Read the catalogue until `is_enough(catalogue)` is true, for at most `timeout_s`. Returns whether it is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not is_enough(self.catalogue):
@@ -208,9 +205,7 @@ class CatalogueFeed:
         return is_enough(self.catalogue)
 
     async def run(self, stop: Stop) -> None:
-        """Follow the catalogue until `stop`. The first snapshot is requested until it arrives. When a later read fails,
-        the last good snapshot stays in use.
-        """
+        """Request the first snapshot until it arrives, then follow the catalogue until `stop`."""
         self._subscription = await retry(
             lambda: self._bus.subscribe(self._subject, self._on_delta),
             errors=(BrokerError,),
@@ -245,15 +240,15 @@ class CatalogueFeed:
         self._ask_soon()
 
     def _ask_soon(self) -> None:
-        """Read the epoch after a short random pause, because all readers do so at the same time."""
+        """Read the epoch after a short random pause, because all readers do this at the same time."""
         if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
             self._soon = asyncio.get_running_loop().call_later(
                 SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
             )
 
     async def _is_late(self, source: ConfigSource) -> bool:
-        """Return whether the whole catalogue must be read again, because this reader has missed a write. If none of the
-        missed writes concerns the bundle of this reader, only the epoch of its catalogue is changed.
+        """Return whether the whole catalogue must be read again because this reader has missed a write. If no missed
+        write concerns the bundle of this reader, only the epoch of its catalogue is changed.
         """
         before = self.catalogue.epoch
         state = await source.epoch()
@@ -283,11 +278,11 @@ class CatalogueFeed:
         return True
 
     def _refuse_older(self, epoch: str, before: str) -> None:
-        """Raise ConfigUnavailable if the config service has an older catalogue than this reader, so its store has lost
+        """Raise ConfigUnavailable if the config service has an older catalogue than this reader: its store has lost
         writes. `epoch`: epoch of the config service. `before`: epoch of this reader when the request was sent.
 
-        The next writes may get epochs that this reader already knows, with other contents. So it then reads the whole
-        catalogue as soon as the epoch of the service is high enough.
+        New writes may then get epochs that this reader already knows for other contents. So it reads the whole
+        catalogue when the epoch of the service is high enough again.
         """
         if epoch != before and has_seen(before, epoch):
             self._is_rewound = True
@@ -327,7 +322,7 @@ class CatalogueFeed:
         between = (
             bool(self._bundle and delta.since) and has_seen(present, delta.since) and has_seen(delta.previous, present)
         )
-        # a delta does not say what was before it: without a snapshot, a catalogue of one model would count as whole
+        # a delta has only its own change: applied without a snapshot, it would make a catalogue of one model
         if not self.first.is_set() or (present != delta.previous and not between):
             self._ask_soon()
             return "gap"
@@ -336,8 +331,8 @@ class CatalogueFeed:
 
 
 def read_folder(folder: Path) -> Mapping[str, ModelEntry]:
-    """Return all entries in the `*.yaml` files below `folder`, by id. Raises ValidationFailed, which names the file, if
-    a file cannot be read or is not a valid entry, and OSError if the folder cannot be listed.
+    """Return all entries in the `*.yaml` files below `folder`, by id. Raises ValidationFailed, which names the file,
+    for an unreadable file or an invalid entry, and OSError if the folder cannot be listed.
     """
     import yaml
 
@@ -364,7 +359,7 @@ def read_bundles(folder: Path) -> Mapping[str, BundleEntry]:
 
 
 def packaged_catalogue() -> Catalogue:
-    """Return the catalogue that ships with SIE, for a process without a config service."""
+    """Return the catalogue that is part of the installed package, for a process without a config service."""
     folder = packaged_folder()
     entries = read_folder(folder / "models")
     return Catalogue(entries, dict.fromkeys(entries, 0), read_bundles(folder / "bundles"), "packaged")

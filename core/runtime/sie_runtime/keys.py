@@ -1,15 +1,16 @@
-"""Keys of clients, stored in the broker. With SIE_AUTH_MODE=token they are accepted, in addition to the static tokens.
+"""API keys of clients, stored in the broker. With SIE_AUTH_MODE=token they are accepted in addition to the static
+tokens.
 
     sie keys create ──► a record with its token's digest, in a bucket ──watch──► Keys in every gateway ──► `find`
     sie keys revoke ──► the same record, revoked ──────────┘                     and config service
                     └─► then the same in a second bucket, the copy ──watch──────┘
 
-If a file of the broker is damaged, keys may be lost, or a revoked key may appear with an old record from before its
+If a file of the broker is damaged, keys may be lost, or a revoked key may return with a record from before its
 revocation. So each record is in two buckets, and the stricter of the two records counts. A write changes the bucket
 first and the copy second; a removal changes the copy first. So a record that only the copy has was lost from the
 bucket.
 
-A token has 256 random bits, so nobody can guess it from its digest. The slow salted hashes that passwords need would
+A token has 256 random bits, so it cannot be guessed from its digest. A slow salted hash, which passwords need, would
 cost milliseconds per request and would not make it safer. While the broker cannot be reached, the keys that were read
 last stay valid. Every process uses the broker's clock to check whether a key has expired.
 """
@@ -41,7 +42,7 @@ _logger = logging.getLogger("sie.keys")
 
 
 class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits of one key, which apply in addition to the limits for all keys. 0 means no such limit."""
+    """Limits of one key, which apply in addition to the limits for all keys. 0 means that the key has no such limit."""
 
     body_bytes: int = 0
     items: int = 0
@@ -52,8 +53,8 @@ NO_LIMITS = KeyLimits()
 
 
 class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Record of a key; its key in the bucket is `id`. Times are in seconds since 1970; 0 means never. `digest`: see
-    `digest_of`.
+    """Record of a key, stored under `id`. Times are seconds since 1970; 0: never. `digest`: see `digest_of`. `caches`:
+    answers to this key may be cached.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     expires_s: float = 0.0
     revoked_s: float = 0.0
     limits: KeyLimits = NO_LIMITS
+    caches: bool = True
 
     def ended(self, now_s: float) -> str:
         """Return why the key is not valid any more ("was revoked" or "has expired"); empty while it is valid."""
@@ -73,7 +75,13 @@ class Key(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def create(
-    name: str, scopes: tuple[str, ...], *, now_s: float, expires_s: float = 0.0, limits: KeyLimits = NO_LIMITS
+    name: str,
+    scopes: tuple[str, ...],
+    *,
+    now_s: float,
+    expires_s: float = 0.0,
+    limits: KeyLimits = NO_LIMITS,
+    caches: bool = True,
 ) -> tuple[Key, str]:
     """Return a new key and its token. The token is not stored anywhere, and the key contains no part of it."""
     token = f"sie_{secrets.token_urlsafe(TOKEN_BYTES)}"
@@ -85,6 +93,7 @@ def create(
         created_s=now_s,
         expires_s=expires_s,
         limits=limits,
+        caches=caches,
     )
     return key, token
 
@@ -99,19 +108,17 @@ def encode(key: Key) -> bytes:
 
 
 def decode(entry: Entry) -> Key:
-    """Return the key that is stored in an entry of the bucket. Raises ValueError if the entry was removed, is not a
-    key, or has another id.
-    """
+    """Return the key in an entry. Raises ValueError if the entry was removed, is not a key, or has another id."""
     if entry.value is None:
         raise ValueError("it was removed")
     key = msgspec.json.decode(entry.value, type=Key)  # raises DecodeError, which is a ValueError
     if key.id != entry.key:
-        raise ValueError("it holds another id")
+        raise ValueError("its value has the id of another key")
     return key
 
 
 def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
-    """Return (key, revision) for each entry. Entries that cannot be decoded are logged and left out, as in gateways."""
+    """Return (key, revision) for each entry. Entries that cannot be decoded are logged and omitted, as in gateways."""
     keys = []
     for entry in entries:
         try:
@@ -122,23 +129,19 @@ def readable(entries: Iterable[Entry]) -> list[tuple[Key, int]]:
 
 
 def stricter(first: Key | None, second: Key | None) -> Key | None:
-    """Return the stricter of two records of the same key, one from the bucket and one from its copy: a revoked record
-    wins, because a revocation is never undone.
-    """
+    """Return the record of a key that counts: the revoked one of the two, because a revocation is never undone."""
     if first is None or second is None:
         return first or second
     return second if second.revoked_s and not first.revoked_s else first
 
 
 def bucket_of(broker: Store, replicas: int, name: str = topology.KEYS_BUCKET) -> RecordBucket:
-    """Return the bucket with the API keys of clients; for the name KEYS_COPY_BUCKET, return its copy. It is stored in
-    files, so that keys survive a restart of the broker.
-    """
+    """Return the bucket of API keys, or its copy (KEYS_COPY_BUCKET). It is stored in files, to survive a restart."""
     return RecordBucket(broker, name, storage="file", replicas=replicas)
 
 
 class KeyBuckets:
-    """The bucket of keys and its copy, for commands that change both."""
+    """Bucket of keys and its copy, for commands that change both."""
 
     def __init__(self, bucket: KeyValue, copy: KeyValue) -> None:
         self.bucket = bucket
@@ -151,16 +154,14 @@ class KeyBuckets:
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write a key to both buckets, but only if its revision in the first one is `revision` (0: it must not exist
-        there). Raises WrongRevision.
+        """Write to both buckets. Raises WrongRevision if the first has another revision (0: it must not have the
+        key).
         """
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
 
     async def read(self) -> list[tuple[Key, int]]:
-        """Return (key, revision in the bucket) for all keys, as gateways see them. The revision is 0 if only the copy
-        has the key.
-        """
+        """Return (key, revision in the bucket) for all keys, as gateways see them; 0 if only the copy has the key."""
         keys = {key.id: (key, 0) for key, _ in readable(await self.copy.entries())}
         for key, revision in readable(await self.bucket.entries()):
             before, _ = keys.get(key.id, (None, 0))
@@ -174,9 +175,9 @@ class KeyBuckets:
 
 
 class Keys:
-    """The keys that this process has read from the broker.
+    """Keys that this process has read from the broker.
 
-    `loaded` is true when the bucket has been read; the copy is not necessary. Until then, an unknown token may still be
+    `loaded` is true when the bucket has been read, even if its copy has not. Before that, an unknown token may still be
     valid. If both buckets are lost, all keys are lost.
     """
 
@@ -185,7 +186,7 @@ class Keys:
         self._clock = clock
         self._by_id: dict[str, Key] = {}
         self._by_digest: dict[str, Key] = {}
-        # by id, the keys in the bucket and the keys in its copy
+        # (keys in the bucket by id, keys in its copy by id)
         self._sides: tuple[dict[str, Key], dict[str, Key]] = ({}, {})
         names = (topology.KEYS_BUCKET, topology.KEYS_COPY_BUCKET)
         self._records = [
@@ -210,27 +211,19 @@ class Keys:
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def of_id(self, key_id: str) -> Key | None:
-        """Return the key with this id, even if it is not valid any more; None if there is none."""
         return self._by_id.get(key_id)
 
     def ended(self, key: Key) -> str:
-        """Return why a key is not valid any more, by the broker's clock; empty while it is valid. Raises NotReady if
-        the key has an expiry and the broker's time is not known yet.
-        """
+        """Return why a key is not valid; empty if it is. Raises NotReady if it expires and the time is unknown."""
         if key.expires_s and math.isinf(self._clock.margin_s):
-            raise NotReady("the time of the broker has not been read yet, by which keys expire")
+            raise NotReady("this key may have expired: the broker's time has not been read yet")
         return key.ended(self._clock.now_s())
 
     def lost(self) -> list[Key]:
-        """Return the keys that the bucket has lost: those that only the copy has, or that are revoked only in the
-        copy.
-        """
         return lost_keys(*self._sides)
 
     async def run(self, stop: Stop) -> None:
-        """Follow both buckets until `stop`. Every CHECK_S seconds, check whether one of them was deleted or
-        recreated.
-        """
+        """Follow both buckets until `stop`. Check every CHECK_S seconds whether one was deleted or recreated."""
         troubles = [Trouble(_logger, f"keys of {record.bucket.name} stay as they were") for record in self._records]
         damage = Trouble(_logger, f"{topology.KEYS_BUCKET} is damaged, its copy is used")
         pause_s, before = 0.0, set[str]()
@@ -246,7 +239,7 @@ class Keys:
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                # a key counts as lost after two checks in a row, because one of the two watches may be late
+                # a key counts as lost only after two checks in a row, because one of the two watches may be late
                 if {key.id for key in lost} & before:
                     damage.met(damage_of(lost))
                 elif not lost:
@@ -275,15 +268,13 @@ class Keys:
 
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
-    """Return the keys that the bucket has lost, oldest first: those that only the copy has, or that are revoked only in
-    the copy.
-    """
+    """Return the keys that the bucket has lost, oldest first: keys that only the copy has, or has as revoked."""
     lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
     return sorted(lost, key=lambda key: key.created_s)
 
 
 def damage_of(lost: Sequence[Key]) -> str:
-    """Return a line for the log about the keys that the bucket has lost, with the command that repairs it."""
+    """Return a log line about the keys that the bucket has lost, with the command that repairs it."""
     named = ", ".join(f"{key.id} {key.name}" for key in lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
     return (
         f"it lost {len(lost)} keys, which the copy {topology.KEYS_COPY_BUCKET} has ({named}): run `sie repair "

@@ -1,5 +1,5 @@
-"""Metrics of a process, as `metrics_table` defines them: a limited number of label sets, values that are read only at a
-scrape, exemplars.
+"""Metrics of a process, as `metrics_table` defines them, with a limited number of label sets (combinations of label
+values). Values that other objects store are read only at a scrape.
 
     MetricMaker.traffic ◄── met(name) ── each answered request
          └──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the series of names
@@ -31,19 +31,19 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody uses the `_
 
 
 class Fold:
-    """Limits the number of label sets of one metric: values without room are counted under `other`."""
+    """Limits the number of label sets of one metric: further label values are counted under `other`."""
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        # without a label in FOLDED, all label values are fixed and none is replaced
+        # only the labels in FOLDED can have any value; a metric without them needs no label sets with `other`
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
         self._folded: set[tuple[str, ...]] = set()
 
     def __call__(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the label set under which `values` are counted: `values` itself if there is room; otherwise with
-        `other` in place of the labels in FOLDED; if that has no room either, `other` for all labels.
+        """Return the label set under which `values` are counted: `values` itself if the limit allows it; otherwise with
+        `other` for the labels in FOLDED; if the limit does not allow that either, `other` for all labels.
         """
         if values in self._known or values in self._folded:
             return values
@@ -57,12 +57,11 @@ class Fold:
         return values
 
     def keep(self, present: Collection[Labels]) -> None:
-        """Drop all label sets except `present`, to make room for others."""
+        """Drop all label sets except `present`, so that new ones fit."""
         self._known.intersection_update(present)
         self._folded.clear()
 
     def remove(self, values: tuple[str, ...]) -> None:
-        """Drop one label set, to make room for another."""
         self._known.discard(values)
 
 
@@ -78,9 +77,7 @@ class Traffic:
         self._met[name] = self._met.get(name, 0.0) + 1.0
 
     def fade(self) -> bool:
-        """Reduce the numbers of requests by their age, at most once every TURN_S seconds. Returns whether they were
-        reduced.
-        """
+        """Reduce the numbers of requests by their age. Returns False if this was done less than TURN_S seconds ago."""
         passed_s = self._clock() - self._faded_s
         if passed_s < TURN_S:
             return False
@@ -101,15 +98,16 @@ class Labelled(Generic[Child]):
         self._each = metric.series_per_name
         self._parent: Child = parent
         self._fold = Fold(metric)
-        self._children: dict[tuple[str, ...], Child] = {}  # label values -> series; a known set needs only one look-up
+        # label values -> series, so that a known label set needs only one look-up
+        self._children: dict[tuple[str, ...], Child] = {}
         # name (value of the first label) -> number of its series; empty without `series_per_name`
         self._named: dict[str, int] = {}
         self._waiting: set[str] = set()  # names for which a series was missing since the last ranking
-        self._room = self._most  # number of series that are not reserved for any name
+        self._room = self._most  # number of series that are not reserved for a name
 
     def labels(self, *values: str) -> Child:
-        """Return the series in which these label values are counted: their own, or, if there is no room for it, one
-        with the value `other`. The values are in the order of the labels in the table.
+        """Return the series in which these label values are counted: their own, or, if the limit of the metric is
+        reached, a series with the value `other`. The values are in the order of the labels in the table.
         """
         child = self._children.get(values)
         if child is None:
@@ -134,9 +132,7 @@ class Labelled(Generic[Child]):
 
     def turn(self, traffic: Traffic) -> None:
         """Give series to the busiest names (values of the first label), among those that have series or need some. All
-        other names lose theirs.
-
-        A name keeps its series until another name is KEEPS times as busy.
+        other names lose their series. A name keeps its series until another name is KEEPS times as busy.
         """
         if not self._waiting:
             return
@@ -150,7 +146,7 @@ class Labelled(Generic[Child]):
             if room < needed:
                 break
             self._named[name] = before.get(name, 0)
-            # the name lacked a series for one more endpoint
+            # the name needs one more series than it has: a request had a new label value
             more = self._each if name in before and name in self._waiting else 0
             room -= needed + min(more, room - needed)
         self._room = self._most - sum(max(sets, self._each) for sets in self._named.values())
@@ -162,17 +158,15 @@ class Labelled(Generic[Child]):
 
 
 class Registry(CollectorRegistry):
-    """Registry of a process's metrics, with a function to call after each scrape."""
+    """Metrics of a process, with a function to call after each scrape."""
 
     def __init__(self, on_scraped: Callable[[], None]) -> None:
         super().__init__()
-        self.scraped = on_scraped  # to be called after each scrape, when all metrics were read
+        self.scraped = on_scraped  # function that the scrape calls when it has read all metrics
 
 
 class MetricMaker:
-    """Creates the metrics of one process in `registry`, each of them once. Raises KeyError for a name that the table
-    does not have.
-
+    """Creates the metrics of one process in `registry`, each once. Raises KeyError for a name that is not in the table.
     `traffic` decides which names get their own series.
     """
 
@@ -183,9 +177,7 @@ class MetricMaker:
         self._labelled: list[Labelled[Any]] = []
 
     def _turn(self) -> None:
-        """Rank the names. It runs right after a scrape, so that the last values of series that end now have been
-        read.
-        """
+        """Rank the names. It runs right after a scrape, which has read the last values of series that end now."""
         if self.traffic.fade():
             for labelled in self._labelled:
                 labelled.turn(self.traffic)
@@ -227,18 +219,14 @@ class MetricMaker:
 
 
 class Scrape:
-    """Builds metric families at a scrape from values that other objects store. It lives as long as the process, so that
-    it remembers label sets.
-    """
+    """Builds metric families at a scrape from values of other objects. It remembers label sets between scrapes."""
 
     def __init__(self, process: Process) -> None:
         self._table = TABLE[process]
         self._folds = {name: Fold(metric) for name, metric in self._table.items()}
 
     def gauge(self, name: str, values: Mapping[Labels, float] | float) -> GaugeMetricFamily:
-        """Return a gauge with the present values, by label set. Values that are counted under the same label set are
-        added.
-        """
+        """Return a gauge with the present values, by label set. Values that are folded into one label set are added."""
         if not isinstance(values, Mapping):
             return GaugeMetricFamily(name, self._table[name].text, value=float(values))
         metric, fold = self._table[name], self._folds[name]
@@ -249,7 +237,7 @@ class Scrape:
         return family
 
     def counter(self, name: str, values: Mapping[Labels, float] | float) -> CounterMetricFamily:
-        """Return a counter for values that other objects count. Label sets that were once counted under `other` stay
+        """Return a counter for values that other objects count. Label sets that were once counted as `other` stay
         there, because a counter must never fall.
         """
         if not isinstance(values, Mapping):

@@ -1,11 +1,11 @@
 """Table of all metrics of all processes. Each process creates its metrics from this table; dashboards, alerts and
 docs/metrics.md are checked against it.
 
-`most`: largest number of label sets of a metric. It is limited because clients may name ten thousand models. A label
-set for which there is no room is counted with the value `other` in the labels that are listed in FOLDED; `rest` label
-sets are reserved for this. In a metric with `series_per_name`, the busiest values of the first label keep their names,
-and each of them has so many label sets. In any other metric, the first label sets that occur keep their names. A
-process has at most MAX_SERIES series in total.
+`most`: largest number of label sets (combinations of label values) of a metric. It is limited because clients may name
+ten thousand models. Above it, values are counted with `other` in the labels that FOLDED lists; `rest` label sets are
+reserved for this. In a metric with `series_per_name`, the busiest values of the first label (names) keep their own
+series, at most this number for each name. In any other metric, the label sets that occur first are kept. A process has
+at most MAX_SERIES series in total.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _CHUNK_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 15, 60)
 _COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 _SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1)
 _AGREEMENT = (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 0.9999)
-_ENDPOINTS = 26  # number of routes of a gateway
+_ENDPOINTS = 26  # number of routes of a gateway, each an `endpoint` label
 _CHUNK_ENDPOINTS = 6
 _BELOW = (
     "Requests refused before any route: `host` (SIE_ALLOWED_HOSTS), `origin` (a foreign page), `malformed` (not "
@@ -76,9 +76,7 @@ _BELOW = (
 
 @dataclass(frozen=True)
 class Metric:
-    """One row of the table. `name` is without the `_total` that is added to an exported counter. `buckets`: the upper
-    bounds of a histogram, without infinity.
-    """
+    """Row of the table. An exported counter's name ends in `_total`. `buckets`: upper bounds, without infinity."""
 
     name: str
     kind: Kind
@@ -142,6 +140,17 @@ _GATEWAY = (
         48,
         series_per_name=1,
     ),
+    # Cache of answers; all values are 0 at a gateway without SIE_CACHE_BYTES
+    Metric(
+        "sie_gateway_cache_inputs",
+        "counter",
+        "Inputs of requests that use the cache: hit, joined (an equal input was under way), miss",
+        ("result",),
+        3,
+    ),
+    Metric("sie_gateway_cache_answers", "gauge", "Answers in the cache of this gateway"),
+    Metric("sie_gateway_cache_bytes", "gauge", "Memory of these answers, at most SIE_CACHE_BYTES"),
+    Metric("sie_gateway_cache_evictions", "counter", "Answers removed from the cache for lack of room"),
     # Jobs; every gateway exports the same values
     Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
     Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),

@@ -1,5 +1,5 @@
-"""Start and end of a process: logs, signals, a graceful stop, the exit status. The lame-duck time is the time between
-the first signal and the end, in which the process still serves, until load balancers have noticed.
+"""Start and end of a process: logs, signals, a graceful stop, the exit status. The lame-duck time begins with the first
+signal: the process still serves until load balancers have noticed that it will end.
 
 start ──► run(main) ──► main(stop) ... SIGTERM, SIGINT or SIGHUP sets stop ──► main drains and returns its status
                                       a second signal during the lame-duck time ends that time; later it ends the
@@ -31,13 +31,13 @@ from sie_runtime.current_trace import TRACE_ID
 EXIT_BAD_SETTING = 2
 GC_THRESHOLDS = (20_000, 20, 20)
 # Seconds after which a thread gives the interpreter lock to the event loop. While a thread decodes a large body, a
-# short request waits this long several times; with Python's default of 5 ms, this was most of its p99 latency.
+# short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # seconds in which a failure may be due to another process that starts at the same time
-QUIET_S = 10.0  # seconds of this time in which such a failure is not logged, because it occurs at every start
+START_S = 30.0  # seconds in which a failure may be due to another process that is still starting
+QUIET_S = 10.0  # seconds in which such a failure is not logged, because it occurs at every start
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")
-# id of the worker to which the current task belongs; tasks that it starts have the same value
+# id of the worker to which the current task belongs; tasks that it starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
 
@@ -53,17 +53,13 @@ QUOTING = (
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals on which a process drains and ends: SIGTERM, SIGINT, and SIGHUP, which a closed terminal
-    sends. SIGHUP is left out if it is ignored, for example under nohup.
-    """
+    """Return the signals that drain and end a process: SIGTERM, SIGINT, and SIGHUP unless it is ignored (nohup)."""
     hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGTERM, signal.SIGINT, *hangup)
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception and its causes were raised, the exception first. Messages that may
-    quote a client are left out.
-    """
+    """Return the source lines where an exception and its causes were raised, and messages except of QUOTING types."""
     parts: list[str] = []
     while error is not None and len(parts) < 10:
         shown = "" if isinstance(error, QUOTING) else f": {error}"
@@ -76,7 +72,7 @@ def traceback_of(error: BaseException | None) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of a log line. If the record has no trace id, the trace id of the current task is used."""
+    """Return the fields of a log line. The trace id is by default that of the current task."""
     attributes = record.__dict__
     fields = {name: attributes.get(name) for name in _FIELDS}
     if fields["trace_id"] is None:
@@ -96,7 +92,7 @@ class _Plain(logging.Formatter):
 
 
 class _Json(_Plain):
-    """Formats log lines as JSON objects, one per line, with the documented keys only. Their values come from
+    """Formats log lines as JSON objects, one per line, with only the documented keys, whose values come from
     `extra={...}` of the logging call. `worker`: worker id for lines that have none.
     """
 
@@ -123,9 +119,7 @@ class _Json(_Plain):
 
 
 def configure_logging(*, json: bool, worker: str | None = None) -> None:
-    """Write all logs to standard error, as text or as JSON. `worker`: id of the worker to which this process
-    belongs.
-    """
+    """Log to standard error, as text or as JSON. `worker`: id of the worker to which this process belongs."""
     handler = logging.StreamHandler(sys.stderr)
     plain = _Plain("%(asctime)s %(levelname)s %(name)s: %(message)s")
     plain.converter = time.gmtime
@@ -137,9 +131,7 @@ def configure_logging(*, json: bool, worker: str | None = None) -> None:
 
 
 def own_stderr(*, json: bool, worker: str | None = None) -> None:
-    """Call `configure_logging`. Also log what Python itself would print: warnings and uncaught exceptions, whose
-    messages may quote a client.
-    """
+    """Call `configure_logging`, and also log warnings and uncaught exceptions, whose messages may quote a client."""
     configure_logging(json=json, worker=worker)
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _uncaught("this process", kind, error, trace)
@@ -154,12 +146,12 @@ def _uncaught(origin: str, kind: type[BaseException], error: BaseException | Non
 
 
 class Stop:
-    """The request to end the process. Every long-lived task waits for it, or is cancelled by its owner."""
+    """Request to end the process. Every long-lived task waits for it, or is cancelled by the task that started it."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._wakers: set[asyncio.Event] = set()
-        self._lame: asyncio.Event | None = None  # is set to end the lame-duck time; None outside of this time
+        self._lame: asyncio.Event | None = None  # set to end the lame-duck time; None outside of this time
 
     def request(self) -> None:
         self._event.set()
@@ -174,8 +166,8 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait until the end is requested, for at most `seconds`. Returns whether it is requested. Periodic tasks use
-        this as their pause.
+        """Wait at most `seconds` for the request to end. Returns whether it was made. Periodic tasks use this
+        method to pause.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -183,9 +175,7 @@ class Stop:
         return self._event.is_set()
 
     async def lame_duck(self, seconds: float) -> None:
-        """Wait for the lame-duck time, at most `seconds`: the process still serves, while load balancers notice that it
-        will end.
-        """
+        """Wait at most `seconds`, while the process still serves and load balancers notice that it will end."""
         self._lame = asyncio.Event()
         try:
             with contextlib.suppress(TimeoutError):
@@ -202,8 +192,8 @@ class Stop:
         return True
 
     async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
-        """Wait until the end is requested or `waker` is set, for at most `seconds`, and clear `waker`. Returns whether
-        the end is requested. Only one task may wait for a waker.
+        """Wait at most `seconds` until the end is requested or `waker` is set, and clear `waker`. Returns whether the
+        end is requested. Only one task may wait for a waker.
         """
         self._wakers.add(waker)
         try:
@@ -219,8 +209,8 @@ class Stop:
 def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     """Run `main` on uvloop, and return its exit status.
 
-    Imported modules are excluded from garbage collection, and its thresholds are raised: with the defaults, a gateway
-    would spend a fifth of its processor time on it (bench/results/queue.md).
+    Garbage collection skips imported modules, and its thresholds are raised: with the defaults, a gateway would spend a
+    fifth of its processor time on it (bench/results/queue.md).
     """
     import uvloop
 
@@ -250,8 +240,8 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 class Trouble:
     """Logs a repeated failure once, until it has ended.
 
-    `grace_s`: for so many seconds, the cause may be another process that is still starting. In this time, nothing is
-    logged before QUIET_S, then the failure is logged at level info. After `grace_s` it is logged as a warning.
+    `grace_s`: seconds in which the cause may be another process that is still starting. In this time, the failure is
+    logged only after QUIET_S, and at level info. After `grace_s` it is logged as a warning.
     """
 
     def __init__(
@@ -266,7 +256,7 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record that the failure has occurred (again), and log it if this is due."""
+        """Record that the failure has occurred, and log it if this is due."""
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s
@@ -278,16 +268,14 @@ class Trouble:
             self._logger.info("%s: %s", self._purpose, error)
 
     def passed(self) -> None:
-        """Record a success: the failure has ended, so its next occurrence is logged again."""
+        """Record a success. The next failure is logged again."""
         self.lasting = False
 
 
 class Tasks:
     """Long-lived tasks of a component. If a task ends with an exception, this is logged, `failed` becomes true, and
-    `on_failure` is called, which must end the component.
-
-    Every background task must be in such a group. Otherwise it could end unnoticed, and the component would seem to run
-    but do no work.
+    `on_failure` is called, which must end the component. Every background task must be in such a group: otherwise it
+    could end unnoticed, and the component would do no work.
     """
 
     def __init__(self, logger: logging.Logger, on_failure: Callable[[], None]) -> None:
@@ -314,7 +302,7 @@ class Tasks:
         return len(self._tasks)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait for all tasks to end, without cancelling them. Returns False if some still run after `timeout_s`."""
+        """Wait for all tasks without cancelling them. Returns False if some still run after `timeout_s`."""
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
@@ -335,8 +323,8 @@ async def retry(
     logger: logging.Logger,
     task: str,
 ) -> Any:
-    """Call `attempt` until it succeeds, and return its result. Return None if the process must stop. The pauses grow
-    from 0.1 s to 5 s.
+    """Call `attempt` until it succeeds, and return its result; None if the process must stop. The pauses grow from 0.1
+    s to 5 s.
 
     A failure that lasts QUIET_S is logged once at level info, because processes that start at the same time wait for
     each other. A failure that lasts START_S is logged once as a warning.

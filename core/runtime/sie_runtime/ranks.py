@@ -8,9 +8,7 @@ import numpy as np
 
 
 def spearman(first: Any, second: Any) -> float | None:
-    """Return Spearman's rank correlation of two lists; None if all values in one of them are equal. Equal values get
-    the mean of their ranks.
-    """
+    """Return Spearman's rank correlation; None if a list has only equal values. Equal values get their mean rank."""
     a, b = (_ranks(values) for values in (first, second))
     spread = float(a.std() * b.std())
     return float(((a - a.mean()) * (b - b.mean())).mean()) / spread if spread > 0 else None

@@ -2,8 +2,9 @@
 
     Span.end ──► queue of 2,048, the oldest are dropped first ──► a separate thread ──► collector, console or nowhere
 
-Only `Tracer.close` waits for a collector, for at most FLUSH_S. The SDK itself reads more variables: OTEL_BSP_*,
-OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, and the limits of spans.
+Only `Tracer.close` waits for a collector, for at most FLUSH_S. The SDK itself reads more environment variables:
+OTEL_BSP_*, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _COMPRESSION and _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES, and the
+limits of spans.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sie_contracts.wire.trace_context import NONE, Context
 from sie_runtime.current_trace import STAGE
 from sie_runtime.process import Trouble
 
-GIVE_UP_S = 0.5  # seconds that `close` waits for an exporter that was told to stop
+GIVE_UP_S = 0.5  # seconds that `close` waits for an exporter after it has called its `shutdown`
 FLUSH_S = 1.0  # seconds in which the last spans must be exported; `sie serve` waits only 3 s for the end of a worker
 Value = str | int | float | bool
 Kind = Literal["server", "consumer", "internal"]
@@ -44,8 +45,8 @@ _logger = logging.getLogger("sie.tracing")
 class Span:
     """A span of a trace. If it is not sampled, it has only a trace context.
 
-    Times are from the monotonic clock, plus an offset that is measured once, at the start. So they stay correct when
-    the wall clock is changed.
+    Times are monotonic, plus an offset to the wall clock that is measured once, at the start. So a change of the wall
+    clock does not move them.
     """
 
     __slots__ = ("_ended", "_offset_ns", "_span", "_tracer", "is_recording", "name")
@@ -60,18 +61,14 @@ class Span:
 
     @property
     def context(self) -> Context:
-        """Return the trace context for work below this span. It is computed only when needed, because that takes a
-        quarter of the time of a span and most spans have no children.
-        """
+        """Return the trace context for child spans, computed on demand: it takes a quarter of a span's time."""
         written: dict[str, str] = {}
         _headers.inject(written, trace.set_span_in_context(self._span, context.Context()))
         return Context(written.get("traceparent", ""), written.get("tracestate", ""))
 
     @property
     def trace_id(self) -> str | None:
-        """Return the trace id as 32 hex digits; None for a span that is not sampled, because no collector stores its
-        trace.
-        """
+        """Return the trace id as 32 hex digits; None if the span is not sampled: then no collector stores its trace."""
         return trace.format_trace_id(self._span.get_span_context().trace_id) if self.is_recording else None
 
     def set(self, attributes: Mapping[str, Value]) -> None:
@@ -82,7 +79,7 @@ class Span:
         self._span.update_name(name)
 
     def fail(self, code: str) -> None:
-        """Mark the span as failed, with the error code `code`."""
+        """Mark the span as failed with an error code."""
         self._span.set_attribute("error.type", code)
         self._span.set_status(trace.StatusCode.ERROR)
 
@@ -93,9 +90,7 @@ class Span:
     def part(
         self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
     ) -> int:
-        """Add a child span that has already ended. It began at `start_ns` and took `ms` milliseconds. Returns its end.
-        `stage`: stage of the request that it measures.
-        """
+        """Add a child span that has already ended, `ms` milliseconds after `start_ns`, and return its end in ns."""
         end_ns = start_ns + round(ms * 1e6)
         if self.is_recording:
             own = {**(attributes or {}), **({STAGE: stage} if stage else {})}
@@ -104,7 +99,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link to another span, whose work this span has run."""
+        """Add a link to a span whose work ran in this span."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -118,9 +113,7 @@ class Span:
 
 
 class Tracer:
-    """Creates the spans of one component. A thread exports them until `close`. All methods may be called from any
-    thread.
-    """
+    """Creates the spans of one component. A thread exports them until `close`. All methods are thread-safe."""
 
     def __init__(self, settings: Tracing, component: str, instance: str = "") -> None:
         resource = Resource.create(
@@ -131,7 +124,7 @@ class Tracer:
                 "service.instance.id": f"{component}-{instance or socket.gethostname()}-{os.getpid()}",
             }
         )
-        # without this option, the provider would wait for an unreachable collector when the interpreter exits
+        # with shutdown_on_exit, the provider would wait for an unreachable collector when the interpreter exits
         self._provider = TracerProvider(_sampler(settings), resource, shutdown_on_exit=False)
         self.propagates = settings.propagates
         self._exporters = [_exporter(name, settings) for name in settings.exporters]
@@ -149,9 +142,7 @@ class Tracer:
         start_ns: int | None = None,
         attributes: Mapping[str, Value] | None = None,
     ) -> Span:
-        """Return a new span below `parent`, which the caller must end. If `parent` is empty or invalid, the span begins
-        a new trace.
-        """
+        """Return a new span, which the caller must end. Without a valid `parent` it begins a new trace."""
         above = _headers.extract(parent._asdict(), context.Context())
         linked = [span.link() for span in links]
         return Span(
@@ -165,7 +156,7 @@ class Tracer:
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # an exporter that waits for its next attempt stops waiting
+                exporter.shutdown()  # the exporter may be waiting for its next attempt
             _logger.warning("the last spans were not exported within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 
@@ -200,13 +191,11 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """Exporter to a collector over gRPC or HTTP. A collector that cannot be reached is logged once; the SDK would log
-    each attempt.
-    """
+    """Exporter to a collector over gRPC or HTTP. It logs an unreachable collector once, the SDK at each attempt."""
 
     def __init__(self, endpoint: str, protocol: str) -> None:
         self._trouble = Trouble(
-            _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not take them"
+            _logger, f"spans are dropped: the collector at {public_url(endpoint)} does not accept them"
         )
         self._inner: SpanExporter
         if protocol == "grpc":

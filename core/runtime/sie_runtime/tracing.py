@@ -26,22 +26,21 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'sie-cluster[tracing]', or leave it off"
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_FAULT = 500  # lowest HTTP status at which the span of a request counts as failed
+_FAULT = 500  # lowest HTTP status for which the span of a request counts as failed
 _logger = logging.getLogger("sie.tracing")
 
 
 def start(settings: Tracing, component: str, instance: str = "") -> Tracer | None:
-    """Return the tracer of a component; None if tracing is off. Call it after the process was forked, because it starts
-    a thread.
+    """Return the tracer of a component; None if tracing is off. Call it after a fork, because it starts a thread.
 
-    `instance`: name that distinguishes components of the same kind; by default the host name. Raises SettingError if
+    `instance`: name that distinguishes components of the same name; by default the host name. Raises SettingError if
     OpenTelemetry is not installed. If the SDK refuses one of its variables, tracing stays off and a warning is logged.
     """
     if not settings.enabled:
         return None
     _unset_what_means_nothing()
     try:
-        # imported after the variables are set, because the SDK reads some of them at import
+        # imported only now, because the SDK reads some of the variables at import
         from sie_runtime import spans
 
         return spans.Tracer(settings, component, instance)
@@ -55,8 +54,8 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
 
 
 def _unset_what_means_nothing() -> None:
-    """Remove variables from this process's environment whose value means "not set", but which the SDK refuses: an empty
-    value, and the compression `none`. The specification of OpenTelemetry defines both as valid.
+    """Remove environment variables whose value means "not set" for OpenTelemetry's specification, but which its SDK
+    refuses: an empty value, and the compression `none`.
     """
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         value = os.environ[name].strip().lower()
@@ -82,15 +81,13 @@ def begin_request(
         start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
         span = tracer.begin(shown_method, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
-    # even an empty context is set, because a pipelined request runs in the task of the request before it
+    # also an empty context is set, because a pipelined request runs in the task of the request before it
     set_current(context)
     return context, span
 
 
 def end_request(span: Span, operation: str, status: int, code: str = "") -> None:
-    """End the span of a request after the response was sent. `code`: error code, if it failed. `operation` and `code`
-    must not contain a client's text.
-    """
+    """End the span after the response was sent. `operation` and the error `code` must not contain a client's text."""
     span.rename(f"{span.name} {operation}")
     span.set({"http.response.status_code": status})
     if status >= _FAULT:

@@ -1,3 +1,1 @@
-"""Object stores, the files of jobs and clients, vector databases, and weights: manifests, the cache on this node's
-disk, downloads and pushes.
-"""
+"""Object stores, files of jobs and clients, vector databases, and weights: manifests, cache, downloads, pushes."""

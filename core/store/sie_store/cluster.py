@@ -34,9 +34,7 @@ SETTING = "SIE_CLUSTER_CACHE"
 
 
 async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchProgress) -> list[str]:
-    """Return a line for each file whose digest differs from the manifest. All files are read, and not stored. Raises
-    FetchFailed, StoreError.
-    """
+    """Read the files and return a line for each whose digest is wrong. Raises FetchFailed, StoreError."""
     reader = Reader(source, progress)
 
     async def digested(file: RemoteFile) -> str:
@@ -54,18 +52,14 @@ async def _wrong(source: BucketSource, files: list[RemoteFile], progress: FetchP
 
 
 class ClusterCache:
-    """Snapshots in the bucket at `url`, an s3:// or gs:// URL. Raises SettingError. Every method blocks its thread for
-    a limited time.
-    """
+    """Snapshots in the bucket at `url` (s3:// or gs://). Methods block for a limited time. Raises SettingError."""
 
     def __init__(self, url: str, limits: DownloadLimits | None = None) -> None:
         self.url = url
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """Return a function that fetches a snapshot into the local cache. Return None if the bucket does not have the
-        complete snapshot. Raises FetchFailed, ManifestError.
-        """
+        """Return a function that fetches a complete snapshot, or None. Raises FetchFailed, ManifestError."""
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
         return None if manifest is None else functools.partial(self._fetch, manifest)
@@ -76,10 +70,8 @@ class ClusterCache:
         return msgspec.structs.replace(manifest, origin="cluster")
 
     def push(self, folder: Path, manifest: Manifest, progress: FetchProgress, *, force: bool = False) -> Pushed:
-        """Write the files in `manifest` from `folder` to the bucket, then the manifest itself. Files that are already
-        in the bucket are skipped, except if `force` is true.
-
-        Other files of the snapshot in the bucket are not removed. Raises PushRefused, FetchFailed, ManifestError,
+        """Write the files in `manifest` from `folder` to the bucket, then the manifest itself. Files that the bucket
+        has are skipped, unless `force` is true. No file is removed. Raises PushRefused, FetchFailed, ManifestError,
         OSError.
         """
         encode(manifest)
@@ -95,9 +87,7 @@ class ClusterCache:
         return self._run(self._bucket.stored(repository, revision))
 
     def verify(self, stored: CommitState, progress: FetchProgress) -> list[str]:
-        """Return the faults of a snapshot's files, one line each. Every file is read and its digest is compared. Raises
-        FetchFailed.
-        """
+        """Read every file of a snapshot and return its faults, one line each. Raises FetchFailed."""
         if stored.manifest is None:
             return list(stored.wrong.values())
         source = BucketSource(self._bucket, stored.manifest, progress.label)
@@ -113,9 +103,7 @@ class ClusterCache:
         return self._run(self._bucket.removed(repository, revision))
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in a new event loop and return its result. A StoreError becomes a FetchFailed, whose message says
-        how to fix it.
-        """
+        """Run `work` in a new event loop. A StoreError becomes a FetchFailed, whose message says how to fix it."""
         try:
             return asyncio.run(work)
         except BucketMissing as error:

@@ -9,7 +9,7 @@ PART = ".part"  # suffix of a file that is not complete yet
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write `data` to the file `path`. An existing file is replaced as a whole. Raises OSError."""
+    """Write a file; an existing one is replaced as a whole. Raises OSError."""
     growing = path.with_name(path.name + PART)
     with growing.open("wb") as file:
         file.write(data)

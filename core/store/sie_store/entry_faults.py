@@ -19,7 +19,7 @@ from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
 from sie_store.folder_files import read_json, read_value
 
 MODEL_FILE = "config_sentence_transformers.json"
-# flag of a pooling in older files of a Pooling module -> name of the pooling in newer files
+# flag of a pooling in config.json of older models -> value of `pooling_mode` in newer models
 POOLING_NAMES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -30,7 +30,7 @@ POOLING_NAMES = {
 }
 # name of a pooling in sentence-transformers -> name in entries, if they differ
 ENTRY_NAMES: Mapping[str, Pooling] = {"lasttoken": "last", "weightedmean": "weighted", "mean_sqrt_len_tokens": "sqrt"}
-# model types whose first position has the number pad id + 1, so that they have fewer usable positions
+# model types that number positions from pad id + 1, so that fewer positions are usable
 _NUMBERED_FROM_PAD = frozenset(
     {
         "camembert",
@@ -49,9 +49,7 @@ _ACCEPT = "load.accept_unproven: true has the entry serve it without proof of it
 
 @dataclass(frozen=True)
 class Fault:
-    """A contradiction. `loc`: path of the field in the entry, such as `$.run.pooling`. `message`: names the field, the
-    fault, and the fix if there is one.
-    """
+    """Contradiction. `loc`: path of the field in the entry (`$.run.pooling`). `message`: the fault, and any fix."""
 
     loc: str
     message: str
@@ -61,19 +59,16 @@ def fault(folder: Path, entry: ModelEntry, load: LoadOptions) -> Fault | None:
     """Return the contradiction for which a load of `entry` from `folder` would be refused; None if there is none.
     Raises ModelLoadFailed for a file that cannot be read.
 
-    With `load.accept_unproven`, pooling and prompts are not compared: those of the entry are used, although they may
-    change the vectors. The number of positions is always compared, because a model cannot read a longer text.
+    With `load.accept_unproven`, pooling and prompts of the entry are used without comparison, although they may change
+    the vectors. The number of positions is always compared, because a model cannot read a longer text.
     """
     overridden = None if load.accept_unproven else _prompt_fault(folder, entry) or _pooling_fault(folder, entry)
     return overridden or _length_fault(folder, entry)
 
 
 def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
-    """Return the fault of the entry's prompts; None if there is none. An entry may have more prompts than the files,
-    but must not change those in the files.
-    """
-    # prompts are checked only if the family computes vectors; in other families, a prompt is used only if a request
-    # names it
+    """Return the fault of the entry's prompts, or None. An entry may add prompts, but not change those of the files."""
+    # checked only for families that compute vectors: in others, a prompt is used only if a request names it
     is_encoder = families.row(entry.family).gives_vectors
     model = read_json(folder / MODEL_FILE) if is_encoder else {}
     stored = model.get("prompts") or {}
@@ -85,7 +80,7 @@ def _prompt_fault(folder: Path, entry: ModelEntry) -> Fault | None:
             key = f"prompts.{own}" if own else "the prompt without default_prompt_name"
             differs = f"{key} is {template!r}, its {MODEL_FILE} has the prompt {prompt!r}"
             loc = f"$.prompts.{own}" if own else "$.default_prompt_name"
-            return Fault(loc, f"{differs}; a request has another one by params.options.{field}, or {_ACCEPT}")
+            return Fault(loc, f"{differs}; a request can set another prompt by params.options.{field}, or {_ACCEPT}")
     return None
 
 
@@ -94,7 +89,7 @@ def _pooling_fault(folder: Path, entry: ModelEntry) -> Fault | None:
     if not entry.run.pooling or not stored or entry.run.pooling == stored:
         return None
     differs = f"run.pooling is {entry.run.pooling}, its 1_Pooling says {stored}"
-    beside = "a profile (profiles.NAME.run.pooling) gives such vectors beside the model's own"
+    beside = "a profile (profiles.NAME.run.pooling) can return such vectors beside the model's own"
     return Fault("$.run.pooling", f"{differs}; {beside}, or {_ACCEPT}")
 
 
@@ -108,9 +103,7 @@ def _length_fault(folder: Path, entry: ModelEntry) -> Fault | None:
 
 
 def positions(config: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens of a text, special tokens included, as config.json of a transformer says; 0
-    if it does not say it.
-    """
+    """Return the largest number of tokens, special ones included, in a transformer's config.json; 0 if unknown."""
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return 0
@@ -121,15 +114,12 @@ def positions(config: Mapping[str, Any]) -> int:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Return the folder of the first module in modules.json; `folder` itself if there is no such file."""
     modules = read_value(folder / "modules.json")
     return folder / modules[0]["path"] if modules else folder
 
 
 def stored_pooling(folder: Path) -> str:
-    """Return the pooling in the files of a model; empty if there is no Pooling module. It has the name that entries
-    use, or, if entries have no such pooling, the name in the file.
-    """
+    """Return the pooling in a model's files, by its name in entries if any; empty if there is no Pooling module."""
     for module in read_value(folder / "modules.json") or []:
         if module["type"].rpartition(".")[2] == "Pooling":
             return pooling_name(read_json(folder / module["path"] / "config.json"))

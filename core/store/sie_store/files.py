@@ -3,7 +3,7 @@ size needs little memory.
 
     pieces ──put──► object files/{id} ──open, range──► bytes        remove ──► object deleted
 
-An object appears in the store only when it is complete. Only objects below `files/` are touched here, and
+An object appears in the store only when it is complete. Only objects below `files/` are changed here.
 `PayloadStore.sweep` does not remove them, because their keys are not digests.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 FOLDER = "files"
-PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket; a bucket allows 10,000 parts, which are then 80 GB
+PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket; a bucket allows 10,000 parts, in total 80 GB
 PARTS_AT_ONCE = 2
 PIECE_BYTES = 1 << 20  # bytes that are read at a time
 CALL_S = 30.0  # seconds within which the store must answer a call other than an upload
@@ -36,14 +36,12 @@ class FileObjects:
         self._store = store
 
     async def put(self, file: str, pieces: AsyncIterator[bytes], timeout_s: float) -> None:
-        """Write an object; an existing one is replaced. Raises StoreFull and the exceptions of `pieces`. If it fails or
-        is cancelled, no object is created.
-        """
+        """Write or replace an object. No object is created if this fails. Raises StoreFull and errors of `pieces`."""
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # Number of bytes whose disk space is still to be claimed. An upload has at most this number in memory; its
-            # other bytes are on the disk already, and the disk reports them as used.
+            # Bytes of this upload for which no disk space is reserved yet. An upload holds at most this number in
+            # memory; its other bytes are already on the disk, which reports them as used.
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
@@ -57,7 +55,7 @@ class FileObjects:
         await object_stores.within(timeout_s, writing)
 
     async def open(self, file: str) -> AsyncIterator[bytes]:
-        """Return the pieces of an object. If it does not exist, ObjectMissing is raised before the first piece."""
+        """Return the pieces of an object. The first piece raises ObjectMissing if it does not exist."""
         import obstore
 
         answer = await object_stores.within(CALL_S, obstore.get_async(self._store, _key(file)))
@@ -73,9 +71,8 @@ class FileObjects:
         )
 
     async def remove(self, file: str) -> None:
-        """Remove an object if it exists. In a folder, also remove incomplete files that a killed process has left.
-
-        In a bucket, incomplete uploads stay until a lifecycle rule of the bucket removes them.
+        """Remove an object if it exists. In a folder, also remove incomplete files that a killed process has left; in a
+        bucket, a lifecycle rule must remove incomplete uploads.
         """
         import obstore
         from obstore.store import LocalStore
@@ -84,7 +81,7 @@ class FileObjects:
         try:
             await object_stores.within(CALL_S, obstore.delete_async(self._store, key))
         except ObjectMissing:
-            pass  # already removed; a bucket does not report this error
+            pass  # already removed; buckets do not report this error
         if isinstance(self._store, LocalStore):
             await asyncio.to_thread(_remove_unfinished, Path(str(self._store.prefix)) / key)
 
@@ -105,13 +102,11 @@ async def _pieces(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove the incomplete files of an object. obstore (0.12) writes to `NAME#1` and renames it at the end."""
+    """Remove an object's incomplete files. obstore (0.12) writes to `NAME#1` and renames it at the end."""
     for unfinished in path.parent.glob(f"{path.name}#*"):
         unfinished.unlink(missing_ok=True)
 
 
 def open_files(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> FileObjects | None:
-    """Return the files in the store at `url`, which has the form of SIE_PAYLOAD_STORE_URL; None if `url` is None.
-    Raises SettingError.
-    """
+    """Return the files in the store at `url` (see SIE_PAYLOAD_STORE_URL), or None. Raises SettingError."""
     return None if url is None else FileObjects(object_stores.opened(url, setting))

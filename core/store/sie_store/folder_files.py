@@ -1,5 +1,5 @@
 """Reading of the files in a model folder, which may be untrusted. All exceptions of libraries become a one-line error
-that names the file. Configurations are refused if they do not have the form or the size of real models.
+that names the file. Configurations that no real model has, in form or size, are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from msgspec import Meta
 from sie_contracts.errors import ModelLoadFailed
 from sie_contracts.models.load_errors import load_failed
 
-MAX_TEXT = 300  # largest number of characters of a library's message in an error
-# largest number of layers, experts or blocks; each of them would be created, so a higher number is refused
+MAX_TEXT = 300  # largest number of characters of a library's message that an error quotes
+# largest number of layers, experts or blocks; loading would create each of them, so a higher number is refused
 MAX_COUNT = 1_000
-MAX_SIZE = 1 << 24  # largest number of rows or columns of a table; a higher number is refused
+MAX_SIZE = 1 << 24  # largest number of rows or columns of a weight matrix; a higher number is refused
 _COUNTS, _SIZES = ("_layers", "_layer", "_experts", "_blocks"), ("_size", "_dim", "_embeddings", "_heads", "_labels")
 
 TRANSFORMER_FILES = tuple(
@@ -81,8 +81,8 @@ _FORMS: dict[str, Any] = {
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Convert every exception in this context to ModelLoadFailed INCOMPATIBLE, which names `file`. No type of exception
-    is left out, because libraries may raise any type for an untrusted file.
+    """Convert every exception in this context to ModelLoadFailed INCOMPATIBLE, which names `file`. No type is excluded,
+    because libraries may raise any type for an untrusted file.
     """
     try:
         yield
@@ -103,9 +103,7 @@ def line_of(error: Exception) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty map if the file does not exist. Raises ModelLoadFailed
-    INCOMPATIBLE.
-    """
+    """Return the JSON object in a file; empty if there is no file. Raises ModelLoadFailed INCOMPATIBLE."""
     value = read_value(file)
     if value is None:
         return {}
@@ -115,9 +113,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_value(file: Path) -> Any:
-    """Return the JSON value in a file, after its form was checked by the name of the file; None if the file does not
-    exist. Raises ModelLoadFailed INCOMPATIBLE.
-    """
+    """Return the JSON value in a file, checked by the file's name, or None. Raises ModelLoadFailed INCOMPATIBLE."""
     if not file.is_symlink() and not file.exists():
         return None
     try:
@@ -140,8 +136,8 @@ def read_value(file: Path) -> Any:
 
 
 def _check_sizes(value: Any, path: str = "$") -> None:
-    """Raise ValueError for a number of layers or a size of a table that no real model has. It must be refused here,
-    because the model would be created before it is compared with the weights.
+    """Raise ValueError for a number of layers or a table size that no real model has. It must be refused here, because
+    the model would be created before it is compared with the weights.
     """
     if not isinstance(value, dict):
         return

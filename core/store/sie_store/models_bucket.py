@@ -24,9 +24,7 @@ MAX_OBJECTS = 100_000  # largest number of objects below the prefix, including t
 
 
 class BucketFolder:
-    """Files of models in the bucket at `url`. Each call blocks its thread for a limited time, and raises SettingError
-    if the store fails.
-    """
+    """Files of models in the bucket at `url`. Calls block for a limited time. Raises SettingError if they fail."""
 
     def __init__(self, url: str, suffixes: tuple[str, ...], patience: RetryPolicy | None = None) -> None:
         self.url = url
@@ -35,8 +33,8 @@ class BucketFolder:
         self._store = object_stores.opened(url, SETTING)
 
     def list_files(self) -> dict[str, tuple[int, int, int]]:
-        """Return the files of models by path below the prefix, each as (time of the last change in ns, size in bytes,
-        hash of the tag). Raises SettingError if there are none.
+        """Return (time of the last change in ns, size in bytes, hash of the tag) of each file, by path below the
+        prefix. Raises SettingError if there are none.
         """
         files = self._run(self._patience.call(self._listed))
         if not files:
@@ -45,7 +43,7 @@ class BucketFolder:
         return files
 
     def read(self, paths: Collection[str], max_bytes: int) -> dict[str, bytes]:
-        """Return the first `max_bytes` of each file, by path. Files that were removed in the meantime are left out."""
+        """Return the first `max_bytes` of each file, by path. Files that were removed meanwhile are omitted."""
         return self._run(self._bodies(paths, max_bytes))
 
     async def _listed(self) -> dict[str, tuple[int, int, int]]:

@@ -1,5 +1,5 @@
-"""Entries in the operator's models folder, as a worker reads them to decide which entries it trusts. Files that cannot
-be read are skipped.
+"""Entries in the operator's models folder, which a worker reads to decide whether it trusts an entry. Unreadable files
+are skipped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _logger = logging.getLogger("sie.trust")
 
 
 def worker_trust(allowed: Allowed) -> Trust:
-    """Return the trust of a worker. It depends on the settings, the packaged entries, and the entries of
-    SIE_MODELS_DIR, which are read again at each check.
-    """
+    """Return which entries a worker trusts: by settings, packaged entries, and SIE_MODELS_DIR (read at each check)."""
     bundles = read_bundles(packaged_folder() / "bundles").values()
     return Trust(allowed, bundles, lambda: [*_packaged(), *own_entries(allowed)])
 
@@ -38,9 +36,7 @@ def _packaged() -> tuple[ModelEntry, ...]:
 
 
 def examined(allowed: Allowed) -> str:
-    """Return a warning if another user can write to the models folder; empty if nobody else can, or if SIE_MODEL_PATHS
-    names the folder.
-
+    """Return a warning if another user can write to the models folder; empty if not, or if SIE_MODEL_PATHS names it.
     Raises SettingError if every user may write there, or if the folder is the default ./models and belongs to another
     user.
     """
@@ -73,7 +69,7 @@ def in_use(allowed: Allowed) -> str:
 
 
 def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
-    """Yield the entries in the models folder that can be read. Yield none if `examined` refuses the folder."""
+    """Yield the readable entries of the models folder; none if `examined` refuses the folder."""
     for path, body in _bodies(allowed).items():
         try:
             document = parse_document(_decoded(body))
@@ -85,11 +81,10 @@ def own_entries(allowed: Allowed) -> Iterator[ModelEntry]:
 
 
 def _decoded(body: bytes) -> object:
-    """Decode a YAML file of the models folder. Raises ValueError."""
     import yaml
 
     try:
-        # CSafeLoader uses libyaml and is ten times as fast, but PyYAML may have been built without it
+        # CSafeLoader uses libyaml and is ten times as fast, but not every build of PyYAML has it
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         return loader(body).get_single_data()
     except yaml.YAMLError as error:

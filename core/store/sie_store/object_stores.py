@@ -1,15 +1,15 @@
 """Object stores by URL. Every call has a time limit, and all kinds of stores raise the same error classes.
 
-s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► answer or error
+s3://bucket/prefix, gs://bucket/prefix, file:///path or a path ──opened──► ObjectStore ──within──► reply or error
                                                                     └── RetryPolicy.repeated: another attempt
 
-StoreError             no answer in time, or a failure that may disappear
+StoreError             no reply in time, or a failure that may disappear
 ├── ObjectMissing      no such object
 ├── BucketMissing      no such bucket
 ├── AccessRefused      credentials are missing, wrong, expired or without the permission
 ├── RangeMissing       the object is shorter than the requested range
 ├── WrittenMeanwhile   another writer wrote the object after it was read
-└── StoreFull          the store has no room for the object
+└── StoreFull          the store has no space for the object
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
-# A reserve is disk space that a write must leave free: this share of the disk, but at most this number of bytes.
+# A reserve is disk space that a write must leave free: 10 % of the disk, at most 256 MiB.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
-# number of reserves that a write must leave free. A file must leave two, so that payloads still have room when files no
-# longer do
+# number of reserves that a write must leave free; files must leave two, so that payloads still have space when files
+# have none
 PAYLOADS, FILES = 1, 2
 EXIT_PAUSE_S = 0.1
-_claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process will write or are writing
+_claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process are writing or will write
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _IN = re.compile(r" in [0-9.]+(ns|µs|ms|s)\b")
@@ -68,7 +68,7 @@ _REFUSED = frozenset(
         "TokenRefreshRequired",
     }
 )
-# addresses of cloud metadata services, which obstore asks for credentials if none are set
+# addresses of cloud metadata services: obstore requests credentials there if none are set
 _INSTANCE = (
     "169.254.169.254",
     "169.254.170.2",
@@ -78,7 +78,7 @@ _INSTANCE = (
 
 class StoreError(Exception):
     """Raised if a store refuses a call or does not answer in time. Another attempt may help, except for subclasses.
-    `after_s`: seconds to wait before another attempt, if the store has said so.
+    `after_s`: seconds to wait before another attempt, if the store requests this.
     """
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
@@ -126,8 +126,8 @@ def opened(url: str, setting: str) -> ObjectStore:
 
     where = store_url(url)
     limits: dict[str, Any] = {
-        # HTTP without TLS is used only if the operator's endpoint begins with http://. These options replace those of
-        # environment variables (obstore 0.12).
+        # HTTP without TLS is allowed only if the operator's endpoint begins with http://. These options replace those
+        # in environment variables (obstore 0.12).
         "client_options": {
             "allow_http": True,
             "connect_timeout": timedelta(seconds=5),
@@ -150,12 +150,12 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
     """Yield a function that claims disk space before bytes are written to a folder. For a bucket it does nothing,
     because a bucket has its own quota.
 
-    The queue may use the same disk, and accepts no work when the disk is full. So a write must leave some reserves
-    free: payloads leave one, for the queue. Files and outputs of jobs leave two, so that payloads still have room; no
-    client waits for them. Claims of other writers in this process count until they end, because their bytes may not be
+    The queue may use the same disk, and accepts no work when the disk is full. So a write must leave `reserves` times
+    the reserve (RESERVE_SHARE) free: payloads leave one reserve, for the queue; files and outputs of jobs leave two,
+    also one for payloads. Claims of other writers of this process count until they end, because their bytes may not be
     on the disk yet.
 
-    The function raises StoreFull if fewer than `reserves` reserves would stay free.
+    The function raises StoreFull if less would stay free.
     """
     from obstore.store import LocalStore
 
@@ -181,14 +181,14 @@ def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]
 
 
 def _let_threads_finish() -> None:
-    """Wait a moment at exit until obstore's threads are done. They release Python objects shortly after an answer; if
-    the interpreter is already ending then, the process aborts (SIGABRT).
+    """Wait a moment at exit for obstore's threads: they release Python objects shortly after a reply, and the process
+    would abort (SIGABRT) if the interpreter were ending then.
     """
     time.sleep(EXIT_PAUSE_S)
 
 
 async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
-    """Await `work`, a call of a store, for at most `timeout_s`, and return its result. Exceptions become StoreError."""
+    """Await `work`, a call of a store, for at most `timeout_s`. All exceptions become StoreError."""
     from obstore.exceptions import BaseError
 
     try:
@@ -201,9 +201,7 @@ async def within(timeout_s: float, work: Awaitable[_T]) -> _T:
 
 
 async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResult, bytes]:
-    """Return the store's answer, which has the metadata, and the first bytes of an object, at most `most`. No more is
-    read, however long the object is.
-    """
+    """Return the store's response (with metadata) and the first bytes of an object, at most `most`; no more is read."""
     import obstore
 
     answer, data = await obstore.get_async(store, key), bytearray()
@@ -217,9 +215,8 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
 @dataclass(frozen=True)
 class RetryPolicy:
     """Time limit and number of attempts for calls of a store. `stall_s`: seconds of one attempt. `tries`: number of
-    attempts. `pause_s`: seconds before the second attempt; each later pause is twice as long. If the store requests a
-    longer pause, that is used; no pause is longer than MAX_PAUSE_S. Pauses vary at random, because many nodes may try
-    again at the same time.
+    attempts. `pause_s`: seconds before the second attempt. Each later pause is twice as long, or as long as the store
+    requests, but at most MAX_PAUSE_S. Pauses are randomized, because many nodes may retry at the same time.
     """
 
     stall_s: float = 30.0
@@ -227,15 +224,13 @@ class RetryPolicy:
     pause_s: float = 0.5
 
     async def call(self, call: Callable[[], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """Call `call`, which contacts a store, and return its result. It is repeated if another attempt may help. Each
-        attempt may take `timeout_s`, by default `stall_s`. Raises StoreError.
+        """Call a store, again if another attempt may help, and return the result. Each attempt may take `timeout_s`, by
+        default `stall_s`. Raises StoreError.
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Call `call` and return its result. It is repeated if another attempt may help. `call` must limit its own time
-        and raise StoreError.
-        """
+        """Return the result of `call`, repeated if that may help. `call` must limit its time and raise StoreError."""
         tries = 0
         while True:
             try:
@@ -256,9 +251,7 @@ class RetryPolicy:
 
 
 def failure(error: Exception) -> StoreError:
-    """Return the StoreError for an exception of obstore. Its message has the status and the code of the answer, and
-    never a credential.
-    """
+    """Return the StoreError for an exception of obstore: with status and code of the response, no credential."""
     from obstore.exceptions import (
         AlreadyExistsError,
         NotFoundError,
@@ -277,7 +270,7 @@ def failure(error: Exception) -> StoreError:
     if isinstance(error, NotFoundError | FileNotFoundError):
         return ObjectMissing("there is no such object")
     if isinstance(error, AlreadyExistsError | PreconditionError | FileExistsError):
-        return WrittenMeanwhile("somebody else wrote it meanwhile")
+        return WrittenMeanwhile("another writer has written the object in the meantime")
     if _first_group(_OS_ERROR, text) in _FULL:
         return StoreFull("there is no room for it")
     if code == "InvalidRange" or status == "416":

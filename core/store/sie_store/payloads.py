@@ -4,8 +4,8 @@ workers use.
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
 A key is the digest of the bytes and the number of the period in which they were written. A period is as long as a
-payload is kept. So a payload that is old enough to be removed has an old key, which is never written again, and
-clean-up cannot remove bytes that were just stored. Other objects in the store are never touched.
+payload is kept. So the key of a payload that is old enough to be removed is never written again, and clean-up cannot
+remove bytes that were just stored. Other objects in the store are never changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TRANSFERS_AT_ONCE = 8
 LISTED_AT_ONCE = 1000
-MAX_REMOVALS = 10_000  # number of removals after which one clean-up stops
+MAX_REMOVALS = 10_000  # number of removed payloads after which one clean-up stops
 _KEY = re.compile(r"([0-9a-f]{64})\.[0-9]+")
 _T = TypeVar("_T")
 
@@ -35,18 +35,14 @@ class PayloadMissing(StoreError):
 
 
 class PayloadStore:
-    """Store of payloads, by the digest of their bytes. Every call raises StoreError if it takes longer than
-    `timeout_s`.
-    """
+    """Payloads by the digest of their bytes. Every call raises StoreError if it takes longer than `timeout_s`."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data` and return its key. If the object already exists, it is written again, so that it counts as
-        new.
-        """
+        """Store `data` and return its key. An existing object is written again, so that it counts as new."""
         import obstore
 
         async def stored() -> str:
@@ -74,9 +70,7 @@ class PayloadStore:
         return await _within(timeout_s, looked_up())
 
     async def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the bytes of a payload, after their digest was compared with the key. Raises PayloadMissing,
-        StoreError.
-        """
+        """Return a payload whose digest equals its key. Raises PayloadMissing, StoreError."""
         import obstore
 
         digest = _digest_of(key)
@@ -92,8 +86,8 @@ class PayloadStore:
         return await _within(timeout_s, read())
 
     async def sweep(self, *, older_than_s: float, now_s: float, timeout_s: float) -> int:
-        """Remove payloads that were last written more than `older_than_s` before `now_s`. Stops after about
-        MAX_REMOVALS. Returns the number of removed payloads.
+        """Remove payloads last written more than `older_than_s` before `now_s`. Returns their number, about
+        MAX_REMOVALS at most.
         """
         import obstore
 
@@ -131,8 +125,7 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
-    """Return the payload store at `url`, which has the form of SIE_PAYLOAD_STORE_URL; None if `url` is None. Raises
-    SettingError.
+    """Return the payload store at `url` (see SIE_PAYLOAD_STORE_URL); None if `url` is None. Raises SettingError.
 
     A folder is created if it does not exist, readable only by its owner, because it has clients' inputs. Buckets are
     not checked, because they may be created later.

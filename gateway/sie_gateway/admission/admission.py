@@ -1,20 +1,20 @@
 """Entry of requests into the queue. A request is refused if its expected wait is too long (`model_queue`,
-`retry_slots`). Each key may have only a limited number of tokens, its window, in the queue (`window`).
+`retry_slots`). Each key may have only a limited number of tokens in the queue: its window (`window`).
 
-    chunks ──► will the answer come too late? ──► room now: permits at once
-                        │ yes                 └─► no room: waits for the turn of its key, as results come back
+    chunks ──► will the response be too late? ──► queue has space: permits at once
+                        │ yes                 └─► no space: wait until results come back and the key is next
                         ▼                              └─► would be late now: QUEUE_FULL as well
-                   QUEUE_FULL with the time to come again
+                   QUEUE_FULL with the time to try again
 
-A permit allows one chunk of a request to be in the queue. It is given back once: when the result of the chunk arrives,
-or when the request ends.
+A permit allows one chunk of a request to be in the queue. It is released once: when the result of the chunk arrives, or
+when the request ends.
 
-`Peers` are the gateways of this installation, found by their announcements. Each of n gateways uses 1/n of a key's
+`Peers` are the gateways of this installation, known by their announcements. Each of n gateways uses 1/n of a key's
 window, and adds the work that the other gateways have in the queue to its own.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
-                                           that work and the turns of the clients that it refused (`listeners`)
+                                           that work and the retry times of the clients that it refused (`listeners`)
 
 A gateway uses its own figures as it last announced them, so that all gateways compute with equal figures.
 """
@@ -39,7 +39,7 @@ from sie_contracts.errors import QueueFull
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.settings import Settings, default_worker_id
 from sie_contracts.wire import heartbeats, messages, topology
-from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, LaneTraffic, QueuedWork
+from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat, Heartbeat, LaneTraffic, QueuedWork
 from sie_contracts.wire.messages import PRIORITIES, Priority, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.model_queue import LOOK_S, Entered, ModelQueue, WaitRefusal
@@ -53,11 +53,11 @@ EVERY_S = 1.0
 BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
 SILENT_S = 5.0
 HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost
-RATE_S = 10.0  # seconds: time constant of the moving average of tokens per second
-QPS_S = 10.0  # the answers per second are the mean over this number of seconds
+RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
+QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)
-# figures of a lane (pool, machine profile and bundle) are dropped when its decayed number of messages is lower than
-# this: ten half-lives after ten messages
+# figures of a lane (pool, machine profile and bundle) are dropped when fewer messages than this remain after decay: ten
+# half-lives after ten messages
 _MIN_MESSAGES = 0.01
 _peers_logger = logging.getLogger("sie.gateway.peers")
 
@@ -70,13 +70,12 @@ def mean_cost(traffic: list[LaneTraffic]) -> float:
 
 @functools.lru_cache(1024)
 def _flow_name(lane: Lane, priority: Priority) -> str:
-    """Name of a lane and priority in an announcement."""
     return f"{lane}.{priority}"
 
 
 class _LaneFlow:
     """Messages and tokens that this gateway put into one lane and priority; older ones count less (HALF_LIFE_S).
-    `fresh` counts the tokens since the last announcement.
+    `fresh`: tokens since the last announcement.
     """
 
     __slots__ = ("fresh", "messages", "rate", "tokens")
@@ -94,9 +93,9 @@ class _LaneFlow:
 
 
 class Peers:
-    """Gateways of this installation, this one included. Three functions return the figures that this gateway announces.
-    `waiting`: the tokens that wait in it, by lane and priority. `epoch`: the epoch of its catalogue, which names a
-    version. `queued`: its work in the queue.
+    """Gateways of this installation, this one included. Three functions return the figures that this gateway announces:
+    `waiting`, the tokens that wait in it, by lane and priority; `epoch`, the version of its catalogue; `queued`, its
+    work in the queue.
     """
 
     def __init__(
@@ -118,29 +117,34 @@ class Peers:
         self._heard: dict[str, tuple[float, GatewayBeat]] = {}
         self._aged_s = clock()
         self._answered = 0
-        # for each announcement, the number of answers since the previous announcement, and the seconds between the two
+        # for each announcement, the number of responses since the previous announcement, and the seconds between the
+        # two
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
-        self._is_busy = False  # true if the last announcement had work in the queue
+        self._is_busy = False  # whether the last announcement of this gateway had work in the queue
 
     async def start(self) -> None:
         await self._bus.subscribe(f"{topology.GATEWAY_SUBJECT}.*", self._on_beat)
 
     async def run(self, stop: Stop) -> None:
-        """Send announcements of this gateway until `stop`, then a last one which says that the gateway leaves."""
+        """Announce this gateway until `stop`, then announce that it leaves."""
         while not await stop.wait_for(self.pause_s()):
             await self._send(self.beat())
         await self._send(GatewayBeat(self.id, leaving=True))
 
     def pause_s(self) -> float:
-        """Return the seconds until the next announcement."""
         return BUSY_S if self._is_busy else EVERY_S
+
+    async def announce(self, erasure: AnswerErasure) -> None:
+        """Send the other gateways which cached answers to erase. Raises BrokerError."""
+        beat = msgspec.structs.replace(self.beat(), erasure=erasure)
+        await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
 
     async def _send(self, beat: GatewayBeat) -> None:
         try:
             await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
         except BrokerError as error:
-            # level info is enough: other modules log that the broker is unreachable
+            # at level info, because other modules log that the broker is unreachable
             _peers_logger.info("the announcement of this gateway was not sent: %s", error)
 
     def sent(self, lane: Lane, priority: Priority, count: int, cost: int) -> None:
@@ -161,7 +165,6 @@ class Peers:
         return sum(beat.qps for beat in self._live())
 
     def beat(self) -> GatewayBeat:
-        """Build the next announcement of this gateway."""
         now_s = self._clock()
         seconds, self._aged_s = max(1e-3, now_s - self._aged_s), now_s
         for flow in self._flows.values():
@@ -215,28 +218,25 @@ class Peers:
         return max(1, len({self.id, *(beat.gateway for beat in self._live())}))
 
     def epochs(self) -> dict[str, str]:
-        """Return the catalogue epoch of each live gateway. For this gateway it is the epoch that it uses now, which it
-        may not have announced yet.
-        """
+        """Return the catalogue epoch (version) of each live gateway, as announced; for this one, its present epoch."""
         return {**{beat.gateway: beat.config_epoch for beat in self._live()}, self.id: self._epoch()}
 
     def traffic(self, lane: Lane, priority: Priority) -> list[LaneTraffic]:
-        """Return the messages, tokens and rates of a lane and priority: one entry for each live gateway that has
-        announced them.
-        """
+        """Return the announced messages, tokens and rates of a lane and priority, one entry per live gateway."""
         name = _flow_name(lane, priority)
         return [flow for beat in self._live() if (flow := beat.traffic.get(name)) is not None]
 
 
 # largest number of bytes of inputs that wait in this gateway; a request may exceed it if no other request waits
 MAX_WAITING_BYTES = 256 << 20
-# chunks in the queue of a model that no worker has loaded: the first makes a worker load the model, the second is ready
-# for the worker's first batch
+# number of chunks in the queue of a model that no worker has loaded: the first makes a worker load the model, the
+# second is ready for the worker's first batch
 COLD_CHUNKS = 2
 MAX_GONE = 4096
 SWEEP_S = 1.0
-MAX_TOLD = 256  # most queues in an announcement, each of a model and priority; those with the most work are announced
-# most turns (times at which refused clients come again) in an announcement: at 34 bytes each, they fit into 64 KiB, the
+# largest number of queues (model and priority) in an announcement; the ones with the most work are announced
+MAX_TOLD = 256
+# largest number of retry times of refused clients in an announcement: with 34 bytes each, they fit into 64 KiB, the
 # smallest message limit of a broker
 MAX_TOLD_TURNS = 1000
 UNUSED_S = 60.0
@@ -256,9 +256,7 @@ def host_of(beat: Heartbeat) -> Host:
 
 
 class Permits:
-    """Permits of one request for its chunks. `is_cold` is true if no worker of its lane had the model loaded when the
-    request came.
-    """
+    """Permits of one request for its chunks. `is_cold`: at its arrival, no worker of its lane had the model loaded."""
 
     def __init__(
         self,
@@ -274,16 +272,16 @@ class Permits:
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
-        # called if the request is refused after its admission because it would be late
+        # called if the admitted request is refused later, because it would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
-        self.size_bytes = size_bytes  # bytes of its inputs, counted in `_waiting_bytes` while the request waits
+        self.size_bytes = size_bytes  # bytes of its inputs; they count in `_waiting_bytes` while the request waits
         self.is_cold = not place.hosts
 
     @property
     def complete(self) -> bool:
-        """True if every chunk has had its permit, and `pop` has returned all of them."""
+        """Return True if every chunk has had its permit, and `pop` has returned all of them."""
         return not self._ticket.waiting and not self._granted
 
     def pop(self) -> list[int]:
@@ -311,9 +309,7 @@ class Permits:
         self._admission.look_again(self.place)
 
     def tokens(self, chunks: Sequence[int]) -> int:
-        """Return the number of tokens of these chunks, corrected by the ratio of actual to estimated tokens of the
-        model.
-        """
+        """Return the tokens of these chunks, corrected by the model's ratio of actual to estimated tokens."""
         return sum(self._ticket.tokens[chunk] for chunk in chunks)
 
     def close(self) -> None:
@@ -337,7 +333,7 @@ class Admission:
         *,
         epoch: Callable[[], str] = str,
     ) -> None:
-        """`epoch` returns the epoch of the catalogue that this gateway uses."""
+        """`epoch` returns the epoch (version) of the catalogue that this gateway uses."""
         self._settings = settings
         self._fleet = fleet
         self._backlog = backlog
@@ -348,7 +344,7 @@ class Admission:
         # needs no limit: clients cannot create lanes, which come from the pools, the catalogue and the machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
-        self._open: dict[Ticket, Permits] = {}  # open requests, from admission to end
+        self._open: dict[Ticket, Permits] = {}  # requests from admission to end
         self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results arrived
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues of models for which requests wait in this gateway for a permit; a dict, because it keeps their order
@@ -357,14 +353,11 @@ class Admission:
         fleet.listeners.append(self.pump)
 
     async def run(self, stop: Stop) -> None:
-        """Call `sweep` every SWEEP_S seconds until `stop`."""
         while not await stop.wait_for(SWEEP_S):
             self.sweep()
 
     def sweep(self) -> None:
-        """Do the work that depends on time only: drop unused models, grant permits, and refuse requests that would be
-        late.
-        """
+        """Do the work that depends on time: drop unused models, grant permits, refuse requests that would be late."""
         now_s = self._clock()
         self._places = {
             name: place
@@ -391,7 +384,7 @@ class Admission:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within `budget_s` seconds.
 
         `squares` is the sum of the squared token counts of its rows. `client` returns the digest that identifies the
-        client when it tries again; the digest is empty if the client cannot be identified.
+        client when it tries again; it is empty if the client cannot be identified.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -410,7 +403,7 @@ class Admission:
     ) -> QueueFull:
         retry_s = place.turns.book(self._clock(), client(), tokens, refusal.turn_s, refusal.room)
         message = (
-            f"the wait may take {refusal.wait_s:.1f} s, because clients that were refused before come again first; "
+            f"the wait may take {refusal.wait_s:.1f} s, because clients that were refused earlier are served first; "
             f"the request has {budget_s:.1f} s left"
         )
         if refusal.is_stalled:
@@ -421,9 +414,7 @@ class Admission:
         self._metrics.rejected.labels(place.lane.machine_profile, place.lane.bundle, reason).inc()
 
     def expected_s(self, lane: Lane, priority: Priority) -> float | None:
-        """Return the longest expected wait in seconds of all models in the lane. Return None if the lane has no worker
-        or the wait is unknown.
-        """
+        """Return the longest expected wait of all models in the lane, in s; None if unknown or without a worker."""
         if not self._fleet.of_lane(lane):
             return None
         longest_s, now_s = 0.0, self._clock()
@@ -436,9 +427,9 @@ class Admission:
         return longest_s
 
     def look_again(self, place: ModelQueue) -> None:
-        """Refuse admitted requests that would now be late. They fail before their time-out, and other requests use
-        their room. The check runs at most once in LOOK_S seconds. It does not run between the results of one batch,
-        because the results that have not arrived would count as work ahead.
+        """Refuse admitted requests that would now be late, before their time-out, so that other requests can use their
+        place in the queue. The check runs at most once in LOOK_S seconds, and not between the results of one batch:
+        results that have not arrived yet would count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -470,9 +461,7 @@ class Admission:
         return tokens
 
     def queued(self) -> tuple[QueuedWork, ...]:
-        """Build the announcement for the other gateways: the work of this gateway in the queue, and the turns of the
-        clients that this gateway refused.
-        """
+        """Return news for the other gateways: this gateway's work in the queue, retry times of refused clients."""
         now_s, left = self._clock(), MAX_TOLD_TURNS
         announced: list[QueuedWork] = []
         for place in heapq.nlargest(MAX_TOLD, self._places.values(), key=lambda place: place.window.cost):
@@ -483,7 +472,7 @@ class Admission:
         return tuple(announced)
 
     def peer_announced(self, beat: GatewayBeat) -> None:
-        """Record the work and the turns of clients that another gateway announces."""
+        """Record the work, and the retry times of refused clients, that another gateway announces."""
         now_s = self._clock()
         for queued in beat.queued:
             lane = Lane(queued.pool, queued.machine_profile, queued.bundle)
@@ -500,7 +489,6 @@ class Admission:
         return max(1, int(self._settings.chunk_cost / max(1.0, place.scale if place is not None else 1.0)))
 
     def image_cost(self, residency: str) -> ImageCost:
-        """Return the estimated cost of an image for a model."""
         return self._fleet.image_cost(residency)
 
     # ---- permits
@@ -518,9 +506,9 @@ class Admission:
         request: str = "",
         squares: Sequence[int] = (),
     ) -> Permits:
-        """Let a request enter and return its permits. `costs` has the estimated tokens of each chunk. Chunks that may
-        enter the queue now get a permit at once; the other chunks get theirs later. `request` is the id in the results.
-        `squares` has, for each chunk, the sum of the squared token counts of its rows.
+        """Let a request enter and return its permits. `costs`: estimated tokens of each chunk. Chunks that may enter
+        the queue now get a permit at once, the other chunks later. `request`: the id in the results. `squares`: for
+        each chunk, the sum of the squared token counts of its rows.
 
         Raises QueueFull if more than MAX_WAITING_BYTES of inputs would wait in this gateway.
         """
@@ -558,7 +546,7 @@ class Admission:
         return permits
 
     def answered_late(self, result: WorkResult) -> None:
-        """Use a result that arrived after its request had ended: it still shows the speed of the queue."""
+        """Learn the speed of the queue from a result that arrived after its request had ended."""
         entry = self._gone.get(result.request)
         if entry is not None:
             place, entered = entry
@@ -577,8 +565,8 @@ class Admission:
         return self._settings.key_window_tokens / self.peers.count()
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
-        """Update the hosts of a model's queue (workers that have the model loaded) and its bound (the most work in the
-        queue), after a heartbeat or after SWEEP_S seconds.
+        """Update the hosts of a queue (workers that have the model loaded) and its bound (most work in the queue),
+        after a heartbeat or SWEEP_S seconds.
         """
         if place.version == self._fleet.version and now_s < place.until_s:
             return
@@ -613,9 +601,7 @@ class Admission:
             self._crowded.pop(place, None)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue. A key that waits at another model of the lane may now be below its
-        window.
-        """
+        """Grant permits after work left the queue. In the other queues of the lane, the same key may now continue."""
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
             self._pump(place)
@@ -630,7 +616,7 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            # the function is not called any more, and would keep the body of the request in memory
+            # replaces `client`, which is not called any more, but would keep the body of the request in memory
             entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:
@@ -644,15 +630,13 @@ class Admission:
             self._crowded.pop(permits.place, None)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the counts of the keys' work in the lanes of a deleted pool. Requests that still have permits of the
-        pool release them when they end.
-        """
+        """Drop the counts of the keys' work in a deleted pool. Requests with permits of the pool still release them."""
         used = {place.window.shares for place in self._places.values() if not place.window.idle}
         self._shares = {name: shares for name, shares in self._shares.items() if name[0].pool != pool or shares in used}
 
     def occupied(self) -> tuple[int, int, int]:
-        """Return the number of tokens and of messages that have a permit for the queue, and the bytes of inputs that
-        wait in this gateway for one. All three are zero if no request is open.
+        """Return the tokens and messages with a permit for the queue, and the bytes of inputs that wait in this gateway
+        for a permit. All three are zero if no request is open.
         """
         windows = [place.window for place in self._places.values()]
         return sum(window.tokens for window in windows), sum(window.items for window in windows), self._waiting_bytes

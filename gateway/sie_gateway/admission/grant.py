@@ -1,9 +1,9 @@
 """Grants of credentials: name, scopes, and quota of tokens.
 
-The tokens per minute of a key are a bucket that refills continuously. Before a request runs, the gateway subtracts an
-estimate. After the request, it corrects the level by the actual usage.
+The tokens per minute of a key are a token bucket, which refills continuously. Before a request runs, the gateway
+subtracts an estimate from the bucket. After the request, it corrects the bucket by the actual usage.
 
-    estimate ──spend──► level ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
+    estimate ──spend──► bucket ──► the request runs ──► settle(actual tokens): the difference is given back, or owed
                           └ too little: RateLimited with the time until there is enough
 
 Gateways share a quota: each of n gateways has 1/n of it. So the total is only approximately the quota.
@@ -27,16 +27,15 @@ _MAX_IDLE = 4096
 
 @dataclass(frozen=True)
 class Grant:
-    """Rights of a credential. `key` identifies the credential for its quota, and for the order in which keys use the
-    queue. It is empty if the installation requires no credential.
-
-    `name` identifies the credential in metrics. The token cannot be derived from it.
+    """Rights of a credential. `key` identifies it for its quota and in the queue; empty if no credential is required.
+    `name` identifies it in metrics. The token cannot be derived from either. `caches`: its answers may be cached.
     """
 
     key: str = ""
     scopes: frozenset[str] = frozenset()
     limits: KeyLimits = NO_LIMITS
     name: str = "anonymous"
+    caches: bool = True
 
     def owns(self, owner: str) -> bool:
         """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""
@@ -55,9 +54,7 @@ class _TokenLevel:
 
 
 class Quotas:
-    """Token buckets of keys. `gateways` returns the number of gateways that share each quota. Not thread-safe: only the
-    event loop of the gateway uses it.
-    """
+    """Token buckets of keys. `gateways` returns the number of gateways that share each quota. Not thread-safe."""
 
     def __init__(self, gateways: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self._gateways = gateways
@@ -71,8 +68,8 @@ class Quotas:
     def spend(self, key: str, per_minute: int, cost: int) -> None:
         """Subtract `cost` tokens from the bucket of `key`, or raise.
 
-        A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key owes the excess.
-        Without this rule, a request within the quota of the installation could never run. Raises RateLimited with the
+        A cost above this gateway's 1/n of the quota is accepted when the bucket is full, and the key then owes the
+        excess: otherwise a request within the quota of the installation could never run. Raises RateLimited with the
         time until the next try, and PayloadTooLarge if the cost is above the quota of one minute.
         """
         if cost > per_minute:
@@ -90,9 +87,7 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Add to the bucket of `key` the tokens by which an estimate was too high. A negative `difference` subtracts
-        tokens.
-        """
+        """Put `difference` tokens back, by which an estimate was too high; subtract if it is negative."""
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 
@@ -109,9 +104,7 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop the buckets that are full again because they were not used for a minute. A bucket that owes tokens is
-        kept.
-        """
+        """Drop buckets that were unused for a minute, so that they are full again, except buckets that owe tokens."""
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }
@@ -119,7 +112,7 @@ class Quotas:
 
 class Charge:
     """Account of the tokens of one call. `spend` subtracts an estimate before the call runs. `settle` corrects it when
-    the usage is known. `refund` adds the tokens again if the call ended without usage.
+    the usage is known. `refund` puts all tokens back if the call ended without usage.
     """
 
     __slots__ = ("_key", "_per_minute", "_quotas", "_taken")
@@ -142,5 +135,4 @@ class Charge:
             self._taken = 0
 
     def refund(self) -> None:
-        """Put all tokens of the call back into the bucket, because the call used none."""
         self.settle(0)

@@ -1,25 +1,24 @@
 """Queue of one model at one priority of a lane (pool, machine profile and bundle), as one gateway sees it. `judge`
-decides if one more request would be answered in time. This module does no I/O.
+decides whether a further request would be answered in time. This module does no I/O.
 
 Rules of `judge`, in this order:
 
-1. If no work of this model is in the queue, or no worker has it loaded, the request is let in.
-2. `drain` gives the expected wait, which is multiplied by MARGIN. With n samples it is weighted by
-   n^2 / (n^2 + DOUBT), so without samples no request is refused.
+1. If no work of this model is in the queue, or no worker has loaded it, the request is admitted.
+2. `drain` predicts the wait, which is multiplied by MARGIN. With n samples it is weighted by n^2 / (n^2 + DOUBT), so
+without samples no request is refused.
 3. If no result has arrived for longer than the time in which the request must be answered, it is refused.
-4. A refused client has a turn (`turns`): a time to come again, with room for its work. A client without a turn is let
-   in if its answer would come in time even after the work of all turns that are due before its deadline, or if the
-   workers would have too little work. If workers form a batch only when the device is free, only the turns that are
-   due before the batch of this request is formed count.
+4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space for its work. A
+client without a turn is admitted if its response would be in time even after the work of all turns that are due before
+its deadline, or if the workers would have too little work. If workers form a batch only when the device is free, only
+the turns that are due before the batch of this request is formed count.
 
 `Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
 
     results of batches ──► time between batches that had work waiting ──► wait = batches ahead x time of a batch
 
-Only measured time counts. The time between two results is a sample if the later work was in the queue before the
-earlier result came: then the workers had no pause in between. So an idle worker yields no sample, and without a sample
-no wait is predicted. The samples come from this gateway alone, so they include the effects of other gateways,
-workers, models and priorities.
+The time between two results is a sample only if the later work was in the queue before the earlier result arrived: then
+the workers had no pause in between. So an idle worker yields no sample, and without a sample no wait is predicted. The
+samples come from this gateway alone, so they include the effects of other gateways, workers, models and priorities.
 
 `AnswerPace` measures the speed of the gateway itself, for requests that it refuses before it has read them.
 """
@@ -41,20 +40,21 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.retry_slots import MAX_RETRY_S, RetrySlots
 from sie_gateway.admission.window import KeyWindow, QueueBound, Ticket
 
-# the time of a batch is the mean of the last samples: at least MIN_SAMPLES of them, and at least MIN_SPAN_S seconds
+# the time of a batch is the mean of the last samples: at least MIN_SAMPLES samples, which cover at least MIN_SPAN_S
+# seconds
 MIN_SAMPLES, MIN_SPAN_S = 4, 1.0
 MAX_SAMPLES = 64
 # a sample is used for EXPIRY_S seconds plus EXPIRY_BATCHES times the seconds that its batch took
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
 # factor: if a batch is this many times slower or faster than its size explains, the device may have changed
 CHANGED = 2.0
-# if this many samples in a row (for each batch that runs at the same time) are beyond CHANGED, the device has become
+# number of samples in a row (for each batch that runs at the same time) beyond CHANGED after which the device counts as
 # slower or faster, and older samples are discarded
 CHANGED_SAMPLES = 2
-# factor: a sample this many times longer than every other sample is a stall, and is left out of the prediction
+# factor: a sample this many times longer than every other sample is a stall, and is not used for predictions
 OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
-UNKNOWN_STALL_S = 5.0  # replaces STALL_S until a first batch is measured
+UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
 STALL_BATCHES = 3.0
 LOOK_S = 0.1  # seconds for which a measured batch stays valid, and between two checks for requests that would be late
 # factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take as long as a batch with exactly
@@ -66,12 +66,11 @@ GROWING = 1.25  # factor: batches still grow while the last batch is this many t
 
 
 class ExpectedWait(NamedTuple):
-    """Expected wait of a request. `min_s` is the time if the batches ahead are full and end as usual. `likely_s` adds
-    one batch, which was formed before the request arrived, unless batches are formed only when the device is free.
-    `stalled_s` is the time without a result if it is unusually long, else 0; the stall may continue for the same time.
-    `evidence` is the number of samples. `rate` is in tokens per second, 0 while unknown. `batch_s` is the time of one
-    batch. `formed_s` is the time until the batch of this request is formed; it is infinite if that may be long before
-    the batch runs.
+    """Expected wait of a request, in seconds. `min_s`: the wait if the batches ahead are full and end as usual.
+    `likely_s`: with one more batch, which was formed before the request arrived, unless batches are formed only when
+    the device is free. `stalled_s`: time without a result if it is unusually long, else 0; the stall may last as long
+    again. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time of one batch.
+    `formed_s`: time until the batch of this request is formed; infinite if that may be long before the batch runs.
     """
 
     min_s: float = 0.0
@@ -119,7 +118,7 @@ class _BatchResults:
         chunks: int,
     ) -> None:
         self.name = name
-        # results that have not arrived yet, including results for other gateways, which never arrive here
+        # number of results that have not arrived yet, including results for other gateways, which never arrive here
         self.missing = chunks
         self.at_s = at_s
         self.before_s = before_s
@@ -129,7 +128,7 @@ class _BatchResults:
         self.is_sample = device_s < math.inf
         # estimated time when this batch was formed: a worker may form `pipeline` batches before the device is free
         self.formed_s = at_s - pipeline * device_s
-        self.left_work = False  # true if work was left in the queue when this batch was formed
+        self.left_work = False  # whether work was left in the queue when this batch was formed
         self.is_counted = False
         self.tokens = 0.0
 
@@ -152,7 +151,7 @@ def _is_changed(before: _BatchResults, newest: list[_BatchResults]) -> bool:
 
 
 def _oddness(before: _BatchResults, batch: _BatchResults) -> float:
-    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than an earlier batch allows. A
+    """Return the factor by which a batch took longer (above 1) or shorter (below 1) than an earlier batch explains. A
     batch with n times the tokens takes between 1 and n times as long.
     """
     if not math.inf > before.device_s > 0 or not math.inf > batch.device_s > 0:
@@ -169,9 +168,9 @@ class _BatchSample(NamedTuple):
 
 
 class MeasuredBatch(NamedTuple):
-    """Mean of the last batches. `longest_s`: the time of the longest one. `is_full`: batches cannot become larger. This
-    is so if more work waited than the workers accept, or if most batches left work behind and have stopped growing.
-    Batches grow while a worker still learns their times.
+    """Mean of the last batches. `longest_s`: time of the longest one. `is_full`: batches cannot become larger, because
+    more work waited than the workers accept, or because most batches left work behind and have stopped growing. Batches
+    grow while a worker still learns their times.
     """
 
     tokens: float
@@ -207,11 +206,11 @@ class Throughput:
         chunks: int = 1,
     ) -> None:
         """Record a result of `tokens` tokens, which were queued at `queued_s` and ran in `batch`. `is_crowded`: when
-        they were queued, more work waited than the workers accept, so no batch can be larger. `device_s` is the time of
-        the batch on the device. `lanes` batches run at the same time. A worker forms up to `pipeline` batches before
-        its device is free. `chunks` is the number of chunks in the batch.
+        they were queued, more work waited than the workers accept, so no batch can be larger. `device_s`: time of the
+        batch on the device. `lanes`: batches that run at the same time. `pipeline`: largest number of batches that a
+        worker forms before its device is free. `chunks`: number of chunks in the batch.
         """
-        if not batch:  # the device did not run this work, so its result says nothing about the speed
+        if not batch:  # the device did not run this work, so its result does not show the speed
             return
         entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
@@ -232,16 +231,16 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Mark the batches that left work behind. The queue is first in, first out. If work was queued before a batch
-        was formed, but ran in a later batch, the earlier batch left it behind.
+        """Mark the batches that left work behind: work was queued before such a batch was formed, but ran in a later
+        batch, although the queue is first in, first out.
         """
         for batch in self._batches:
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
                 batch.left_work = True
 
     def _samples(self, now_s: float) -> list[_BatchSample]:
-        """Return the samples of the latest batches, the newest first, without those that have expired or are older than
-        a change of the device's speed.
+        """Return the samples of the latest batches, the newest first, without samples that have expired or that are
+        older than a change of the device's speed.
         """
         samples: list[_BatchSample] = []
         newest: list[_BatchResults] = []
@@ -264,9 +263,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean tokens and seconds of the last measured batches, or None if there are none. The mean is
-        computed again after LOOK_S seconds.
-        """
+        """Return the mean of the last measured batches; None if there are none. It is valid for LOOK_S seconds."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -283,8 +280,8 @@ class Throughput:
             samples.remove(longest)
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
-        # crowded: more work waited than the workers accept. If several batches run at the same time, their results
-        # alternate, so crowded batches alone would be a wrong sample
+        # Crowded: more work waited than the workers accept. If several batches run at the same time, their results
+        # alternate, so crowded batches alone would be a wrong sample.
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -319,18 +316,18 @@ class Throughput:
         budget_s: float = math.inf,
         running: float = 0.0,
     ) -> ExpectedWait:
-        """Return the wait of a request of `cost` tokens after `ahead` tokens, the oldest of which was queued at
+        """Return the wait of a request of `cost` tokens behind `ahead` tokens, the oldest of which was queued at
         `oldest_s`.
 
-        If a batch may become larger than the measured batches, its time is their time multiplied by (fixed + tokens) /
-        (fixed + measured tokens). `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown;
-        then a larger batch is assumed to take the same time. `share` is this gateway's part of the throughput, while
-        `ahead` is the work of all gateways.
+        A batch that becomes larger than the measured batches takes their time multiplied by (fixed + tokens) / (fixed +
+        measured tokens). `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown; then a
+        larger batch is assumed to take the same time. `share` is this gateway's part of the throughput, while `ahead`
+        is the work of all gateways.
 
         A worker forms no batch that would take longer than its requests may wait. So batches that leave work behind do
-        not become larger. If a batch takes more than AHEAD_SHARE of the time in which the request must be answered
-        (`budget_s`), workers form no further batch while it runs. Then `running` tokens of the work ahead are in
-        running batches, and the remaining tokens fill the next batches in order.
+        not become larger. If a batch takes more than AHEAD_SHARE of `budget_s`, the time in which the request must be
+        answered, workers form no further batch while it runs. Then `running` tokens of the work ahead are in running
+        batches, and the remaining tokens fill the next batches in order.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -359,10 +356,10 @@ class Throughput:
 
 
 class AnswerPace:
-    """Speed at which a gateway answers. From it follows the Retry-After of a request that is refused before it is read.
+    """Speed at which a gateway answers. It determines the Retry-After of a request that is refused before it is read.
 
-    Requests in progress are summed over time, in request-seconds. The time of one request is the request-seconds of the
-    last answers, divided by their number (Little's law). So time without requests does not make the gateway look
+    The time of one request follows from Little's law: the request-seconds (number of requests in progress, summed over
+    time) during the last answers, divided by their number. So time without requests does not make the gateway look
     slower.
     """
 
@@ -371,9 +368,9 @@ class AnswerPace:
     def __init__(self) -> None:
         self._running = 0
         self._since_s = 0.0
-        self._sum_s = 0.0  # request-seconds until `_since_s`
+        self._sum_s = 0.0  # requests in progress, summed over the seconds until `_since_s` (request-seconds)
         self._ended: deque[float] = deque(maxlen=RECENT_ANSWERS)  # `_sum_s` at the end of each of the last requests
-        self._next_s = 0.0  # time at which the client refused last may come again
+        self._next_s = 0.0  # time at which the client that was refused last may try again
 
     def changed(self, now_s: float, running: int) -> None:
         """Record that the number of requests in progress rose or fell by one, to `running`."""
@@ -384,8 +381,8 @@ class AnswerPace:
         self._running = running
 
     def retry_s(self, now_s: float) -> int:
-        """Return the Retry-After of one more refused client, in whole seconds. The first turn is when half of the
-        requests in progress have ended. Later turns follow at the rate at which requests end.
+        """Return the Retry-After of one more refused client, in whole seconds. The first client may return when half of
+        the requests in progress have ended, later ones at the rate at which requests end.
         """
         if len(self._ended) < 2 or not self._running:
             return 1
@@ -399,17 +396,17 @@ class AnswerPace:
         return max(1, int(wait_s + random.uniform(0, 1)))  # noqa: S311
 
 
-MARGIN = 1.1  # factor on the expected wait, for the error of the prediction
+MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # square of the number of samples that give an expected wait half of its weight
-# clients without a turn are let in while the queue has less work than this many batches in addition to the running
-# ones, so that the workers have no pause; turns that are due now count as work
+# Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
+# wait, clients without a turn are admitted. Turns that are due now count as work.
 BUSY_BATCHES = 1.5
-# share of the queue's throughput that is reserved for turns; clients without a turn get the remaining share.
-# Retry-After is in whole seconds, so all clients of one second return at once. So their work is also limited to this
-# share of the time that a request has left after a running batch.
+# Share of the queue's throughput that is reserved for turns; clients without a turn get the remaining share.
+# Retry-After is in whole seconds, so all clients of one second return at once. Therefore their work is also limited to
+# this share of the time that a request has left after a running batch.
 TURN_PACE = 0.4
-# refused clients that try again in the same second may bring work for at least this share of the seconds in which a
-# request must be answered
+# Lowest limit on the work of refused clients that return in the same second, as a share of the time in which a
+# request must be answered.
 MIN_BUNCH = 0.1
 STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest
 # shortest Retry-After in seconds after a stall: if the adapter has ended, it must start again and load its model
@@ -420,9 +417,7 @@ OTHER_S = 2.0  # seconds for which an announcement of another gateway's work is 
 
 
 class _PeerQueue(NamedTuple):
-    """Queue of another gateway, from its announcement. `own` is the cost of this gateway's work in the queue at the
-    time of the announcement.
-    """
+    """Queue of another gateway, from its announcement. `own`: cost of this gateway's work in the queue at that time."""
 
     at_s: float
     tokens: int
@@ -431,9 +426,9 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s` is the predicted wait, with its margin and weight, the stall,
-    and the work promised to other clients. `turn_s` is the time in seconds until there is room for this request. `room`
-    is the largest cost of all turns that are due within one second.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait, with margin and weight, stall, and the work
+    promised to other clients. `turn_s`: seconds until the queue has space for this request. `room`: largest cost of all
+    turns that are due within one second.
     """
 
     wait_s: float
@@ -443,9 +438,9 @@ class WaitRefusal(NamedTuple):
 
 
 class Entered:
-    """Request from its admission to its end. `queued_s` has two values for each chunk in the queue: the time when it
-    was admitted, and True if more work was waiting then. `scale` is the number of actual tokens per estimated token
-    with which its costs were computed.
+    """Request from its admission to its end. `queued_s`: for each chunk in the queue, the time when it was admitted,
+    and whether more work was waiting then. `scale`: actual tokens per estimated token with which its costs were
+    computed.
     """
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
@@ -479,7 +474,7 @@ class ModelQueue:
         self.turns = RetrySlots()
         self.entered: dict[Ticket, Entered] = {}  # in order of admission
         self.scale = 0.0  # actual tokens per estimated token, learned from results; 0 before the first result
-        # length of a text in tokens at which attention takes as long as everything else; 0 while unknown
+        # length of a text in tokens at which attention takes as long as all other computation; 0 while unknown
         self.crossover_tokens = 0
         self.bound = QueueBound()
         self.hosts: list[Heartbeat] = []  # set by `hosted_by`
@@ -491,7 +486,7 @@ class ModelQueue:
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
         self._busy_s = math.inf  # time since which the queue has had work
-        self._running = 0.0  # tokens in the queue at the last result: the oldest ones run now
+        self._running = 0.0  # tokens in the queue at the last result, of which the oldest ones run now
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
         # chunks that were queued before this time may be running; None if the time is not computed yet
         self._taken_s: float | None = None
@@ -502,7 +497,6 @@ class ModelQueue:
     # events
 
     def hosted_by(self, hosts: list[Heartbeat]) -> None:
-        """Set the workers that have the model loaded."""
         self.hosts = hosts
         self._lanes = max(1, sum(map(_lanes, hosts)))
         self._pipeline = max((1, *(host.pipeline for host in hosts)))
@@ -521,7 +515,7 @@ class ModelQueue:
 
     def queued(self, ticket: Ticket, chunk: int, now_s: float) -> None:
         """Record that a chunk was admitted to the queue."""
-        # the first chunk in an empty queue, or a further chunk that was admitted at the same time
+        # true for the first chunk in an empty queue, and for further chunks that were admitted at the same time
         if self.window.items <= 1 or self._busy_s in (math.inf, now_s):
             self._running = self.window.cost
             self._began_s = now_s
@@ -580,8 +574,8 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove a request that has ended and return its entry; return None if it has none. Its chunks in a running
-        batch keep the device busy until the next result.
+        """Remove a request that has ended and return its entry, or None. Its chunks in a running batch keep the device
+        busy until the next result.
         """
         entered = self.entered.get(ticket)
         if entered is None:
@@ -594,9 +588,7 @@ class ModelQueue:
         return self.entered.pop(ticket)
 
     def _last_taken_s(self) -> float:
-        """Return the time when the newest chunk of the running batches was queued, on the assumption that these batches
-        are full.
-        """
+        """Return the time when the newest chunk of the running batches was queued, if these batches are full."""
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
             for chunk, (queued_s, _) in entered.queued_s.items():
@@ -613,9 +605,7 @@ class ModelQueue:
         self.turns.peer_announced(now_s, queued.turns, queued.claimed)
 
     def news(self, now_s: float, count: int) -> QueuedWork | None:
-        """Build the announcement to the other gateways, with at most `count` turns and claims. Return None if there is
-        no work in the queue and no turn.
-        """
+        """Return the announcement for other gateways, with at most `count` turns and claims; None if it is empty."""
         turns, claimed = self.turns.news(now_s, count)
         if not self.window.cost and not turns and not claimed:
             return None
@@ -637,8 +627,8 @@ class ModelQueue:
     def wait(
         self, now_s: float, ahead: float, cost: float, budget_s: float = math.inf, promised: float = 0.0
     ) -> ExpectedWait:
-        """Return the expected wait of a request of `cost` tokens. The work ahead is `ahead` tokens of this gateway, the
-        work of the other gateways, and `promised` tokens of all gateways.
+        """Return the expected wait of a request of `cost` tokens behind `ahead` tokens of this gateway, the work of the
+        other gateways, and `promised` tokens of all gateways.
         """
         line = self.batches.line()
         fixed = math.inf if line is None or not line[1] else line[0] / line[1]
@@ -661,12 +651,12 @@ class ModelQueue:
 
     def everywhere(self, now_s: float, ahead: float) -> tuple[float, float]:
         """Return the cost, in tokens, of the work from all gateways that runs before a new request, and this gateway's
-        share of the throughput. `ahead` is the cost of such work from this gateway alone.
+        share of the throughput. `ahead` is the cost of the work from this gateway alone.
 
         The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
         enters the queue only at this gateway's share. The announcements of other gateways may be OTHER_S seconds old.
-        So the computation assumes that the other gateways have added as much work since then as this one, in proportion
-        to their rates: a burst that arrives at all gateways is then taken into account at once.
+        So it is assumed that the other gateways have added as much work since then as this one, in proportion to their
+        rates: then a burst that arrives at all gateways counts at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -684,18 +674,14 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Return the tokens of this gateway that may be in the running batches: the usual number, or a larger one while
-        batches still grow.
-        """
+        """Return this gateway's tokens that may be in running batches: the usual number; more while batches grow."""
         usual = batch.tokens * self._lanes
         if batch.is_full:
             return usual
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
-        """Return the cost of a full batch. It is limited by tokens, or by the number of messages of the mean size in
-        the queue.
-        """
+        """Return the cost of a full batch: its limit of tokens, or of messages of the mean size in the queue."""
         window = self.window
         message = window.tokens / window.items if window.items else cost
         limits = []
@@ -709,9 +695,7 @@ class ModelQueue:
     def judge(
         self, now_s: float, key: str, cost: float, budget_s: float, client: Callable[[], bytes]
     ) -> WaitRefusal | None:
-        """Return the refusal of a request of `cost` tokens that must be answered within `budget_s` seconds, or None to
-        let it in.
-        """
+        """Return the refusal of a request of `cost` tokens that may take `budget_s` seconds; None to admit it."""
         ahead = self.window.ahead(key, cost)
         if not ahead or not self.hosts:
             return None
@@ -748,9 +732,7 @@ class ModelQueue:
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
 
     def late(self, now_s: float) -> list[tuple[Entered, ExpectedWait]]:
-        """Return the requests without a result that cannot be answered in time, each with its expected wait. When they
-        were admitted, the expected wait was shorter.
-        """
+        """Return the requests without a result that cannot be answered in time any more, with their expected waits."""
         window = self.window
         everything = window.cost + sum(window.waiting_costs().values())
         batch = self.drain.batch(now_s)
@@ -798,7 +780,7 @@ class ModelQueue:
         return self.drain.last_s + self.batches.seconds(tokens / self._lanes * (self.scale or 1.0) / entered.scale)
 
     def shed(self, now_s: float) -> Iterator[tuple[Entered, WaitRefusal, float]]:
-        """Yield each of the `late` requests with its refusal, and with its current cost. Each turn is after all work
+        """Yield each of the `late` requests with its refusal, and with its current cost. Its turn is after all work
         that stays in the queue, and after all turns that were promised before.
         """
         late = self.late(now_s)
@@ -812,9 +794,7 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, each with the cost ahead of it. Keys take turns, and put about
-        the same cost into the queue in each turn.
-        """
+        """Yield the requests that wait in this gateway, and the cost ahead of each. Keys alternate with equal costs."""
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
@@ -828,14 +808,14 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return how much work of refused clients may come again within one second, in seconds of the queue's throughput.
-    It is a part of the time that a request has left after a running batch.
+    """Return how much work of refused clients may return within one second, in seconds of the queue's throughput: a
+    part of the time that a request has left after a running batch.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at the same time. It is computed from the tokens that the worker
-    accepts: these are two full batches for each batch that runs, and one for each batch at its adapter.
+    """Return the number of batches that a worker runs at the same time, computed from the tokens that it accepts: two
+    full batches for each batch that runs, and one for each batch at its adapter.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

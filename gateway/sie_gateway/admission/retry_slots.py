@@ -1,5 +1,5 @@
-"""Turns of refused clients: the time when a client should try again, and the room that is reserved for it. This module
-does no I/O.
+"""Turns of refused clients: the time when a client should try again, for which the queue reserves space for its work.
+This module does no I/O.
 
     refused ──book──► Retry-After: the time until the work and the turns before it are done
                        ├─ the client tries again ──claim──► admitted first
@@ -25,10 +25,10 @@ MAX_RETRY_S = 120  # longest Retry-After in seconds; OpenAI clients do not retry
 MAX_TURNS = 16_384
 # largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
 MAX_NEWS = 4_096
-GRACE_S = 2.0  # seconds: a turn lapses at the earliest this long after its due time
+GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due time
 # share of the Retry-After by which a client may come too early, or too late if that is more than GRACE_S
 GRACE_SHARE = 0.3
-SLOT_S = 0.25  # length of a slot in seconds: the costs of all turns that are due in one slot are added
+SLOT_S = 0.25  # seconds of a slot: the costs of all turns that are due in one slot are added
 SLOTS = round(1 / SLOT_S)  # number of slots in a second
 # number of past slots that may still have turns that have not lapsed
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)
@@ -82,7 +82,7 @@ class RetrySlots:
         # for each digest of a client, a heap of its turns, ordered by due time
         self._by_client: dict[bytes, list[tuple[float, int, _RetrySlot]]] = {}
         self._lapses: list[tuple[float, int, bytes, _RetrySlot]] = []
-        self._open = _SlotCosts()  # costs of the turns of all gateways that have neither been claimed nor lapsed
+        self._open = _SlotCosts()  # costs of all gateways' turns, except claimed and lapsed turns
         self._own = _SlotCosts()  # costs of the turns in `_open` that this gateway booked
         self._count = 0
         self._shown = 1.0  # share of booked turns whose client tried again
@@ -94,9 +94,7 @@ class RetrySlots:
         return len(self._lapses)
 
     def promised(self, now_s: float) -> float:
-        """Return the tokens of the work that refused clients are expected to bring when they try again. Lapsed turns
-        are removed first.
-        """
+        """Return the tokens that refused clients are expected to bring when they return, without lapsed turns."""
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
             if turn.is_open:
@@ -105,9 +103,7 @@ class RetrySlots:
         return self._open.total * self._shown
 
     def due(self, now_s: float, within_s: float) -> float:
-        """Return the part of `promised` that is due within `within_s` seconds. A slot that ends later than that counts
-        in proportion.
-        """
+        """Return the part of `promised` that is due within `within_s` seconds. The last slot counts in proportion."""
         self.promised(now_s)
         part, last = math.modf((now_s + min(within_s, MAX_RETRY_S + 1)) / SLOT_S)
         before = sum(cost for slot, cost in self._open.costs.items() if slot < last)
@@ -115,8 +111,8 @@ class RetrySlots:
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """Book a turn for a client and return its Retry-After in whole seconds. The turn is due after `wait_s` seconds,
-        rounded up or down at random, or in the first later second that has room. `room` is the largest cost of all
-        turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
+        rounded up or down at random, or in the first later second with space. `room` is the largest cost of all turns
+        of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
@@ -129,10 +125,9 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first second from `retry_s` on that has no turn, or that has room for this cost in addition to the
-        turns due within a second of it. Turns that are due before `retry_s` count as well: if their cost is above
-        `room`, the excess uses up the room of the following seconds. Return more than MAX_RETRY_S if no second has
-        room.
+        """Return the first second from `retry_s` on that has no turn, or that has space for this cost beside the turns
+        that are due within a second of it. Turns that are due before `retry_s` count as well: if their cost is above
+        `room`, the excess uses the space of the following seconds. Return more than MAX_RETRY_S if no second has space.
         """
         if room == math.inf:
             return retry_s
@@ -168,8 +163,8 @@ class RetrySlots:
         return True
 
     def news(self, now_s: float, count: int) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
-        """Remove and return the news for the other gateways: booked turns, and clients that claimed their turn. The
-        result has at most `count` entries, the oldest first.
+        """Remove and return the news for the other gateways: booked turns, and clients that claimed their turn; at most
+        `count` entries, the oldest first.
         """
         claimed = tuple(self._claimed.popleft() for _ in range(min(count, len(self._claimed))))
         booked = [self._booked.popleft() for _ in range(min(count - len(claimed), len(self._booked)))]
@@ -188,9 +183,7 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if this client has a turn now, and end the turn. A client may be early if its digest has only one
-        turn.
-        """
+        """Return True if this client has a turn now, and end it. A client with a single turn may be early."""
         self.promised(now_s)
         turns = self._next(client)
         if not turns:

@@ -10,9 +10,7 @@ from sie_contracts.errors import RateLimited, ResourceExhausted
 
 
 class KeySlots:
-    """`total` slots, of which one key may use `per_key`. `work` names the work in error messages, for example
-    uploads.
-    """
+    """`total` slots, of which one key may use `per_key`. `work`: name of the work in errors, for example uploads."""
 
     def __init__(self, total: int, per_key: int, work: str) -> None:
         self._total, self._per_key, self._work = total, per_key, work
@@ -20,15 +18,16 @@ class KeySlots:
 
     @contextlib.contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Occupy a slot for the time of the context. Raises RateLimited if the key has `per_key` slots already,
-        ResourceExhausted if no slot is free.
-        """
+        """Occupy a slot. Raises RateLimited if the key has `per_key` slots, ResourceExhausted if none is free."""
         if self._taken[key] >= self._per_key:
             raise RateLimited(
-                f"this key has {self._per_key} {self._work} at once already, at this gateway", reason=self._work
+                f"this key has {self._per_key} {self._work} at once, the limit of one key at this gateway",
+                reason=self._work,
             )
         if self._taken.total() >= self._total:
-            raise ResourceExhausted(f"this gateway has {self._total} {self._work} at once already", reason=self._work)
+            raise ResourceExhausted(
+                f"this gateway has {self._total} {self._work} at once, its limit", reason=self._work
+            )
         self._taken[key] += 1
         try:
             yield

@@ -5,9 +5,9 @@ queue. Times and bounds are arguments, permits are results; this module does no 
     the next chunk
 
 The work in the queue has two bounds. A key may have at most its window, a number of tokens, in the queue of a lane and
-priority (`Shares`). All keys together have at most the work that the workers with the model accept (`bound`). The queue
-is first in, first out, so the next request of another key waits for everything in it. That is why the second bound is
-needed: the window of one key alone is several times the work at the adapters. Work above the bounds waits in the
+priority (`Shares`). All keys together have at most the work that the workers with the model accept (`bound`). The
+second bound is needed because the queue is first in, first out: the next request of another key waits for all work in
+it, and the window of one key alone is several times the work at the adapters. Work above the bounds waits in the
 gateway, where keys alternate by cost: deficit round robin (Shreedhar and Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
@@ -22,15 +22,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# the work in the queue must last at least this number of seconds, with one key and with several keys: a fast device
-# ends a batch before the next message comes
+# lowest limit on the work in the queue, in seconds, with one key and with several keys: with less work, a fast device
+# would end a batch before the next message comes
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Capacity of a worker that has the model, from the worker's report: most tokens and most messages that it accepts,
-    tokens per second, tokens of a full batch, most batches at its adapter. 0 means unknown.
+    """Capacity of a worker that has the model, as it reports: most tokens and most messages that it accepts, tokens per
+    second, tokens of a full batch, most batches at its adapter. 0 means unknown.
     """
 
     credit_cost: int = 0
@@ -69,9 +69,9 @@ def bound(
     that are limited by it depends on the number of messages.
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
-    bound is at least some hundredths of a second of work. If there is no host, the bound is `cold_tokens`: work for a
-    model that is not loaded must not fill the window of its key. If a host does not report how many tokens it accepts,
-    there is no bound.
+    bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`: work for a model
+    that is not loaded must not fill the window of its key. If a host does not report how many tokens it accepts, there
+    is no bound.
     """
     hosts = list(hosts)
     if not hosts:
@@ -114,9 +114,7 @@ class Shares:
         return len(self._seen_s) > 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
-        """Return True if a key may put a chunk into the queue. A key without a chunk in the queue may put one there,
-        whatever its size.
-        """
+        """Return True if a key may put a chunk into the queue: within `limit`, or if it has no chunk there."""
         held = self.tokens.get(key, 0)
         return not held or held + cost <= limit
 
@@ -133,9 +131,9 @@ class Shares:
 class Ticket:
     """Chunks of one request. Chunks before `next` were granted; chunks in `held` are in the queue.
 
-    `costs` is the time of each chunk, in tokens of short texts (`models.costs` of the contracts). Keys alternate by
-    these costs, and waits are computed from them. `tokens` is the number of tokens that workers and the windows of keys
-    count; it equals `costs` by default.
+    `costs`: time of each chunk, in tokens of short texts (`models.costs` of the contracts). Keys alternate by these
+    costs, and waits are computed from them. `tokens`: tokens that workers and the windows of keys count; by default
+    `costs`.
     """
 
     key: str
@@ -160,9 +158,7 @@ class Ticket:
 
 
 class _KeyFlow:
-    """Waiting requests of a key, in order of arrival. `fresh` requests have had no permit yet; `begun` requests have
-    had at least one permit.
-    """
+    """Waiting requests of a key, in order of arrival. `begun` requests have had a permit, `fresh` ones have not."""
 
     __slots__ = ("begun", "cost", "deficit", "fresh", "key", "tokens", "turn")
 
@@ -173,7 +169,7 @@ class _KeyFlow:
         self.deficit = quantum
         self.cost = 0
         self.tokens = 0
-        self.turn = False  # true if the next chunk is taken from `begun`, false if from `fresh`
+        self.turn = False  # whether the next chunk is from `begun`, not from `fresh`
 
     def head(self) -> Ticket:
         first, second = (self.begun, self.fresh) if self.turn else (self.fresh, self.begun)
@@ -181,20 +177,16 @@ class _KeyFlow:
 
 
 class KeyWindow:
-    """Work of one model at one priority of a lane. `shares` counts the work of each key in this lane and priority, for
-    all models.
-    """
+    """Work of one model and priority of a lane. `shares`: work of each key there, for all models."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum` is the cost that a key may put into the queue before the next key follows, about the cost of a
-        chunk.
-        """
+        """`quantum`: cost that a key may put into the queue before it is another key's turn, about that of a chunk."""
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # cost of the chunks of other keys that have overtaken the key whose turn it is, while its chunk waits for room
+        # cost of the chunks of other keys that have overtaken the next key while its chunk waits for space
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()
@@ -208,11 +200,9 @@ class KeyWindow:
         return bool(self._flows)
 
     def waiting_tokens(self) -> dict[str, int]:
-        """Return the tokens that wait in this gateway, by key."""
         return {key: flow.tokens for key, flow in self._flows.items()}
 
     def waiting_costs(self) -> dict[str, int]:
-        """Return the cost of the work that waits in this gateway, by key."""
         return {key: flow.cost for key, flow in self._flows.items()}
 
     def stretch(self) -> float:
@@ -230,7 +220,6 @@ class KeyWindow:
         return self.cost + mine + ahead_of_key
 
     def join(self, ticket: Ticket) -> None:
-        """Add a request after the other requests of its key."""
         flow = self._flows.get(ticket.key)
         if flow is None:
             flow = self._flows[ticket.key] = _KeyFlow(ticket.key, self._quantum)
@@ -240,8 +229,8 @@ class KeyWindow:
         flow.tokens += sum(ticket.tokens)
 
     def grant(self, most: QueueBound, key_limit: float) -> list[tuple[Ticket, int]]:
-        """Return permits for the next chunks, in order. A chunk for which the queue has no room keeps its turn. While
-        it waits, smaller chunks of other keys may overtake it, up to the cost of one turn in total.
+        """Return permits for the next chunks, in order. A chunk for which the queue has no space stays next. While it
+        waits, smaller chunks of other keys may overtake it, up to a total cost of `quantum`.
         """
         granted: list[tuple[Ticket, int]] = []
         ring, blocked = self._ring, 0
@@ -304,7 +293,6 @@ class KeyWindow:
         self._drop_if_empty(flow)
 
     def admit(self, ticket: Ticket) -> None:
-        """Count the ticket's next chunk as in the queue."""
         chunk = ticket.advance()
         self.cost += ticket.costs[chunk]
         self.tokens += ticket.tokens[chunk]
@@ -312,16 +300,14 @@ class KeyWindow:
         self.shares.add(ticket.key, ticket.tokens[chunk])
 
     def fits_now(self, ticket: Ticket, most: QueueBound, key_limit: float) -> bool:
-        """Return True if a request of one chunk may enter the queue at once: no request waits, and there is room. A
-        request that enters at once does not `join`.
-        """
+        """Return True if a request of one chunk may enter the queue at once: no request waits, and there is space."""
         tokens = ticket.tokens[0]
         if self._flows or not self._has_room(tokens, most):
             return False
         return self.shares.fits(ticket.key, tokens, key_limit)
 
     def give_back(self, ticket: Ticket, chunk: int) -> bool:
-        """Record that a chunk has left the queue. Return False if the chunk is not in the queue."""
+        """Record that a chunk has left the queue. Return False if it is not in the queue."""
         if chunk not in ticket.held:
             return False
         ticket.held.discard(chunk)

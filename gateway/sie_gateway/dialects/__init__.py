@@ -1,5 +1,5 @@
 """Formats of other APIs: each module serves one family of clients. It converts their requests to requests for a model,
-and the results to replies that they can read.
+and the results to replies that these clients can read.
 
     path ──routes.TABLE──► InferenceRoute ──handler──► InferRequest ──Inference.run──► RequestResult ──► EncodedReply
 

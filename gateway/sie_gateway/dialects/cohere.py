@@ -64,7 +64,7 @@ v2 = functools.partial(embed, 2)
 
 
 def _types(body: fields.Body) -> list[str]:
-    """Return the types of vectors in `embedding_types`; an empty list if the field is missing. Raises InvalidInput."""
+    """Return the types of vectors in `embedding_types`; empty if the field is missing. Raises InvalidInput."""
     names = body.get("embedding_types")
     if names is None:
         return []
@@ -134,8 +134,8 @@ def _answer(
 
 
 def _shown(items: Sequence[RequestItem]) -> dict[str, Any]:
-    """Return the field `images` of the reply, which describes each image by the header of its file. Return an empty map
-    if there are no images, or if an image has an unknown format.
+    """Return the field `images` of the reply, which describes each image by the header of its file; an empty map
+    without images, or if an image has an unknown format.
     """
     headers = [header(file) for item in items for file in item.images]
     if not headers or None in headers:

@@ -22,7 +22,7 @@ from sie_gateway.inference.results import RequestResult
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-# limits of a request: documents, chunks and tokens of all documents. Voyage has the same limits
+# limits of a request: documents, chunks, and tokens of all documents; Voyage has the same limits
 MAX_DOCUMENTS, MAX_CHUNKS, MAX_TOKENS = 1000, 16_000, 120_000
 CHUNK_TOKENS = 512  # default of `chunk_size`
 

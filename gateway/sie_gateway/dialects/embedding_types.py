@@ -16,9 +16,7 @@ TYPES: tuple[str, ...] = get_args(VectorType)
 
 
 def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
-    """Return the type of the vectors, by the first of the fields `names` that is set, and whether they are sent as
-    base64. Raises InvalidInput.
-    """
+    """Return the type of the vectors, from the first of `names` in the body, and whether they are base64."""
     is_base64 = fields.choice(body, "encoding_format", ("float", "base64"), "float") == "base64"
     name = next((name for name in names if body.get(name) is not None), "")
     if not name:
@@ -35,10 +33,8 @@ def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
-    """Convert vectors to the type `kind`. Return the converted vectors, which are views for `float` and `base64`. Also
-    return, by name, the scale and the offset of each vector, if the type has them.
-
-    `base64` is the little-endian float32 bytes of the vector.
+    """Convert vectors to the type `kind`; those of `float` and `base64` (little-endian float32) are views. Also return,
+    by name, the scale and the offset of each vector, if the type has them.
     """
     if kind == "float":
         return list(vectors), {}
@@ -56,9 +52,7 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
 
 
 def entries(vectors: Sequence[Array], kind: str, *, is_base64: bool) -> list[dict[str, Any]]:
-    """Return an entry for each vector, with its index. The writer converts a memoryview to base64, and an array to a
-    list.
-    """
+    """Return an entry for each vector, with its index. The writer turns a memoryview into base64, arrays into lists."""
     rows, extras = converted(vectors, kind)
     data = [
         {"object": "embedding", "index": index, "embedding": row.data if is_base64 else row}
@@ -90,9 +84,7 @@ def uint8(vectors: Array) -> tuple[Array, dict[str, Array]]:
 
 
 def ubinary(vectors: Array) -> tuple[Array, dict[str, Array]]:
-    """Pack each vector into bits, eight to a byte. A bit is set if its value is above 0; the first value is the highest
-    bit.
-    """
+    """Pack each vector into bits, eight to a byte, the first value highest. A bit is set if its value is above 0."""
     return np.packbits(vectors > 0, axis=1), {}
 
 

@@ -1,7 +1,5 @@
 """Readers of the fields in bodies of other APIs. Each reader returns a value with its type, or raises InvalidInput with
-the name of the field.
-
-Null means the same as a missing field. Fields that the API does not define are ignored.
+the name of the field. Null means the same as a missing field. Fields that the API does not define are ignored.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ def flag(body: Body, name: str, *, default: bool = False) -> bool:
 
 
 def whole(body: Body, name: str, low: int, high: int | None = None) -> int | None:
-    """Return the whole number in the field `name`; None if the field is missing. Raises InvalidInput if it is less than
-    `low` or greater than `high`.
-    """
+    """Return the whole number from `low` to `high` in a field; None if it is missing. Raises InvalidInput."""
     value = body.get(name)
     if value is None:
         return None
@@ -67,9 +63,7 @@ def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
 
 
 def inputs(value: Any, name: str, limit: int) -> list[Any]:
-    """Return `value` if it is a list of one to `limit` elements. Else raise InvalidInput with reason schema,
-    empty_items or too_many_items.
-    """
+    """Return `value`, a list of one to `limit` elements. Raises InvalidInput (schema, empty_items, too_many_items)."""
     if value == []:
         raise InvalidInput(f"{name}: expected at least one input", reason="empty_items", param=name)
     if not isinstance(value, list):

@@ -1,6 +1,4 @@
-"""`POST /classify` of Infinity: the classes of each text. Infinity's other routes are in the modules of OpenAI and
-Jina.
-"""
+"""`POST /classify` of Infinity: the classes of each text. Other routes are in the modules of OpenAI and Jina."""
 
 from __future__ import annotations
 

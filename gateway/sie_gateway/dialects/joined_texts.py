@@ -20,7 +20,7 @@ from sie_gateway.inference.results import RequestResult
 
 def joined(texts: Sequence[str], path: str) -> RequestItem:
     """Return a document with a chunk for each text, none of which is empty. If no white space separates two texts, a
-    space is put between them. Raises InvalidInput for a document beyond the limits of chunks.
+    space is inserted. Raises InvalidInput for a document beyond the limits of chunks.
     """
     if len(texts) > MAX_CHUNKS:
         message = f"{path}: got {len(texts)} chunks of one document, at most {MAX_CHUNKS} are allowed"
@@ -42,9 +42,7 @@ def joined(texts: Sequence[str], path: str) -> RequestItem:
 
 
 def vectors_of(finished: RequestResult, name: str) -> list[list[Array]]:
-    """Return the dense vectors of each input: one for each of its chunks, or one if it has no chunks. Raises
-    FailedRequest, InternalFailure.
-    """
+    """Return the vectors of each input: one per chunk, or one without chunks. Raises FailedRequest, InternalFailure."""
     vectors = []
     for item, (result, outcome) in zip(finished.request.items, finished.succeeded(name), strict=True):
         dense = array_of(result, outcome, "dense")

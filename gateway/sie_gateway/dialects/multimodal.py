@@ -31,7 +31,7 @@ def sound(value: Any, path: str) -> RequestItem:
 
 
 def _with_audio(item: RequestItem, value: Any, path: str) -> RequestItem:
-    """Add a sound to an input. `value` is the sound, `path` its path in the body. Raises InvalidInput."""
+    """Add the sound `value`, from `path` in the body, to an input. Raises InvalidInput."""
     file, fault = images.read_sound(value, path)
     return replace(item, modalities=(*item.modalities, "audio"), audio=file, unfit=item.unfit or fault)
 

@@ -1,6 +1,4 @@
-"""encode, score and extract in the native format. The reply has an entry (slot) for each input, also for an input that
-failed.
-"""
+"""encode, score and extract in the native format. The reply has an entry (slot) for each input, even a failed one."""
 
 from __future__ import annotations
 
@@ -47,13 +45,11 @@ async def infer(operation: Operation, inference: Inference, call: Call, raw: byt
 
 
 def _check_whole(items: Sequence[RequestItem], format_: str) -> None:
-    """Check that no item has the field `chunks`. A format with one row for each item cannot contain vectors of chunks.
-    Raises InvalidInput.
-    """
+    """Raise InvalidInput if an item has `chunks`: a format with one row per item has no place for their vectors."""
     index = next((index for index, item in enumerate(items) if item.chunks is not None), None)
     if index is not None:
         media = reply.RAW if format_ == "raw" else reply.ARROW
-        message = f"Accept: {media} has no place for chunks, JSON and msgpack have"
+        message = f"Accept: {media} cannot contain chunks, but JSON and msgpack can"
         raise InvalidInput(message, reason="unsupported_output", param=f"items[{index}].chunks")
 
 
@@ -74,10 +70,10 @@ def check_raw(run: RunOptions) -> None:
     """Check that the output can be sent as raw bytes: dense vectors without scales. Raises InvalidInput."""
     if run.outputs != ("dense",):
         raise InvalidInput(
-            f"Accept: {reply.RAW} carries dense vectors only", reason="unsupported_output", param="output_types"
+            f"Accept: {reply.RAW} can contain only dense vectors", reason="unsupported_output", param="output_types"
         )
     if run.dtype in reply.EXTRAS:
-        message = f"Accept: {reply.RAW} has no place for the scales of {run.dtype}"
+        message = f"Accept: {reply.RAW} cannot contain the scales of {run.dtype}"
         raise InvalidInput(message, reason="unsupported_dtype", param="output_dtype")
 
 
@@ -92,9 +88,7 @@ def raw_answer(call: Call, finished: RequestResult, name: str) -> EncodedReply:
 
 
 def arrow_answer(call: Call, finished: RequestResult) -> EncodedReply:
-    """Return an Arrow reply with a row for each input, also for failed ones. Raises FailedRequest if the whole request
-    failed.
-    """
+    """Return an Arrow reply with a row for each input, even for a failed one. Raises FailedRequest if all failed."""
     finished.check()
     request = finished.request
     return EncodedReply(
@@ -123,7 +117,7 @@ def _answer(call: Call, finished: RequestResult, *, msgpack: bool) -> EncodedRep
         for slot, own in zip(slots, finished.item_timings() if slots else (), strict=True):
             slot["timing"] = own
     content |= finished.shared(explain=call.explains)
-    if request.operation != "encode":  # the published clients read `input_tokens`; the other names are those of OpenAI
+    if request.operation != "encode":  # published clients read `input_tokens`; the other names are OpenAI's
         content["usage"] = {"input_tokens": finished.usage["prompt_tokens"], **finished.usage}
     if options.run.muvera is not None:
         content["muvera"] = msgspec.to_builtins(options.run.muvera)

@@ -1,7 +1,7 @@
 """`POST /api/embed` and `POST /api/embeddings` in the format of Ollama. Inputs are texts.
 
 A model has its usual name, with or without Ollama's tag `latest`. Workers manage their memory themselves, so
-`keep_alive` has no effect. Of `options`, only `num_ctx` is read.
+`keep_alive` has no effect. The only option in `options` that is read is `num_ctx`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,15 @@ shape = family("ollama")
 
 
 def untagged(catalogue: Catalogue, name: str) -> str:
-    """Return the name without the tag `latest`. If the model has a profile `latest`, the tag names that profile and
-    stays.
-    """
+    """Return the name without the tag `latest`, unless the tag names a profile `latest` of the model."""
     bare = name.removesuffix(TAG)
     entry = catalogue.find(bare) if bare != name else None
     return name if entry is not None and TAG[1:] in entry.profiles else bare
 
 
 def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
-    """Return the name with a tag, as Ollama shows it: with the profile, or with `latest` for the default profile and
-    for an alias (`profile` None). If the model has a profile `latest`, its default profile is shown without a tag.
+    """Return the name with a tag, as Ollama shows it: the profile, or `latest` for the default profile and for an alias
+    (`profile` None). If the model has a profile `latest`, its default profile has no tag.
     """
     if profile not in (None, "default"):
         return f"{name}:{profile}"
@@ -47,7 +45,7 @@ def tagged(name: str, resolved: Resolved, profile: str | None) -> str:
 
 
 async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /api/embed` with a normalised vector for each input. An empty input is answered without vectors:
+    """Answer `POST /api/embed` with a normalised vector for each input. The reply to an empty input has no vectors:
     clients send it to see whether the model exists.
     """
     body = await decode_body(call, raw)
@@ -84,9 +82,7 @@ async def embed(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
-    """Answer `POST /api/embeddings` with the vector of one text. As in Ollama, it is not normalised, and a text that is
-    too long is truncated.
-    """
+    """Answer `POST /api/embeddings` with the vector of one text: not normalised, and long texts cut, as in Ollama."""
     body = await decode_body(call, raw)
     resolved = _model(inference, call, body)
     if body.get("prompt") in (None, ""):
@@ -105,7 +101,6 @@ def _model(inference: Inference, call: Call, body: fields.Body) -> Resolved:
 
 
 def _name(body: fields.Body, resolved: Resolved) -> str:
-    """Return the name of the model for the reply: the name in the request, with its tag."""
     return str(body.get("model") or resolved.requested)
 
 
@@ -125,7 +120,7 @@ async def _run(
     items: tuple[RequestItem, ...],
     parameters: dict[str, Any],
 ) -> RequestResult:
-    """Run the model on the inputs and return the result. Raises InvalidInput, and the errors of `Inference.execute`."""
+    """Run the model on the inputs. Raises InvalidInput, and the errors of `Inference.execute`."""
     options = body.get("options")
     if options is not None and not isinstance(options, dict):
         raise fields.refused("options", options, "a map")

@@ -55,7 +55,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
         message = f"Accept: {format_} replies of this route hold float32; /v1/encode also returns other types"
         raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
     if format_ != "json" and is_late:
-        message = f"Accept: {format_} replies have no place for chunks, JSON has"
+        message = f"Accept: {format_} replies cannot contain chunks, but JSON can"
         raise InvalidInput(message, reason="unsupported_output", param="Accept")
     parameters = cut | _parameters(body, resolved.entry)
     with fields.named(
@@ -79,9 +79,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
 
 
 def _encoding(body: fields.Body, entry: ModelEntry) -> str:
-    """Return the name of the vocabulary of the token ids, from the request or else from the model's entry; an empty
-    text if neither names one.
-    """
+    """Return the vocabulary of the token ids, named by the request or the model's entry; empty if by neither."""
     return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
 
 
@@ -92,9 +90,7 @@ def _has_ids(body: fields.Body) -> bool:
 
 
 def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
-    """Return the parameters of the body under SIE's names. The body may use the names of OpenAI, Jina, Voyage or SIE.
-    Raises InvalidInput.
-    """
+    """Return the parameters of the body (OpenAI, Jina, Voyage or SIE) under SIE's names. Raises InvalidInput."""
     parameters = fields.parameters(
         body,
         "dimensions",
@@ -180,9 +176,7 @@ def _document(items: Sequence[RequestItem]) -> RequestItem:
 
 
 def _object(value: Any, path: str) -> RequestItem:
-    """Read one input of a request whose inputs are objects: a text or an image in Jina's fields, or a list of parts.
-    Raises InvalidInput.
-    """
+    """Read an input that is an object: a text or image in Jina's fields, or a list of parts. Raises InvalidInput."""
     if isinstance(value, str):
         value = {"text": value}
     if not isinstance(value, dict):
@@ -223,14 +217,15 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     """Refuse a request with more than `limit` tokens before its work is queued. `name`: its field of inputs. Raises
     InvalidInput, and the errors of `Inference.run`.
 
-    Only a worker can count the tokens of texts. It is asked only if an upper bound of their number is above the limit.
+    Only a worker can count the tokens of texts. It counts them only if an upper bound of their number is above the
+    limit.
     """
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)
     if max_tokens([item.text or "" for item in texts], run, limit) <= limit:
         return
-    # With a separate id, a late answer to the count cannot be mistaken for an answer to the request.
-    # The key of the client is not charged for the count.
+    # with a separate id, a late reply to the count cannot be mistaken for a reply to the request; the key of the client
+    # is not charged for the count
     counting = replace(call, id=f"{call.id}-count", charge=None)
     whole = tuple(replace(item, chunks=None) for item in texts)
     counted = await inference.run(

@@ -1,7 +1,7 @@
-"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The entities are those of an extract of
-the same model. `redaction/` has the patterns, the rule for overlaps and the replacements.
+"""`POST /v1/redact/{model}`: texts without personal data, in the native format. The entities are those that an extract
+request to the model returns. `redaction/` has the patterns, the rule for overlaps and the replacements.
 
-A text that cannot be read to its end is refused: a part that no model has seen would pass unredacted.
+A text that the model cannot read to its end is refused: the part that it did not read would pass unredacted.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from sie_gateway.redaction.spans import SensitiveSpan, disjoint, utf16_offsets, 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
-MAX_TEXT = 1 << 18  # largest number of code points of a text: the slowest pattern takes 4 s for it
-MAX_NAME = 1000  # largest number of characters of the name of a kind or a model
+MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
+MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
 MAX_MODELS = 3  # largest number of further models: each reads all texts
-KEY_CHARACTERS = (16, 1024)  # a shorter key could be guessed, and with it the values
-_ASIDE = 1 << 13  # code points of a request from which its texts are redacted in a thread
-_CODE_POINTS_PER_VALUE = 20  # code points that take as long to write as a number
+KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be guessed, and with it the values
+_ASIDE = 1 << 13  # number of code points: if the texts of a request have more, they are redacted in a thread
+_CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write in a reply as one number
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
 _OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters that further models do not get: their names have a profile
-_SHARED = ("id", "metadata", "error", "usage")  # members of the slots of an extract and of a redaction
+_SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
 
 
 @dataclass(frozen=True)
 class RedactionRules:
-    """Fields of the body that only this route has. `kinds` is empty if the client names none. `models`: names of models
-    that look at the texts too. `region`: the region whose national phone numbers count. `restorable`: the answer has a
-    map.
+    """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: the region of
+    national phone numbers. `restorable`: the reply has a map of the replaced values. `models`: names of further models
+    that read the texts.
     """
 
     kinds: tuple[str, ...]
@@ -65,7 +65,7 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Patterns to look for, each with the name of its kind in the answer: the first that names it."""
+        """Return the kind that the reply shows, by the pattern to look for: the client's first kind for it."""
         if not self.kinds:
             return {name: name for name in KINDS}
         return {name: kind for kind in reversed(self.kinds) if (name := pattern_of(kind))}
@@ -205,7 +205,7 @@ def _names(own: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
 
 
 def _key(own: Mapping[str, Any], style: RedactionStyle) -> bytes:
-    """Return the key of the style `hash`: that of the client, or else one that exists for this request only."""
+    """Return the key of the style `hash`: the client's key, or a key that exists for this request only."""
     if "key" not in own:
         return secrets.token_bytes(32) if style == "hash" else b""
     low, high = KEY_CHARACTERS
@@ -254,7 +254,7 @@ async def _slots(
 
 
 async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -> dict[str, Any]:
-    """Do the work in a thread. The lock is held until the thread has ended, also if nobody waits for it any more."""
+    """Run `work` in a thread. The lock is held until the thread has ended, even if the caller is cancelled."""
     await one_thread.acquire()
     thread = asyncio.get_running_loop().run_in_executor(None, work)
     thread.add_done_callback(lambda _: one_thread.release())
@@ -301,14 +301,16 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     without a place in the text: it could not be replaced.
     """
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
-        raise InferenceFailed("the model gave no entities, not even an empty list of them")
+        raise InferenceFailed("the model returned no list of entities")
     if outcome.truncated:
         raise InvalidInput(f"{path}: longer than the model reads", reason="input_too_long", param=path)
     spans = []
     for entity in (outcome.data or {})["entities"]:
         start, end = entity.get("start"), entity.get("end")
         if type(start) is not int or type(end) is not int or not 0 <= start <= end <= len(text):
-            raise InferenceFailed("the model gave an entity without a place in the text, so it cannot be redacted")
+            raise InferenceFailed(
+                "the model returned an entity without valid positions, so the text cannot be redacted"
+            )
         if start < end:
             spans.append(SensitiveSpan(start, end, entity["label"], entity["score"], "model"))
     return spans

@@ -91,9 +91,7 @@ async def ranking(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
 
 
 def _ranked(finished: RequestResult, name: str) -> tuple[list[float], list[int]]:
-    """Return the score of each document, and the indexes of the documents in the order of their scores, the best first.
-    Raises FailedRequest.
-    """
+    """Return the score of each document, and the indexes of the documents, best first. Raises FailedRequest."""
     scores = [outcome.score or 0.0 for _, outcome in finished.succeeded(name)]
     return scores, sorted(range(len(scores)), key=lambda index: (-scores[index], index))
 
@@ -109,7 +107,7 @@ def _documents(body: fields.Body, limit: int, *, reads_images: bool) -> tuple[Re
 
 
 def _document(value: Any, path: str, names: list[str] | None, *, reads_images: bool) -> RequestItem:
-    """Read a document: a text or a map. Of a map, the fields `names` are joined as lines; without `names`, its `text`
+    """Read a document: a text or a map. From a map, the fields `names` are joined as lines; without `names`, its `text`
     and its `image` are used. If the map has a text, the image is used only if the model `reads_images`, because a map
     may have any fields. Raises InvalidInput.
     """

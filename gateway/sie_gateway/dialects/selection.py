@@ -1,5 +1,5 @@
-"""Choice of the model for a request whose model is optional: the named model, else the default of the settings, else
-the only model with the capability.
+"""Choice of the model for a request that need not name one: the named model, otherwise the default of the settings,
+otherwise the only model with the capability.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _MISSING: dict[Capability, str] = {
     "transcribe": "writes down no speech",
     "redact": "gives no entities with their places in a text",
 }
-# a model with the task of the route may still lack these capabilities
+# capabilities that a model with the task of the route may still lack
 _CHECKED: tuple[Capability, ...] = ("predict", "transcribe", "redact")
 
 
-NOT_NAMED = "default/not-specified"  # sent by Infinity's client if its user names no model
+NOT_NAMED = "default/not-specified"  # name that Infinity's client sends if its user names no model
 
 
 def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """Return the model that `model_for` chooses, after a check that it has the task of the route.
+    """Return the model that `model_for` chooses, if it has the task of the route.
 
-    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task. The message names the routes that
-    the model supports. Also raises the errors of `model_for`. Call it before the fields of the body are read: a body
-    for another task has other fields, and an error about them would mislead.
+    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task, whose message names the routes
+    that the model supports, and the errors of `model_for`. Call it before the fields of the body are read: a body for
+    another task has other fields, and an error about them would mislead.
     """
     return checked(model_for(inference, call, capability, named), capability)
 
@@ -67,8 +67,8 @@ def unable(resolved: Resolved, capability: Capability) -> InvalidInput:
 
 
 def model_for(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
-    """Return the model of the path, else `named` (from the body), else the default in SIE_DEFAULT_MODELS, else the only
-    model with the capability.
+    """Return the model of the path, otherwise `named` (from the body), otherwise the default in SIE_DEFAULT_MODELS,
+    otherwise the only model with the capability.
 
     Raises InvalidInput with reason schema or model_required, and the errors of `Inference.resolve`.
     """

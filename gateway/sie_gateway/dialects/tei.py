@@ -1,4 +1,4 @@
-"""Routes of Text Embeddings Inference (TEI): they use the default models, and below /tei/{model} any model.
+"""Routes of Text Embeddings Inference (TEI). They use the default models, or below /tei/{model} any model.
 
 Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI. Only in
 this format the field `error` is a string.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 _STATUS = {"Overloaded": 429, "Unhealthy": 503, "Tokenizer": 422, "Empty": 400}
-MAP_VALUES = 10  # one entry of a sparse vector, a small map, takes as long to write as this many numbers
+MAP_VALUES = 10  # an entry of a sparse vector, a small map, takes as long to write as this many numbers
 _DIRECTIONS = {"left": "START", "right": "END"}
 
 
@@ -124,7 +124,6 @@ async def _encode(
 
 
 async def _embedded(inference: Inference, call: Call, raw: bytes, capability: Capability) -> RequestResult:
-    """Run an encode request with the `inputs` of the body, and return its result."""
     body = await decode_body(call, raw)
     resolved = able(inference, call, capability, body.get("model"))
     items = _inputs(body.get("inputs"), inference.max_items(call))

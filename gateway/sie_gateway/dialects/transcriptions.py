@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 VTT = "text/vtt"
-# the last seconds of a part are read again at the start of the next part, because a segment at the end of a part may be
-# incomplete. Whisper reads 30 s at a time, so no segment is longer
+# seconds at the end of a part that are read again with the next part, because the last segment may be incomplete;
+# Whisper reads 30 s at a time, so no segment is longer
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
 # fields of OpenAI that are not supported, each with the values that are accepted because they change nothing
@@ -66,8 +66,8 @@ class SpokenSegment(NamedTuple):
 
 @dataclass
 class Transcript:
-    """Text and segments of the parts of a recording that have been read so far. `language` is the code of the language
-    that was recognised in the first part.
+    """Text and segments of the parts of a recording that have been read so far. `language`: code of the language that
+    was recognised in the first part.
     """
 
     seconds: float = 0.0
@@ -78,9 +78,7 @@ class Transcript:
     tokens: int = 0
 
     def add(self, segments: Sequence[SpokenSegment], text: str) -> None:
-        """Add the segments of a part. `text`: the text of these segments as the model wrote it; if it is empty, the
-        texts of the segments are joined instead.
-        """
+        """Add a part. `text`: its text as the model wrote it; if empty, the texts of the segments are joined."""
         self.segments += segments
         own = text or self.space.join(segment.text for segment in segments)
         self.text = self.space.join(filter(None, (self.text, own)))
@@ -117,13 +115,11 @@ translations = functools.partial(_transcribe, "translate")
 
 
 async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tuple[Transcript, RequestResult]:
-    """Transcribe a recording part by part. Return the transcript, and the result of the last part. Raises the errors of
-    `Inference.execute`.
-    """
+    """Return the transcript of a recording, and the last part's result. Raises `Inference.execute`'s errors."""
     transcript = Transcript()
     from_s = 0.0
     for number in itertools.count():
-        # with a separate id, a late answer to a part cannot be confused with the answer to the next part
+        # with a separate id, a late reply to a part cannot be mistaken for the reply to the next part
         own = replace(call, id=f"{call.id}-part{number}") if number else call
         run = planned.options.run
         # the language is recognised once, in the first part
@@ -141,8 +137,8 @@ async def _read(inference: Inference, call: Call, planned: PlannedRequest) -> tu
 
 
 def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
-    """Add the segments of a part, and return where the next part begins: at the end of the recording if this part was
-    the last one.
+    """Add the segments of a part. Return the second at which the next part begins; after the last part, the
+    recording's end.
     """
     result = outcome.data or {}
     transcript.seconds = outcome.sound_s
@@ -172,9 +168,7 @@ Write = Callable[[Transcript, str, RequestResult], tuple[bytes, str]]
 
 
 def _writer(form: Form) -> Write:
-    """Return the function that writes the reply in the format of the request. Raises InvalidInput for an invalid field,
-    or a field that is not supported.
-    """
+    """Return the function that writes the reply in the requested format. Raises InvalidInput for wrong fields."""
     for name, (accepted, expected) in _REFUSED.items():
         value = form.fields.get(name, "")
         if value and value.lower() not in accepted:
@@ -190,7 +184,9 @@ def _writer(form: Form) -> Write:
     if granularities and format_ != "verbose_json":
         raise fields.refused(GRANULARITIES, granularities, "response_format verbose_json beside it")
     if "word" in granularities:
-        raise fields.refused(GRANULARITIES, "word", "segment: words have no times here", "unsupported_parameter")
+        raise fields.refused(
+            GRANULARITIES, "word", "segment: this server has no times of words", "unsupported_parameter"
+        )
     return _WRITERS[format_]
 
 

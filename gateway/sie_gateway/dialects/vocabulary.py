@@ -45,8 +45,8 @@ def path(name: str) -> Path | None:
 
 @functools.cache
 def load(name: str) -> dict[int, bytes]:
-    """Return the bytes of each token, by the id of the token. The first call takes 0.1 s and about 20 MiB. Raises
-    InvalidInput if the vocabulary is not installed, or has the wrong digest.
+    """Return the bytes of each token by its id. The first call takes 0.1 s and about 20 MiB. Raises InvalidInput if the
+    vocabulary is not installed, or has the wrong digest.
     """
     file = path(name)
     if file is None:
@@ -64,9 +64,7 @@ def load(name: str) -> dict[int, bytes]:
 
 
 def decode(name: str, ids: Sequence[int], where: str) -> str:
-    """Return the text of `ids`. A character that is not complete becomes U+FFFD. Raises InvalidInput with the position
-    of an unknown id.
-    """
+    """Return the text of `ids`, with U+FFFD for incomplete characters. Raises InvalidInput for an unknown id."""
     table = load(name)
     try:
         return b"".join([table[token] for token in ids]).decode("utf-8", "replace")

@@ -1,6 +1,4 @@
-"""Parts of Voyage's format on routes that it has in common with OpenAI and Jina: the field `truncation`, and errors
-with a text as `detail`.
-"""
+"""Voyage's format on routes of OpenAI and Jina: the field `truncation`, and errors with a text as `detail`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ _SHAPE = family("voyage")
 
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
-    """Return SIE's parameter `truncate` for Voyage's field `truncation`; no parameter if the body also has `truncate`.
+    """Return SIE's parameter `truncate` for Voyage's field `truncation`, unless the body has `truncate` itself.
     Voyage's client always sends `truncation`, so its presence also selects the error format of Voyage.
     """
     if body.get("truncation") is None:

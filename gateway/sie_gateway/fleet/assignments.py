@@ -22,9 +22,7 @@ DEFAULT_BUNDLE = "default"  # bundle of the workers that are requested for a res
 
 @dataclass(frozen=True)
 class AssignableWorker:
-    """Worker that may be assigned to a reservation. `models`: the loaded models. `busy`: tokens of accepted work that
-    is not answered yet.
-    """
+    """Worker that may be assigned to a reservation. `models`: loaded models. `busy`: tokens of unfinished work."""
 
     machine_profile: str
     bundle: str
@@ -42,8 +40,8 @@ class AssignableWorker:
 
 
 def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
-    """Return the resources that a reservation with these workers lacks: GPUs by machine profile, and workers up to its
-    minimum. For a complete reservation, the map is empty and the number is 0.
+    """Return what a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum; an
+    empty map and 0 if it is complete.
     """
     gpus, count = Counter[str](), 0
     for worker in held:
@@ -106,8 +104,8 @@ def _addition(
     *,
     takes_last: bool,
 ) -> list[str]:
-    """Return free workers that complete a reservation; an empty list if there are too few. Workers with loaded models
-    of the reservation are first, then idle workers.
+    """Return free workers that complete a reservation; empty if there are too few. Workers that have loaded models of
+    the reservation come first, then the least busy ones.
     """
     short, count = lacking(spec, held)
     free = [name for name, worker in workers.items() if name not in assigned and worker.fits(spec)]
@@ -141,10 +139,8 @@ def _without_last(
 def requested_workers(
     spec: ReservationSpec, held: Sequence[AssignableWorker], gpus_each: Mapping[str, int]
 ) -> Counter[tuple[str, str]]:
-    """Return the number of workers that a reservation requests, by machine profile and bundle: its present workers and
-    the missing ones.
-
-    `gpus_each`: GPUs of one worker, by machine profile; 1 for a machine profile that is not in the map.
+    """Return the number of workers that a reservation needs in total, present and missing ones, by machine profile and
+    bundle. `gpus_each`: GPUs of one worker, by machine profile; by default 1.
     """
     counts = Counter((worker.machine_profile, worker.bundle) for worker in held)
     short, count = lacking(spec, held)
@@ -158,7 +154,7 @@ def requested_workers(
 
 
 def assigned(worker: str, workers: Iterable[Heartbeat], reserved: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the pools of a worker: its reservation, else its own pool. `reserved`: map of worker to reservation.
+    """Return the pools of a worker: its reservation, otherwise its own pool. `reserved`: map of worker to reservation.
 
     Raises InvalidInput if `worker` is empty. Raises PoolNotFound for a worker without a heartbeat, because its own pool
     is not known: an empty result would mean that it serves no pool.

@@ -1,5 +1,5 @@
-"""Requests for models that no worker has loaded. Such a request is held for a limited time (the hold). The drawing
-shows what follows then. In addition, the demand is recorded for autoscalers.
+"""Requests for models that no worker has loaded. The gateway holds such a request for a limited time. The drawing shows
+its end. In addition, the demand is recorded for autoscalers.
 
 held until the end of the hold ──► a worker has loaded the model: go on waiting
                                ──► a worker loads the model: MODEL_LOADING
@@ -43,16 +43,12 @@ _logger = logging.getLogger("sie.gateway.demand")
 
 
 def is_live(at_s: float, now_s: float) -> bool:
-    """Return whether a record from the time `at_s` (broker's clock) is still valid. A record with a time in the future
-    is valid.
-    """
+    """Return whether a record from `at_s` (broker's clock, possibly in the future) is still valid."""
     return now_s - at_s < DEMAND_LIFE_S
 
 
 class DemandRecords:
-    """Records of the demand of lanes. `now_s` returns the broker's time. Only `run` writes to the broker, in one task.
-    `note` never waits.
-    """
+    """Records of the demand of lanes. `now_s` returns the broker's time. Only the task `run` writes to the broker."""
 
     def __init__(self, broker: Store, now_s: Callable[[], float], *, storage: str, replicas: int) -> None:
         self._now_s = now_s
@@ -71,9 +67,7 @@ class DemandRecords:
             self._wake.set()
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the demand for the lanes of a pool that no longer exists. Its records in the broker expire by their
-        age.
-        """
+        """Remove the demand for the lanes of a pool that no longer exists. Its records in the broker expire."""
         for entries in (self._noted, self._written):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
@@ -125,8 +119,8 @@ class _ColdStart:
 
 
 class ColdStarts:
-    """Answers to requests for models that no worker has loaded. `pending_reason` returns the reason why a reservation
-    lacks workers. It returns an empty text if no worker is missing, or if the pool is no reservation.
+    """Decides about requests for models that no worker has loaded. `pending_reason` returns why a reservation lacks
+    workers; empty if it lacks none, or if the pool is no reservation.
     """
 
     def __init__(
@@ -159,14 +153,13 @@ class ColdStarts:
             self._starts.setdefault(lane, _ColdStart(now_s)).last_s = now_s
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the starts of the lanes of a pool that no longer exists."""
         for entries in (self._starts, self._took_s):
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str) -> bool:
-        """Check at the end of a hold whether a worker has the model loaded. Returns False if a ready worker may soon
-        begin to load it. Raises ModelLoading, NotProvisioned.
+        """Check whether a worker has loaded the model, for a request that may wait no longer. Returns False if a ready
+        worker may soon begin the load. Raises ModelLoading, NotProvisioned.
         """
         if self._fleet.hosts(lane, residency):
             return True
@@ -198,9 +191,7 @@ class ColdStarts:
         return False
 
     def start_left_s(self, lane: Lane) -> float:
-        """Return the expected seconds until a worker of the lane is ready, at least 1. The estimate uses the last start
-        that this gateway has measured.
-        """
+        """Return the seconds, at least 1, until a worker of the lane should be ready, by the last measured start."""
         start = self._starts.get(lane)
         waited_s = self._clock() - start.first_s if start is not None else 0.0
         return max(1.0, self._took_s.get(lane, USUAL_START_S) - waited_s)

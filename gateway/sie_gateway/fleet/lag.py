@@ -2,7 +2,7 @@
 profile and bundle) and priority, and by model.
 
 Counts are read from the shared backlog. Ages and models are read from the oldest messages. If the broker does not
-answer, the lag is unknown, and never zero.
+answer, the lag is unknown, and not zero.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ Labels = tuple[str, ...]
 
 
 class Lag:
-    """Lag of all lanes. One task calls `run`. A lane that has had work is reported while its pool exists, so that its
-    count can become zero.
-    """
+    """Lag of all lanes. A lane that had work is reported while its pool exists, so that its count can become zero."""
 
     def __init__(self, queue: Queue, backlog: Backlog, pools: Iterable[str], now_s: Callable[[], float]) -> None:
         """`now_s` returns the broker's time. `pools` is read again at each refresh."""
         self._queue = queue
         self._backlog = backlog
-        self._pools = pools  # shared with the owner of the pools, who changes it when pools are created or removed
+        self._pools = pools  # the owner of the pools changes this object when pools are created or removed
         self._now_s = now_s
         self._known: dict[Lane, None] = {}
         self._lanes: dict[Labels, ModelBacklog] = {}
@@ -54,9 +52,7 @@ class Lag:
         return self._models
 
     async def oldest_s(self, lane: Lane) -> float:
-        """Return the age of the oldest message of a lane, in seconds; 0 if the lane has no message. Raises
-        BrokerError.
-        """
+        """Return the age of the lane's oldest message in seconds; 0 without a message. Raises BrokerError."""
         (first,) = await self._backlog.oldest(lane.pool, [topology.lane_filter(lane)])
         return 0.0 if first is None else self._age_s(first)
 
@@ -64,7 +60,6 @@ class Lag:
         return max(0.0, self._now_s() - stored.sent_s)
 
     async def run(self, stop: Stop) -> None:
-        """Refresh the lag every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "the age of the queue is not known")
         while not await stop.wait_for(EVERY_S):
             try:
@@ -102,9 +97,8 @@ class Lag:
         reported = [
             lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool
         ]
-        questions: list[
-            tuple[str, Labels | None]
-        ] = []  # (filter, its lane and priority); lane and priority are None if the filter is the subject of a model
+        # (filter, labels of its lane and priority); the labels are None if the filter is the subject of one model
+        questions: list[tuple[str, Labels | None]] = []
         for lane in list(dict.fromkeys(reported))[:MAX_LANES]:
             for priority in PRIORITIES:
                 labels = lane.pool, lane.machine_profile, lane.bundle, priority
@@ -127,16 +121,15 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                before = models.get(of_model, ModelBacklog(0))  # if a model has work in two subjects, add the counts
+                # a model may have work in two subjects, whose counts are added
+                before = models.get(of_model, ModelBacklog(0))
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)
                 )
 
 
 def lane_of(subject: str) -> Lane:
-    """Return the lane of a subject of work. The tokens of machine profiles and bundles in subjects are never shortened,
-    so the names can be read from them.
-    """
+    """Return the lane of a subject of work. Machine profiles and bundles are never shortened in subjects."""
     pool, machine_profile, bundle = subject.split(".")[2:5]
     return Lane(pool, _untoken(machine_profile), _untoken(bundle))
 
@@ -146,7 +139,7 @@ def _untoken(token: str) -> str:
 
 
 def _model_of(stored: StreamMessage) -> str | None:
-    """Return the model of a message, None if the message cannot be decoded."""
+    """Return the model of a message; None if the message cannot be decoded."""
     try:
         return messages.decode_work(stored.data).model
     except (msgspec.DecodeError, UnicodeDecodeError):

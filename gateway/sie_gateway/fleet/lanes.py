@@ -40,17 +40,15 @@ def worker_rate(beats: Iterable[Heartbeat]) -> float:
     """Return the tokens per second that one worker of a lane runs while it is busy; 0 while no worker has measured it.
 
     Each measured rate is weighted by the share of time for which its worker is busy now. The rate of an idle worker is
-    old. It may come from batches of other sizes, and would make busy workers look half empty, or too full. If no worker
-    is busy, the result is the mean of all rates.
+    old: it may come from batches of other sizes, and would distort the result. If no worker is busy, the result is the
+    mean of all rates.
     """
     rates = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
     return mean_rate(np.array([rate for rate, _ in rates]), np.array([arriving for _, arriving in rates]))
 
 
 def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
-    """Compute `worker_rate` from arrays of shape (workers,): the rate of each worker, and the tokens per second that
-    arrive at each worker.
-    """
+    """Compute `worker_rate` from arrays [workers]: the rate of each worker, and the tokens that arrive per second."""
     is_measured = rates > 0
     rates, arriving = rates[is_measured], arriving[is_measured]
     busy = (arriving / rates).sum()
@@ -70,7 +68,6 @@ class _LaneWorkers:
         self._all: list[Heartbeat] | None = None
 
     def put(self, beat: Heartbeat) -> None:
-        """Add a worker that is not in the lane yet."""
         self.beats[beat.worker] = beat
         self.types[_type(beat)] += 1
         self._all = None
@@ -82,7 +79,7 @@ class _LaneWorkers:
 
     def drop(self, beat: Heartbeat) -> None:
         del self.beats[beat.worker]
-        self.types -= Counter([_type(beat)])  # the operator also removes types whose count becomes 0
+        self.types -= Counter([_type(beat)])  # the operator -= also removes types whose count becomes 0
         self._all = None
         self.unloading.discard(beat.worker)
         for status in beat.models:
@@ -93,19 +90,16 @@ class _LaneWorkers:
                     del self.loaded[status.model]
 
     def all(self) -> list[Heartbeat]:
-        """Return the heartbeats in the order of worker names. Callers must not change the list: all callers get the
-        same list until the next heartbeat.
-        """
+        """Return the heartbeats in the order of worker names: one shared list, which callers must not change."""
         if self._all is None:
             self._all = [self.beats[name] for name in sorted(self.beats)]
         return self._all
 
 
 class Fleet:
-    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy. After
-    ten times this time, it is removed.
-
-    Workers are indexed by lane and by model, so that a look-up costs the same with one worker and with a thousand.
+    """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
+    ten times this time, it is removed. Workers are indexed by lane and by model, so that a look-up costs the same with
+    one worker and with a thousand.
     """
 
     def __init__(
@@ -116,21 +110,20 @@ class Fleet:
         *,
         spec: Callable[[str], ReservationSpec | None] = lambda pool: None,
     ) -> None:
-        """Create an empty fleet. `spec` returns the spec of a reservation by its name; None for any other pool."""
+        """`spec` returns the spec of a reservation by its name; None for any other pool."""
         self._bus = bus
         self._settings = settings
         self._clock = clock
         self._timeout_s = settings.heartbeat_timeout_ms / 1000
-        self._seen: dict[
-            str, tuple[float, Heartbeat]
-        ] = {}  # in the order of the heartbeats, the oldest first; _healthy has the same order
+        # in the order of the heartbeats, the oldest first; _healthy has the same order
+        self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._healthy: dict[str, Heartbeat] = {}
         self._lanes: dict[Lane, _LaneWorkers] = {}
         # (pool, bundle) -> machine profile -> workers of the lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
         self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> the status that the worker reports
         self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> time of its first report of the load
-        # time of the computation, and ids of the models on disks
+        # (time of the last computation, ids of the models on disks)
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
@@ -149,7 +142,6 @@ class Fleet:
         self.note(heartbeat)
 
     def note(self, heartbeat: Heartbeat) -> None:
-        """Record the heartbeat of a worker."""
         now_s, worker = self._clock(), heartbeat.worker
         while self._seen:
             name, (seen_s, _) = next(iter(self._seen.items()))
@@ -208,7 +200,6 @@ class Fleet:
                 del self._served[beat.pool, beat.bundle]
 
     def _expire(self) -> None:
-        """Remove workers with an overdue heartbeat from the healthy workers."""
         now_s = self._clock()
         while self._healthy:
             worker = next(iter(self._healthy))
@@ -228,7 +219,7 @@ class Fleet:
         return self.is_heard(worker) and not (self._seen[worker][1].ready or self._seen[worker][1].leaving)
 
     def is_heard(self, worker: str) -> bool:
-        """Return whether the last heartbeat of a worker is in time, also if the worker is not ready."""
+        """Return whether the last heartbeat of a worker is in time, even if the worker is not ready."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def listens(self, worker: str) -> bool:
@@ -255,7 +246,6 @@ class Fleet:
         return silent
 
     def worker_names(self) -> Collection[str]:
-        """Return the ids of all known workers."""
         return self._seen.keys()
 
     def of_lane(self, lane: Lane) -> list[Heartbeat]:
@@ -270,16 +260,21 @@ class Fleet:
         entry = self._lanes.get(lane)
         return [entry.beats[name] for name in sorted(entry.loaded.get(residency, ()))] if entry is not None else []
 
+    def loaded(self, lane: Lane, residency: str) -> list[ModelStatus]:
+        """Return the reports of the healthy workers of a lane that have the model loaded."""
+        self._expire()
+        entry = self._lanes.get(lane)
+        statuses = self._statuses.get(residency, {})
+        return [] if entry is None else [statuses[name] for name in entry.loaded.get(residency, ())]
+
     def crossover_tokens(self, residency: str) -> int:
-        """Return the length of a text in tokens at which attention takes as long as everything else in the model, from
-        the workers' reports; 0 while no worker reports one.
+        """Return the length of a text, in tokens, at which attention takes as long as all other layers of the model,
+        from the workers' reports; 0 while no worker reports one.
         """
         return max((status.crossover_tokens for status in self._statuses.get(residency, {}).values()), default=0)
 
     def image_cost(self, residency: str) -> ImageCost:
-        """Return the cost of an image for a model, from the workers' reports; the default cost while no worker reports
-        one.
-        """
+        """Return the cost of an image for a model, as workers report it; the default cost while none does."""
         statuses = self._statuses.get(residency, {}).values()
         tokens = max((status.image_tokens for status in statuses), default=0)
         vectors = max((status.image_vectors for status in statuses), default=0)
@@ -287,9 +282,7 @@ class Fleet:
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """Return the expected seconds until a load of the model in the lane ends, at least 1; None if no worker loads
-        it.
-
-        The estimate is the longest of the last load times of the model on all workers. A worker that unloads a model
+        it. The estimate is the longest of the model's last load times on all workers. A worker that unloads a model
         counts as loading, because it frees memory for the load.
         """
         self._expire()
@@ -311,13 +304,13 @@ class Fleet:
         """Return the lane of a request.
 
         The machine profile or GPU type that the request names is a constraint, and so are the machine profiles of the
-        model's entry. Among the allowed machine profiles, the choice is one where a worker has the model loaded, else
-        one whose workers serve the bundle, else one without a worker, where the work waits. Of several, the first one
-        in the order of the entry is chosen, or else in the order of the configured machine profiles. These are
-        SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of its spec.
+        model's entry. Among the allowed machine profiles, the choice is one where a worker has the model loaded,
+        otherwise one whose workers serve the bundle, otherwise one without a worker, where the work waits. If several
+        qualify, the first one in the order of the entry is chosen, otherwise in the order of the configured machine
+        profiles. These are SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of its spec.
 
         If SIE_MACHINE_PROFILE is among the configured ones, it gets all work of the bundle `default` without a
-        constraint, also while it has no live worker.
+        constraint, even while it has no live worker.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded. If
         no machine profiles are configured, raises NotFound if no worker has the named profile, and NotProvisioned while
@@ -408,9 +401,7 @@ class Fleet:
         return next((state for state in STATES if state in present), "available"), reports
 
     def on_disk(self) -> frozenset[str]:
-        """Return the models on the disks of workers that are healthy or are starting. The result may be some seconds
-        old.
-        """
+        """Return the models on the disks of healthy or starting workers. The result may be some seconds old."""
         since_s, models = self._on_disk
         if (now_s := self._clock()) - since_s >= (ON_DISK_S if models else NO_DISK_S):
             models = frozenset(
@@ -430,9 +421,7 @@ class Fleet:
         return self._statuses.get(model, {}).items()
 
     def downloads(self, model: str) -> list[tuple[str, Fetched]]:
-        """Return the workers that download the weights of a model, with their progress. Workers that are not ready are
-        included.
-        """
+        """Return the workers, ready or not, that download the weights of a model, with their progress."""
         return [
             (name, status.fetched)
             for name, status in sorted(self._reports(model))
@@ -441,14 +430,14 @@ class Fleet:
 
 
 def _type(beat: Heartbeat) -> str:
-    """Return the type of the worker's GPU, else the type of its device, such as `cpu`."""
+    """Return the type of the worker's GPU, or without a GPU the type of its device, such as `cpu`."""
     return gpu_type(beat.gpu) or beat.device.partition(":")[0]
 
 
 def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
     """Return the machine profile that a request names: by its name, by the name of its spot variant, or by the GPU type
     of all its workers. If several have this GPU type, a `preferred` one is chosen. `profiles`: number of workers by GPU
-    type, for each machine profile. Returns None if the name matches no machine profile.
+    type, for each machine profile. Returns None if no machine profile matches.
     """
     for name in (requested, f"{requested}-spot"):
         if name in profiles:
@@ -459,16 +448,16 @@ def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred:
 
 
 def _permits(resolved: Resolved, machine_profile: str) -> bool:
-    """Return whether the model's entry allows a machine profile. The entry allows it if it has no list, or if the list
-    has this machine profile; for a spot variant, the name without `-spot` may be in the list.
+    """Return whether the model's entry allows a machine profile: it has no list, or the list has this machine profile
+    (for a spot variant, its name without `-spot` is enough).
     """
     allowed = resolved.entry.machine_profiles
     return not allowed or bool({machine_profile, machine_profile.removesuffix("-spot")}.intersection(allowed))
 
 
 def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
-    """Return the machine profiles that the model's entry allows and that are configured, their spot forms included, in
-    the order of the entry. If none is configured, return all that the entry allows.
+    """Return the configured machine profiles that the model's entry allows, and their spot variants, in the order of
+    the entry. If no machine profile is configured, return all that the entry allows.
     """
     allowed = resolved.entry.machine_profiles
     if not configured:

@@ -33,16 +33,14 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 0.5
 # shortest time in seconds between two steps: several models that get their first work together are placed in one step
 COLD_GAP_S = 0.02
-# seconds that a new gateway waits for the first heartbeat of a host; if none comes, it moves the models of the host
+# seconds that a new gateway waits for the first heartbeat of a host before it moves the models of the host
 UNHEARD_S = 15.0
 MAX_ASKED = 32  # largest number of subjects whose oldest message is read in one step
 _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts in the table from which this gateway has received none yet, so that it does not move
-    their models at once.
-    """
+    """Build heartbeats for hosts that have sent none to this gateway yet, so that it does not move their models."""
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
@@ -55,9 +53,7 @@ def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Hea
 
 
 class Placer:
-    """Computes and stores the placement tables of all lanes that have workers or work. One task calls `run`; any task
-    may call `note`.
-    """
+    """Computes and stores the placement tables of all lanes that have workers or work. One task calls `run`."""
 
     def __init__(
         self,
@@ -70,8 +66,8 @@ class Placer:
         storage: str = "file",
         replicas: int = 1,
     ) -> None:
-        """Create the placer. `waiting(lane, models)` returns the waiting work of these models. `now_s` returns the
-        broker's time. `storage` and `replicas` are used if this gateway creates the bucket.
+        """`waiting(lane, models)` returns the waiting work of these models. `now_s` returns the broker's time.
+        `storage` and `replicas` are used if this gateway creates the bucket.
         """
         self._broker = broker
         self._adopt_after_s = adopt_after_s
@@ -81,7 +77,8 @@ class Placer:
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
-        self._held: list[Callable[[], None]] | None = None  # changes that are applied after the running step
+        # changes that are applied after the running step; None while no step runs
+        self._held: list[Callable[[], None]] | None = None
         self._planners: dict[Lane, Planner] = {}
         # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
         # tokens
@@ -98,9 +95,7 @@ class Placer:
         broker.on_reconnect(self._record.reconnected)
 
     async def start(self) -> None:
-        """Read all tables from the bucket and watch it for changes. The bucket is created if it does not exist. This
-        method may be called again. Raises BrokerError.
-        """
+        """Read all tables from the bucket (created if missing), and watch it. Can be repeated. Raises BrokerError."""
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
@@ -135,7 +130,6 @@ class Placer:
         return {lane: table for lane in lanes if (table := self.table(lane)) is not None}
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the planners of the lanes of a pool that no longer exists."""
         for by_lane in (self._planners, self._noted):
             for lane in [lane for lane in by_lane if lane.pool == pool]:
                 del by_lane[lane]
@@ -177,7 +171,7 @@ class Placer:
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""
-        self._held = []  # from now on, changes of stored tables are held back: the step reads the tables in a thread
+        self._held = []  # the step reads the stored tables in a thread, so changes wait until it has ended
         try:
             await self._refresh()
         finally:
@@ -186,9 +180,7 @@ class Placer:
                 take()
 
     async def _refresh(self) -> None:
-        """Update the tables of all lanes. An error of one lane, for example a missing stream, does not stop the update
-        of the others.
-        """
+        """Update the tables of all lanes. An error of one lane, such as a missing stream, does not stop the others."""
         live, silent, workers = self.fleet.lanes(), self.fleet.silent(), set(self.fleet.worker_names())
         if self._first_s is None:
             self._first_s = self.now_s()
@@ -199,9 +191,7 @@ class Placer:
         )
 
     async def _look_at(self, lane: Lane, live: list[Heartbeat], silent: list[Heartbeat], workers: set[str]) -> None:
-        """Update the table of one lane. `live`, `silent`: the last heartbeats of its healthy and of its overdue
-        workers.
-        """
+        """Update the table of one lane. `live`, `silent`: last heartbeats of its healthy and its overdue workers."""
         planner, stored = self._planner(lane), self._stored(topology.lane_key(lane))
         planner.note(self._noted.pop(lane, {}))
         if stored.table is not None and self.now_s() - (self._first_s or 0.0) < UNHEARD_S:
@@ -247,8 +237,8 @@ class Ages:
     """Waiting messages of each model, and the age of the oldest one. Counts are read from the shared backlog, ages from
     the oldest messages.
 
-    An age is read only if the subject had work in two consecutive steps. In each step, at most MAX_ASKED ages are read.
-    Subjects are read in the order of their last read, the oldest first.
+    An age is read only if the subject had work in two consecutive steps. In each step, at most MAX_ASKED ages are read:
+    those that were read longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
@@ -259,7 +249,7 @@ class Ages:
         self._names: dict[Lane, dict[str, str]] = {}
 
     async def waiting_of(self, lane: Lane, models: Collection[str]) -> Mapping[str, ModelBacklog]:
-        """Return the waiting work by model. Models without waiting work are left out. Raises BrokerError."""
+        """Return the waiting work by model. Models without waiting work are omitted. Raises BrokerError."""
         await self._backlog.fresh(lane.pool, EVERY_S / 2)
         prefix = topology.lane_filter(lane).removesuffix(">")
         stored = {
@@ -294,13 +284,12 @@ class Ages:
         return {model: ModelBacklog(count, oldest_s[model]) for model, count in counts.items()}
 
     def drop_pool(self, pool: str) -> None:
-        """Remove the names of models in the lanes of a pool that no longer exists."""
         for lane in [lane for lane in self._names if lane.pool == pool]:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """Return the model for each last token of a subject. A token cannot be decoded to a model's name, so the tokens
-        of `models` are computed and compared.
+        """Return the model for each last token of a subject. A token cannot be decoded, so the tokens of `models` are
+        computed and compared.
         """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):

@@ -25,8 +25,8 @@ from sie_contracts.wire.placement import USED, Replicas, replicas
 from sie_contracts.wire.records import Placement
 from sie_gateway.fleet.lanes import mean_rate
 
-# seconds after which the table of a lane with work is written again with a new time `at_s`: sidecars take an old table
-# as a sign that no gateway is alive
+# seconds after which the table of a lane with work is written again with a new time `at_s`: for sidecars, an old table
+# means that no gateway is alive
 REFRESH_S = 5.0
 MIN_SPAN_S = 5.0  # shortest time in seconds over which waiting work is spread: a burst must not count as a high rate
 FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
@@ -42,9 +42,7 @@ SLICE_PAUSE_S = 0.0001
 
 @dataclass(frozen=True)
 class ModelBacklog:
-    """Work of one model in the stream: number of messages, delivered ones included, and the age of the oldest in
-    seconds.
-    """
+    """Work of one model in the stream: number of messages, delivered ones too, and age of the oldest in seconds."""
 
     count: int
     oldest_s: float = 0.0
@@ -57,9 +55,8 @@ _NOTHING = ModelBacklog(0)
 class _PlannedWorker:
     """State of a worker by its last heartbeat.
 
-    `statuses`: model, state and error of each of its statuses. `taking`: float64 of shape (2, models). The first row
-    has the index of each model in the layout, the second row the tokens per second that the worker accepts for the
-    model.
+    `statuses`: model, state and error of each of its statuses. `taking`: float64 [2, models]: the index of each model
+    in the layout, and the tokens per second that the worker accepts for the model.
     """
 
     beat: Heartbeat
@@ -89,7 +86,7 @@ class Planner:
     """
 
     def __init__(self, adopt_after_s: float, pause: Callable[[], None] = lambda: None) -> None:
-        """Create the planner. `pause` is called between parts of a long `step`."""
+        """`pause` is called between parts of a long `step`."""
         self._adopt_after_s = adopt_after_s
         self._pause = pause
         self._layout = Layout(pause)
@@ -130,11 +127,11 @@ class Planner:
         backlog: Mapping[str, ModelBacklog],
         now_s: float,
     ) -> Placement | None:
-        """Return the table to write, None if the present table need not change. `now_s`: the broker's time.
+        """Return the table to write; None if the present table need not change. `now_s`: the broker's time.
 
         `beats`: heartbeats of the live workers. `silent`: last heartbeats of workers whose heartbeats are overdue.
         These workers stay hosts while no work of their models waits longer than `adopt_after_s`: the broker may have
-        lost only heartbeats, and to move models without need costs more than to wait.
+        lost only heartbeats, and an unnecessary move of models costs more than this wait.
         """
         if silent:
             beats = [*beats, *self._served(silent, table, backlog)]
@@ -179,7 +176,7 @@ class Planner:
 
     def _remember(self, table: Placement | None, backlog: Mapping[str, ModelBacklog], now_s: float) -> None:
         if table is not None and table is not self._table:
-            # another gateway placed the model, or this one before its restart: treat it as used now
+            # another gateway placed the model, or this one before its restart: it counts as used now
             for model in table.hosts:
                 if model not in self._wanted_s:
                     self._touch(model, now_s)
@@ -245,9 +242,7 @@ class Planner:
         self._workers[beat.worker] = _PlannedWorker(beat, statuses_read, taking, beat.rate, sum(rates), load_s)
 
     def _forget_unused(self, now_s: float) -> None:
-        """Drop models that no worker has and that were unused for FORGET_S. Above MAX_MODELS, drop the longest unused
-        models too.
-        """
+        """Drop models that no worker has and that were unused for FORGET_S; above MAX_MODELS, the longest unused."""
         for _ in range(len(self._wanted_s)):
             model, wanted_s = next(iter(self._wanted_s.items()))
             if now_s - wanted_s <= FORGET_S and len(self._wanted_s) <= MAX_MODELS:
@@ -287,9 +282,7 @@ class Planner:
         self._table = table
 
     def _replicas(self, model: str, table: Placement | None) -> Replicas | None:
-        """Return the number of hosts of a model: the number in this gateway's memory, unless another gateway has raised
-        or lowered it since.
-        """
+        """Return the number of hosts of a model, from memory unless another gateway has changed it since."""
         ours = self._scales.get(model)
         if table is None or model not in table.hosts:
             return ours
@@ -318,8 +311,8 @@ class Planner:
     # ---- number of hosts
 
     def _note_residency(self, now_s: float) -> None:
-        """Update two times: since when all hosts of a model have it loaded, and since when one more worker could load
-        it. Without a free worker, one more host would only delay other loads.
+        """Update the times since which all hosts of a model have it loaded, and one more worker could load it.
+        Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -358,16 +351,16 @@ class Planner:
         return max(since_s, self._spare_s)
 
     def _scale(self, backlog: Mapping[str, ModelBacklog], now_s: float) -> NDArray[np.float64]:
-        """Set the number of hosts of each model by its demand. Return an array of shape (size,) with the number of
-        workers that the demand for each model keeps busy.
+        """Set the number of hosts of each model by its demand. Return an array [size]: the number of workers that the
+        demand for each model keeps busy.
         """
         layout, workers = self._layout, self._workers.values()
         self._grow()
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
         models, rates = np.concatenate([worker.taking for worker in workers], axis=1)
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
-        # Work is served in the order of arrival.
-        # So all waiting messages arrived after the oldest one did, also while none of them can run yet.
+        # All waiting messages arrived since the oldest one, because work is served in the order of arrival. This is
+        # also a rate for models whose work cannot run yet.
         late: set[str] = set()
         for model, entry in backlog.items():
             arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)
@@ -425,16 +418,14 @@ def model_of(status: ModelStatus) -> str:
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
-    """Sort statuses so that loaded ones are last. If a model has several statuses, the last one is used."""
+    """Sort statuses, loaded ones last, so that a dict of them by model has the loaded status of a model."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))
 
 
 def holdings(of_model: Mapping[str, ModelStatus]) -> Holdings:
-    """Return the models of a worker from its statuses: models that are loaded, models that it loads, and models that
-    did not fit into its memory (refused).
-    """
+    """Return the models of a worker from its statuses: loaded, being loaded, and refused for lack of memory."""
     loaded, loading, refused = set(), set(), set()
     for model, status in of_model.items():
         if status.state == "loaded":

@@ -51,9 +51,7 @@ class PoolReconciler:
         metrics: Metrics,
         on_gone: Callable[[str], None],
     ) -> None:
-        """`on_gone` is called with the name of each reservation that has ended, before this gateway forgets the stream
-        of the reservation.
-        """
+        """`on_gone` is called with the name of each ended reservation, before its stream is forgotten."""
         self._settings = settings
         self._broker = broker
         self._pools = pools
@@ -111,14 +109,12 @@ class PoolReconciler:
         """End reservations, assign workers and remove streams, if this gateway is the leader. Raises BrokerError."""
         if await self._leads():
             await self._expire()
-            # workers must leave a stream before the stream is deleted, so this call is before the removal
+            # before `_remove`, because workers must leave a stream before it is deleted
             await self._assign()
             await self._remove()
 
     async def _leads(self) -> bool:
-        """Return whether this gateway is the leader. It requests the lease only if there are reservations. Raises
-        BrokerError.
-        """
+        """Return whether this gateway is the leader. Without reservations, it does not try. Raises BrokerError."""
         record = self._record
         if not (record.reservations.pools or record.reservations.ended or record.assigned.workers):
             return False
@@ -129,9 +125,7 @@ class PoolReconciler:
         return self._is_leader
 
     async def _expire(self) -> None:
-        """End the reservations whose lease has ended. The possible error of the clock is subtracted, so no lease ends
-        too early.
-        """
+        """End reservations whose lease has ended, with the clock's error subtracted, so that none ends too early."""
         over_s = self._clock.now_s() - self._clock.margin_s  # minus infinity while the broker's time is unknown
         for name in [
             name for name, reservation in self._record.reservations.pools.items() if over_s >= reservation.expires_s
@@ -144,7 +138,7 @@ class PoolReconciler:
                 _logger.info("the lease of reservation %s has ended", name)
 
     async def _remove(self) -> None:
-        """Remove the streams and placement tables of ended reservations. After that, their names may be used again."""
+        """Remove the streams and placement tables of ended reservations, so that their names can be used again."""
         await independently(functools.partial(self._remove_one, name) for name in list(self._record.reservations.ended))
 
     async def _remove_one(self, name: str) -> None:
@@ -171,7 +165,7 @@ class PoolReconciler:
             ):
                 self._count("assigned" if worker in assigned else "released")
                 _logger.info("worker %s serves %s", worker, assigned.get(worker, "its own pool again"))
-                # the message is only a hint: the worker reads its assignment every few seconds
+                # the message may be lost: the worker reads its assignment every few seconds
                 await self._broker.send(topology.assigned_subject(worker), b"")
         active = frozenset(name for name, reservation in live.items() if self._pools.is_active(reservation))
         self._count("active", len(active - self._active))

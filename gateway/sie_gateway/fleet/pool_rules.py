@@ -1,7 +1,7 @@
 """Pure functions that change the record of all reservations, and that build the Pool objects of the API.
 
-A change has the record of all reservations as an argument and returns the next record, so that compare-and-set can
-repeat it. Times are seconds of the broker's clock.
+A change takes the record of all reservations and returns the next one, so that compare-and-set can repeat it. Times are
+seconds of the broker's clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sie_gateway.admission.grant import Grant
 
 MAX_RESERVATIONS = 64
 MAX_RESERVATIONS_OF_A_KEY = 16
-HELD_BACK = "it would take the last worker of a bundle that serves everybody, for which the scope admin is needed"
+HELD_BACK = "it would take the last worker of a bundle from all other clients, which requires the scope admin"
 TOO_FEW = "not as many workers are free as it asks for"
 HIDDEN = "reserved"  # text in place of the name of a reservation that the reader may not see
 ON_THEIR_WAY = "its workers do not serve it yet"
@@ -35,7 +35,7 @@ def not_found(name: str) -> PoolNotFound:
 
 
 def exists(name: str, pool: api.Pool) -> PoolConflict:
-    """Return the error for a new reservation whose name a pool of the installation has. `pool`: its Pool object."""
+    """Return the error for a new reservation with the name of a pool of the installation. `pool`: its Pool object."""
     return PoolConflict(
         f"name: a pool {shown(name)!r} exists and is no reservation",
         param="name",
@@ -44,9 +44,7 @@ def exists(name: str, pool: api.Pool) -> PoolConflict:
 
 
 def exists_elsewhere(name: str) -> PoolConflict:
-    """Return the error for a new reservation whose name a reservation of another key has. The error reveals nothing
-    else of that reservation.
-    """
+    """Return the error for a new reservation whose name another key's reservation has. It reveals nothing else."""
     return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
 
 
@@ -79,31 +77,25 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
 
 
 def renewed(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """Return the record in which the lease of a reservation is renewed. Raises PoolNotFound, also for a reservation of
-    another key.
-    """
+    """Return the record with a renewed lease. Raises PoolNotFound, also for a reservation of another key."""
     present = live(record, name, grant, now_s)
     return _with(record, msgspec.structs.replace(present, renewed_s=max(now_s, present.renewed_s)))
 
 
 def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Reservations:
-    """Return the record in which a reservation has ended. Raises PoolNotFound, also for a reservation of another
-    key.
-    """
+    """Return the record after the end of a reservation. Raises PoolNotFound, also if it belongs to another key."""
     live(record, name, grant, now_s)
     return without(record, name, now_s)
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record in which a reservation has ended if its lease had ended at `over_s`; else the same record."""
+    """Return the record. If the lease of the reservation had ended at `over_s`, remove the reservation from it."""
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
-    """Return the record without a reservation. `ended_s`: time of its end, if its stream must still be removed; None if
-    its stream is removed.
-    """
+    """Return the record without a reservation. `ended_s`: time of its end while its stream still exists, or None."""
     pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
 
@@ -135,9 +127,7 @@ def own_pool(name: str, workers: Sequence[Heartbeat]) -> api.Pool:
 
 
 def reserved_pool(reservation: Reservation, workers: Sequence[Heartbeat], pending_reason: str) -> api.Pool:
-    """Return the Pool object of a reservation. `pending_reason`: the reason why it is not active; empty if it is
-    active.
-    """
+    """Return the Pool object of a reservation. `pending_reason`: why it is not active; empty if it is active."""
     spec = api.PoolSpec(
         name=reservation.spec.name,
         bundle=reservation.spec.bundle or None,

@@ -73,9 +73,7 @@ class PoolRecord(Collection[str]):
         return self._record.is_stale
 
     async def follow(self) -> None:
-        """Read the bucket and watch it for changes. It is created if it does not exist. This method may be called
-        again. Raises BrokerError.
-        """
+        """Read the bucket, created if necessary, and watch it. May be called again. Raises BrokerError."""
         await self._record.follow()
         self._is_read = True
         self.woken.set()
@@ -188,7 +186,7 @@ class PoolRecord(Collection[str]):
 
 
 class PoolDirectory:
-    """Operations of clients on pools, and the pools that they see. Any task may call it."""
+    """Operations of clients on pools, and the pools that they see."""
 
     def __init__(
         self, record: PoolRecord, fleet: Fleet, queue: WorkQueue, clock: BrokerClock, metrics: Metrics
@@ -205,8 +203,8 @@ class PoolDirectory:
         """Create a reservation and its stream. If the owner has a reservation of this name already, it gets this spec
         and a new lease.
 
-        Raises PoolConflict if a pool that is no reservation has the name, or a reservation of another key;
-        PoolOperationForbidden over a limit, QueueUnavailable, BrokerError.
+        Raises PoolConflict if another pool, or a reservation of another key, has the name; PoolOperationForbidden over
+        a limit, QueueUnavailable, BrokerError.
         """
         name = spec.name
         if name in self.record.own or name in self._physical():
@@ -234,17 +232,13 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation whose stream could not be created. If the removal fails, the reservation ends with its
-        lease.
-        """
+        """Remove a reservation without a stream. If that fails, the reservation ends with its lease."""
         ended_s = self._clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
 
     async def renew(self, name: str, grant: Grant) -> Reservation | None:
-        """Renew the lease of a reservation. Returns None for a pool that has no lease. Raises PoolNotFound,
-        BrokerError.
-        """
+        """Renew a lease. Returns None for a pool without a lease. Raises PoolNotFound, BrokerError."""
         if name in self.record.own:
             return None
         record = await self.record.change(lambda record: pool_rules.renewed(record, name, grant, self._clock.now_s()))
@@ -252,9 +246,7 @@ class PoolDirectory:
         return record.pools[name]
 
     async def delete(self, name: str, grant: Grant) -> None:
-        """End a reservation. Raises PoolNotFound, BrokerError, PoolOperationForbidden for a pool that is no
-        reservation.
-        """
+        """End a reservation. Raises PoolNotFound, BrokerError, and PoolOperationForbidden if it is no reservation."""
         if name in self.record.own:
             raise PoolOperationForbidden(f"the pool {pool_rules.shown(name)!r} is no reservation and cannot be deleted")
         await self.record.change(lambda record: pool_rules.deleted(record, name, grant, self._clock.now_s()))
@@ -265,9 +257,7 @@ class PoolDirectory:
     # ---- views of pools
 
     def assigned(self, worker: str) -> tuple[str, ...]:
-        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound, and NotReady before the record
-        was read.
-        """
+        """Return the pools that a worker must serve. Raises InvalidInput, PoolNotFound; NotReady without a record."""
         self.record.require_read()
         return assignments.assigned(worker, [beat for beat, _ in self._fleet.workers()], self.record.workers())
 
@@ -276,7 +266,6 @@ class PoolDirectory:
         return [model for pool in pools if (spec := self.record.spec(pool)) is not None for model in spec.pinned_models]
 
     def serving(self, name: str) -> list[Heartbeat]:
-        """Return the healthy workers that serve a pool."""
         reserved = self.record.workers()
         own = name in self.record.own
         return [
@@ -290,8 +279,8 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that checks whether a credential may read the name of a pool. It may read the names of the
-        installation's pools and of its own reservations.
+        """Return a function that checks whether a credential may read the name of a pool: of the installation's pools,
+        and of its own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
@@ -300,9 +289,7 @@ class PoolDirectory:
         return own.__contains__
 
     def pool(self, name: str, grant: Grant) -> api.Pool:
-        """Return the Pool object of the pool with this name. Raises PoolNotFound, also for a reservation of another
-        key.
-        """
+        """Return the Pool object with this name. Raises PoolNotFound, also for a reservation of another key."""
         present = self.record.reservation(name)
         if present is not None:
             if not grant.owns(present.owner):
@@ -318,9 +305,7 @@ class PoolDirectory:
         return pool_rules.reserved_pool(reservation, workers, self.pending_reason(name))
 
     def pending_reason(self, name: str) -> str:
-        """Return the reason why a reservation is not active. It is empty if the reservation is active, and for every
-        other pool.
-        """
+        """Return why a reservation is not active; empty if it is active, and for every other pool."""
         reservation = self.record.reservation(name)
         if reservation is None or self.is_active(reservation):
             return ""
@@ -346,9 +331,7 @@ class PoolDirectory:
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """Return the Pool objects that a credential may see: first pools that are no reservation, then its
-        reservations, both in the order of names.
-        """
+        """Return the Pool objects that a credential may see: pools, then its reservations, each in order of names."""
         live = self.record.live()
         own = (self.record.own | self._physical()) - live.keys()
         reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))
@@ -370,7 +353,7 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            if self._is_held_back(reservation):  # with one more worker, the reservation would be complete
+            if self._is_held_back(reservation):  # the reservation would be complete with one more worker
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts
 

@@ -5,8 +5,8 @@ its unload.
              └──► its first host, as soon as the table names one ──► messages.Residency, again until heartbeats show it
     unload ──► messages.Residency, once, to each worker that has the model
 
-A wish is stored in the memory of one gateway. It ends when a worker of the lane has loaded the model, loads it, or
-could not load it, or after LIFE_S. The worker decides when it unloads a model: it completes the work in flight first.
+A wish (a requested load) is in the memory of one gateway. It ends when a worker of the lane has loaded the model, loads
+it, or could not load it, or after LIFE_S. A worker that must unload a model completes its work in flight first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 EVERY_S = 0.5
 AGAIN_S = 2.0  # seconds before a message is sent again: the message may be lost, or the worker's catalogue may be old
-LIFE_S = 600.0  # lifetime of a wish in seconds: to start a worker and its machine takes minutes
+LIFE_S = 600.0  # lifetime of a wish in seconds: it takes minutes to start a machine and a worker
 SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")
 _HERE = ("loading", "loaded", "unloading")
 _logger = logging.getLogger("sie.gateway.residency")
@@ -91,12 +91,10 @@ class Residencies:
         self._wake = Event()
 
     async def load(self, lane: Lane, resolved: Resolved) -> Placed:
-        """Request that a worker of the lane loads this model. The worker may have to be started first. Raises
-        QueueUnavailable.
-        """
+        """Request that a worker of the lane loads this model; it may have to be started. Raises QueueUnavailable."""
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            for beat in having:  # a worker may be about to unload the model, so each of them gets the message
+            for beat in having:  # each of them gets the message, because a worker may be about to unload the model
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
         self._wishes[lane, resolved.residency] = _Wish(resolved.entry.id, self._clock() + LIFE_S)
@@ -115,9 +113,7 @@ class Residencies:
         return workers_of_lane
 
     async def unload(self, resolved: Resolved, where: Where) -> list[Placed]:
-        """Request that the workers selected by `where` unload this model when it has no work. Raises
-        QueueUnavailable.
-        """
+        """Request that the workers in `where` unload this model when it has no work. Raises QueueUnavailable."""
         for lane, residency in list(self._wishes):
             if residency == resolved.residency and where.means(lane.pool, lane.machine_profile):
                 del self._wishes[lane, residency]
@@ -141,12 +137,10 @@ class Residencies:
         await self._bus.send(topology.residency_subject(beat.worker), data)
 
     def drop_pool(self, pool: str) -> None:
-        """Drop the wishes for a pool that no longer exists."""
         for key in [key for key in self._wishes if key[0].pool == pool]:
             del self._wishes[key]
 
     async def run(self, stop: Stop) -> None:
-        """Send the messages for the wishes until `stop`."""
         trouble = Trouble(_logger, "loads that operators requested could not be sent to workers")
         while not await stop.wait_woken(self._wake, EVERY_S if self._wishes else None):
             try:
@@ -158,9 +152,7 @@ class Residencies:
                 trouble.met(error)
 
     async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
-        """Execute the next step of a wish, which is a requested load. Return whether the wish has ended. Raises
-        BrokerError.
-        """
+        """Do the next step of a wish (a requested load). Return whether it has ended. Raises BrokerError."""
         now_s, workers = self._clock(), self._fleet.of_lane(lane)
         states = {status.state for beat in workers if (status := _status(beat, residency)) is not None}
         since_s = None if wish.sent_s is None else now_s - wish.sent_s

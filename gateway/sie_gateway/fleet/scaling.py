@@ -1,5 +1,5 @@
-"""Number of workers that a lane (pool, machine profile and bundle) needs, and the answer for an autoscaler. The number
-is a pure function of facts that are equal for all gateways.
+"""Number of workers that a lane (pool, machine profile and bundle) needs, and the reply to an autoscaler. The number is
+a pure function of facts that are equal for all gateways.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.streams.backlog import Backlog
 from sie_runtime.feed import CatalogueFeed
 
-USED = 0.7  # planned share of a worker's rate: the remaining share absorbs bursts
+USED = 0.7  # planned share of a worker's rate; the remaining share is for bursts
 DRAIN_S = 30.0  # seconds in which a backlog must be finished
 
 
@@ -69,13 +69,12 @@ class Scaling:
         self._peers = peers
         self._demand = demand
         self._pools = pools
-        self.further: list[
-            Callable[[Lane], int]
-        ] = []  # functions that return the workers that a lane needs for other work, such as jobs with deadlines
+        # functions that return the workers that a lane needs for other work, such as jobs with deadlines
+        self.further: list[Callable[[Lane], int]] = []
 
     def find(self, name: str, grant: Grant | None = None) -> Lane:
-        """Return the lane of a name, `pool.machine_profile.bundle`. The lane must be able to get work, and the
-        credential must be allowed to see the lane. Raises NotFound.
+        """Return the lane `pool.machine_profile.bundle`. The lane must be able to get work, and the credential must be
+        allowed to see it. Raises NotFound.
         """
         beats = [beat for beat, _ in self._fleet.workers()]
         profiles = {
@@ -94,9 +93,7 @@ class Scaling:
         raise NotFound(f"no lane named {name[:200]!r}: expected pool.machine_profile.bundle")
 
     async def answer(self, name: str, grant: Grant | None = None) -> LaneFigures:
-        """Return the backlog, the rates and the needed number of workers of the lane with this name. Raises NotFound,
-        QueueUnavailable.
-        """
+        """Return backlog, rates and needed workers of the lane with this name. Raises NotFound, QueueUnavailable."""
         lane = self.find(name, grant)
         try:
             await self._backlog.fresh(lane.pool, 0.0)
@@ -116,7 +113,7 @@ class Scaling:
         }
         reserved = sum(requested[lane_key] for lane_key in mine)
         traffic = {priority: self._peers.traffic(lane, priority) for priority in PRIORITIES}
-        # if no gateway has sent work lately, the mean size of the waiting messages is unknown: assume the usual size
+        # the mean size of waiting messages is unknown if no gateway has sent work lately: assume the usual size
         cost = sum(
             count * (mean_cost(traffic[priority]) or self._settings.chunk_cost) for priority, count in counts.items()
         )

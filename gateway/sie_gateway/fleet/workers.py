@@ -3,7 +3,7 @@
     SIE_GATEWAY_WORKERS ───────────────────────┐
     SIE_GATEWAY_KUBERNETES ──► EndpointSlices ─┴──► URLs ──► ws://worker/ws/status ──► the last frame of each
 
-With SIE_GATEWAY_HEALTH_MODE=ws every websocket is always open, else only while a client views the worker.
+With SIE_GATEWAY_HEALTH_MODE=ws every websocket is always open, otherwise only while a client views the worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPEN_S = 2.0
 MAX_FRAME_BYTES = 8 << 20
 WATCH_S = 60  # seconds for which the API server keeps a watch open
 MIN_PAUSE_S = 1.0  # shortest time between two lists of endpoints, in seconds
-# no proxy: workers are reached directly. The package websockets has this parameter since version 15
+# workers are reached directly, without a proxy; the package websockets has this parameter since version 15
 _DIRECT: dict[str, Any] = {} if version.startswith("14.") else {"proxy": None}
 API = "https://kubernetes.default.svc"
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # folder with the credentials of a pod
@@ -71,13 +71,11 @@ _status = msgspec.json.Decoder(WorkerFrame)
 
 class _Connect(connect):
     def process_redirect(self, exc: Exception) -> Exception | str:
-        return exc  # do not follow a redirect: another server must not receive the token
+        return exc  # no redirect is followed: another server must not receive the token
 
 
 class WorkerSocket:
-    """Status websocket of one worker. `frame`: its last frame; None while it is not connected, or if it sent no frame
-    for `stale_s`.
-    """
+    """Status websocket of one worker. `frame`: its last frame; None after `stale_s` without a frame or connection."""
 
     def __init__(
         self, url: str, token: Secret | None, stale_s: float, clock: Callable[[], float] = time.monotonic
@@ -144,18 +142,14 @@ class WorkerSocket:
 
 
 def _socket_url(url: str) -> str:
-    """Return the address of a worker's status websocket. `url`: the URL of the worker, such as
-    `http://host:port/prefix`.
-    """
+    """Return the address of the status websocket of a worker at `url`, such as `http://host:port/prefix`."""
     pieces = urlsplit(url if "//" in url else f"//{url}")
     scheme = "wss" if pieces.scheme in ("https", "wss") else "ws"
     return urlunsplit((scheme, pieces.netloc.rpartition("@")[2], f"{pieces.path.rstrip('/')}/ws/status", "", ""))
 
 
 class WorkerSockets:
-    """All status websockets of one gateway. Raises SettingError if workers are to be read from Kubernetes, but the
-    gateway does not run in a pod.
-    """
+    """Status websockets of a gateway. Raises SettingError if it reads workers from Kubernetes outside of a pod."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -247,8 +241,7 @@ _slices = msgspec.json.Decoder(_SliceList)
 
 
 class Endpoints:
-    """Pods of a service, from the API server's EndpointSlices (discovery.k8s.io/v1). Pods that are not ready are
-    included.
+    """Pods of a service, ready or not, from the API server's EndpointSlices (discovery.k8s.io/v1).
 
     The pod's service account needs `list` and `watch` on endpointslices. Raises SettingError without a service account.
     """
@@ -264,9 +257,7 @@ class Endpoints:
             )
 
     async def run(self, on_found: Callable[[tuple[str, ...]], None]) -> None:
-        """List the endpoints, and list them again after each change, until cancelled. If the API server does not
-        answer, the last list stays.
-        """
+        """List the endpoints at the start and after each change, until cancelled. Errors keep the last list."""
         trouble = Trouble(_logger, f"cannot read the endpoints of {self._namespace}/{self._service}")
         verify = (
             ssl.create_default_context(cafile=str(self._account / "ca.crt"))
@@ -293,16 +284,14 @@ class Endpoints:
         return {"labelSelector": f"kubernetes.io/service-name={self._service}"}
 
     def _headers(self) -> dict[str, str]:
-        # read the token each time, because the kubelet renews it
+        # the token is read each time, because the kubelet renews it
         return {
             "Authorization": f"Bearer {(self._account / 'token').read_text().strip()}",
             "Accept": "application/json",
         }
 
     async def _list(self, client: httpx.AsyncClient) -> tuple[tuple[str, ...], str]:
-        """Return the URLs of the workers, and the resource version of the list. Raises httpx.HTTPError,
-        msgspec.DecodeError, OSError.
-        """
+        """Return the workers' URLs, and the list's version. Raises httpx.HTTPError, msgspec.DecodeError, OSError."""
         answer = await client.get(self._path, params=self._selected, headers=self._headers())
         answer.raise_for_status()
         slices = _slices.decode(answer.content)

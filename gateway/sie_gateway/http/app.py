@@ -1,6 +1,6 @@
 """ASGI application of the gateway. `Edge` answers probes at once. For every other call, it checks the credential,
-refuses it if the process is about to end, dispatches it by `routes.TABLE`, and writes errors and metrics. The CORS
-middleware before it answers preflight requests. FastAPI serves only the OpenAPI document and its page.
+refuses the call if the process is about to end, dispatches it by `routes.TABLE`, and writes errors and metrics. The
+CORS middleware in front of it answers preflight requests. FastAPI serves only the OpenAPI document and its page.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 _logger = logging.getLogger("sie.gateway")
-CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client disconnected before its answer was sent
+CLIENT_GONE = 499  # status in metrics and logs only, as in nginx: the client disconnected before its reply was sent
 CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-CORS_AGE_S = 600  # seconds for which a browser caches the answer to a preflight request
+CORS_AGE_S = 600  # seconds for which a browser caches the reply to a preflight request
 MAX_VERSIONS = 1024
 _SDK = sdk_versions.HEADER
-# endpoints with these first words reply with vectors, which compression hardly makes smaller
+# first words of endpoints whose replies are vectors, which compression hardly makes smaller
 _VECTORS = ("encode", "embed")
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 # formats of errors for paths without a route, by the prefix of the path
@@ -92,13 +92,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _with_cors(app: App, origins: Sequence[str]) -> App:
-    """Wrap `app` so that browsers let pages of these origins read its answers (https://fetch.spec.whatwg.org).
-
+    """Wrap `app` so that browsers let pages of these origins read its replies (https://fetch.spec.whatwg.org).
     Credentials of the browser are not allowed: a page sends its key in a header, and the gateway sets no cookies.
     """
     if not origins:
         return app
-    # a page may send every header, and may read every header of an answer
+    # a page may send every header, and may read every header of a reply
     return cast(
         App,
         CORSMiddleware(
@@ -113,8 +112,8 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
-    """Return the answer to an OPTIONS request, with the methods of the path; None for every other request. The table of
-    routes has no OPTIONS, so the gate raises status 405 for each such request of a caller with access: `error`.
+    """Return the reply to an OPTIONS request, with the methods of the path; None for every other request. The table of
+    routes has no OPTIONS, so the gate raises status 405 for each OPTIONS request of a caller with access: `error`.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -170,9 +169,7 @@ class ClientVersions:
         self._met: set[str] = set()
 
     def met(self, version: str) -> None:
-        """Log the version of a client at its first request. Of `1.2.3`, only `1.2` is read, so no other text from the
-        client reaches the log.
-        """
+        """Log a client's version once: only `1.2` of `1.2.3`, so that no other text of the client is in the log."""
         match = _MINOR.match(version)
         if match is not None and match[0] not in self._met and len(self._met) < MAX_VERSIONS:
             self._met.add(match[0])
@@ -183,7 +180,7 @@ class Edge:
     """ASGI application that authorises every call, dispatches it, and counts it.
 
     It answers the routes without FastAPI, whose layers around a route took half of the gateway's time for a request.
-    FastAPI answers the paths that have no handler: the OpenAPI document and its page.
+    FastAPI answers the paths without a handler: the OpenAPI document and its page.
     """
 
     def __init__(
@@ -249,7 +246,7 @@ class Edge:
         route: GatewayRoute | None = None
         try:
             match = TABLE.match(path)
-            # if the path lacks this method, another route of the path gives the metric label and the shape of errors
+            # without a route for this method, another route of the path gives the metric label and the format of errors
             route = match.route(method) or match.route("GET") or next(iter(match.methods.values()), None)
             if route is not None and not is_socket:
                 call.shape = route.shape
@@ -267,7 +264,7 @@ class Edge:
             else:
                 assert route is not None, "a path without a route is not let in"
                 await self._dispatch(call, route, {**scope, "path_params": match.parameters}, receive, tagged)
-        except (ClientGone, ClientDisconnect):  # the client left while it sent its body, so no one would read an answer
+        except (ClientGone, ClientDisconnect):  # the client left while it sent its body, so it would not read a reply
             status = CLIENT_GONE
         # the outermost handler; if `status` is set, FastAPI has answered the error and then raised it again
         except Exception as error:
@@ -287,8 +284,7 @@ class Edge:
             status = status if is_whole else InternalFailure.status
             raise
         finally:
-            # no refund after status 499 or 504, because the work may have run; if the charge is settled, a refund does
-            # nothing
+            # no refund after status 499 or 504, because the work may have run; after `settle`, a refund does nothing
             if call.charge is not None and status not in (CLIENT_GONE, GatewayTimeout.status):
                 call.charge.refund()
             self._count(route, call, status, None if is_socket else time.perf_counter() - received_s)
@@ -310,8 +306,7 @@ class Edge:
             plain = decoded(scope["method"], call.headers, plain)
         receive = bounded(plain, limit=route.body_bytes, within_s=route.body_s)
         if route.handler is None:
-            # FastAPI has no HEAD route for its page, so it gets a GET; the HTTP server leaves the body out of the
-            # answer
+            # FastAPI has no HEAD route for its page, so it gets a GET; the HTTP server omits the body of the reply
             await self._app({**scope, "method": route.method}, receive, documented(send))
             return
         response = await route.handler(self._gateway, Request(scope, receive))

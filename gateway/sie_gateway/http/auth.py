@@ -28,7 +28,7 @@ from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})
 POLICY_VIOLATION = 1008  # close code of a websocket (RFC 6455)
-GUARDED = frozenset({"config", "admin"})  # scopes that require a token also in auth mode none
+GUARDED = frozenset({"config", "admin"})  # scopes that require a token even in auth mode none
 
 
 def require_tokens(settings: Settings) -> None:
@@ -37,8 +37,8 @@ def require_tokens(settings: Settings) -> None:
         raise SettingError("SIE_AUTH_MODE", "static needs SIE_AUTH_TOKEN or SIE_AUTH_TOKENS")
 
 
-# Routes of other servers that this gateway does not have, such as text generation.
-# The value is the route to use instead.
+# routes of other servers that this gateway does not have, such as text generation; the value is the route to use
+# instead
 _ELSEWHERE = (
     (
         re.compile(r"/v1/(chat/completions|completions|responses|generate|estimate|recommend)(/|$)"),
@@ -62,13 +62,11 @@ _ELSEWHERE = (
 
 
 class Gate:
-    """Check of the credentials of a call. Every comparison takes constant time, and all static tokens are compared even
-    after a match.
-    """
+    """Check of the credentials of a call, in constant time: all static tokens are compared, even after a match."""
 
     def __init__(self, settings: Settings, keys: Keys | None = None, host: str = "") -> None:
-        """Create the gate. Auth mode token requires `keys`; in every other mode, `keys` must be None. `host`: the
-        address on which the gateway listens. Raises SettingError.
+        """Auth mode token requires `keys`; in every other mode, `keys` must be None. `host`: the address on which the
+        gateway listens. Raises SettingError.
         """
         require_tokens(settings)
         if (settings.auth_mode == "token") != (keys is not None):
@@ -123,8 +121,8 @@ class Gate:
         return grant
 
     def of_key(self, key: str) -> Grant | None:
-        """Return the current grant of the credential with this key, for work that runs after its call has ended. Return
-        None if the credential is no longer valid. Raises NotReady until the keys are read.
+        """Return the current grant of the credential with this key, for work that runs after its call has ended; None
+        if the credential is no longer valid. Raises NotReady until the keys are read.
         """
         if not key and not self._guarded:
             return replace(ANYBODY, scopes=self._usable(frozenset()))
@@ -139,8 +137,8 @@ class Gate:
         return None if key_record is None or self._keys.ended(key_record) else _grant_of(key_record)
 
     def watched(self, path: str, authorization: str, send: Send) -> Send:
-        """Wrap `send` of a websocket so that the credential is checked again before each frame. If it is no longer
-        valid, the next frame is a close (1008).
+        """Wrap `send` of a websocket so that the credential is checked before each frame. If it is no longer valid, the
+        next frame is a close (1008).
         """
 
         async def checked(message: MutableMapping[str, Any]) -> None:
@@ -171,9 +169,7 @@ class Gate:
         )
 
     def _usable(self, scopes: frozenset[str]) -> frozenset[str]:
-        """Return the scopes whose routes accept a credential with `scopes`. In auth mode none, every scope that is not
-        guarded is included.
-        """
+        """Return the scopes whose routes accept a credential with `scopes`; in auth mode none, all except GUARDED."""
         lets = (scopes & frozenset(SCOPES)) | (frozenset() if self._guarded else frozenset(SCOPES) - GUARDED)
         return lets | {"pools"} if self._pools in lets else lets - {"pools"}
 
@@ -197,7 +193,7 @@ class Gate:
 
 
 def _grant_of(key: Key) -> Grant:
-    return Grant(key.id, frozenset(key.scopes), key.limits, key.id)
+    return Grant(key.id, frozenset(key.scopes), key.limits, key.id, key.caches)
 
 
 def _static(token: Secret, scopes: frozenset[str], name: str) -> Grant:

@@ -57,9 +57,7 @@ class Form:
         )
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. When the iteration has ended, the whole form has been read. Errors of `body` are
-        not caught.
-        """
+        """Yield the bytes of the file. The whole form is read at the end of the iteration. Raises errors of `body`."""
         async for chunk in body:
             for piece in self._read(chunk):
                 yield piece

@@ -15,9 +15,9 @@ from sie_runtime.http.routes import Content, Parameter, Route
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayRoute(Route):
-    """Route of a gateway. `handler` is called with the Gateway and a Request. A route without a handler is answered by
-    the FastAPI application of the API document. `shape` is the function that builds the body of an error, in the format
-    of the route's clients. `shapes` are further such functions, one of which the body of the request may select.
+    """Route of a gateway. `handler` is called with the Gateway and a Request. The FastAPI application of the API
+    document answers a route without a handler. `shape` is the function that builds the body of an error, in the format
+    of the route's clients. `shapes`: further functions of this type, which the body of a request may select.
     """
 
     head: bool = False  # true if the route answers HEAD as well
@@ -51,6 +51,12 @@ HEADERS = (
         "A failed input fills its slot with the error, or fails the request. Public SDKs of SIE get fail by default.",
     ),
     Parameter("X-SIE-Remote", "header", Literal["forbid"], "This server answers by itself; another value is refused."),
+    Parameter(
+        "X-SIE-Cache",
+        "header",
+        Literal["no-store", "only"],
+        "no-store: answers are neither taken from the cache nor cached. only: 404 if an answer is not cached.",
+    ),
     Parameter("X-Request-ID", "header", _ShortText, "Returned with the reply."),
 )
 PLACEHOLDERS = {
@@ -78,9 +84,7 @@ def control(
     body: Any = None,
     **more: Any,
 ) -> GatewayRoute:
-    """Build a route of the control API. `names` are the tag and the summary. A route for GET answers HEAD as well (RFC
-    9110, 9.1).
-    """
+    """Build a route of the control API. `names`: (tag, summary). A GET route also answers HEAD (RFC 9110, 9.1)."""
     return GatewayRoute(
         method=method,
         path=path,

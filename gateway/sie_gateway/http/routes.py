@@ -38,7 +38,7 @@ from sie_gateway.http.route_kinds import HEADERS, PLACEHOLDERS, GatewayRoute, co
 from sie_gateway.inference.call import ErrorShape, family
 from sie_gateway.inference.handler import Handler, InferenceRoute
 from sie_gateway.jobs import file_routes, job_routes
-from sie_gateway.operations import configs, dead_letter_routes, handlers, overview, pools, whoami
+from sie_gateway.operations import cache_routes, configs, dead_letter_routes, handlers, overview, pools, whoami
 from sie_gateway.operations import configs as config_forward
 from sie_gateway.operations import ollama as ollama_models
 from sie_gateway.operations.status import CLUSTER_PATH, WORKER_PATH
@@ -85,7 +85,7 @@ def _dialect(
     shape: ErrorShape,
     **more: Any,
 ) -> InferenceRoute:
-    """Build a route of another server's API. `names` is the tag and the summary."""
+    """Build a route of another server's API. `names`: (tag, summary)."""
     return InferenceRoute(
         method="GET" if body is None else "POST",
         path=path,
@@ -380,7 +380,7 @@ CATALOGUE = tuple(
 )
 
 
-# Routes to operate a gateway: probes, metrics, the API document, status
+# routes to operate a gateway: probes, metrics, the API document, status
 
 
 def _operated(path: str, summary: str, media: str, handler: Any = None, **more: Any) -> GatewayRoute:
@@ -461,6 +461,7 @@ ROUTES: tuple[GatewayRoute, ...] = (
     *CATALOGUE,
     *config_forward.CONFIG_FORWARD,
     *overview.OVERVIEW,
+    *cache_routes.CACHE,
     *dead_letter_routes.DEAD_LETTERS,
     *file_routes.FILES,
     *job_routes.JOBS,
@@ -471,7 +472,7 @@ TABLE = Table(ROUTES)
 
 
 def inference_route(path: str) -> InferenceRoute | None:
-    """Return the inference route that answers POST of this path, or None if the path runs no inference."""
+    """Return the inference route that answers POST of this path; None if the path runs no inference."""
     route = TABLE.match(path).route("POST")
     return route if isinstance(route, InferenceRoute) else None
 
@@ -485,5 +486,5 @@ def _errors(route: Route) -> openapi.Statuses:
 
 
 def openapi_document(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI document of a gateway. `about` is its head, for example title and version."""
+    """Return the OpenAPI document of a gateway. `about`: its head, for example title and version."""
     return openapi.document(ROUTES, PLACEHOLDERS, _errors, about=about)

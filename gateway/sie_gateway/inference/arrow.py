@@ -29,12 +29,10 @@ _TYPES = {"<f4": na.float32, "<f2": na.float16, "|i1": na.int8, "|u1": na.uint8,
 
 
 class ArrowRows:
-    """Arrow stream of one reply, in pieces. Each iteration builds the stream again, so the stream can be read more than
-    once.
-    """
+    """Arrow stream of one reply, in pieces. Each iteration builds it again, so it can be read more than once."""
 
     def __init__(self, items: Sequence[RequestItem], outcomes: Sequence[Placed], run: RunOptions) -> None:
-        """Create the stream. At least one of the outcomes must be an Ok."""
+        """At least one of the outcomes must be an Ok."""
         self._items = items
         self._outcomes = outcomes
         self._run = run
@@ -90,7 +88,7 @@ def _rows(outcomes: Iterable[Placed], name: str) -> Given:
 
 
 def _valid(rows: Sequence[Any]) -> tuple[Any, int]:
-    """Return the validity bitmap of an Arrow array, or None if no row is null. Also return the number of nulls."""
+    """Return the validity bitmap of an Arrow array (None if no row is null) and the number of nulls."""
     nulls = sum(row is None for row in rows)
     return (np.packbits([row is not None for row in rows], bitorder="little") if nulls else None), nulls
 

@@ -21,7 +21,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import describe
 from sie_contracts.models.options import FIELDS
 from sie_contracts.names import did_you_mean
-from sie_contracts.wire.messages import MENTION_BYTES, Mention, TextChunks, utf8_bytes
+from sie_contracts.wire.messages import MENTION_BYTES, Input, Mention, TextChunks, Vectors, utf8_bytes
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.images import File, Images, Link, Parsable, read_document, read_sound
 from sie_gateway.inference.images import read as read_images
@@ -37,11 +37,10 @@ class RequestItem:
     """Input of a request in the form in which the client sent it: a text, token ids of the model, a multivector
     (float32 [tokens, width]), image files, a sound file or a document file.
 
-    `pair` is the second text of a pair. An item without any of these has no content for a model; then `instead` is a
-    hint for the error message: an unknown field of the item that the client may have meant as content. `unfit` is the
-    reason why no model can run the item. `unknown` has its fields that the API does not define. `mentions` are entities
-    of its metadata, if the model reads them. `links` are its images that are not fetched yet. `chunks` are parts of its
-    text that get vectors of their own.
+    `pair`: second text of a pair. An item without any of these has no content for a model; then `instead` is a hint for
+    the error message: an unknown field that the client may have meant as content. `unfit`: reason why no model can run
+    the item. `unknown`: its fields that the API does not define. `mentions`: entities of its metadata, if the model
+    reads them. `links`: its images that are not fetched yet. `chunks`: parts of its text that get vectors of their own.
     """
 
     text: str | None
@@ -67,7 +66,7 @@ class RequestItem:
 
     @property
     def files(self) -> tuple[bytes, ...]:
-        """Files of the item: its images, its sound and its document."""
+        """Return the files of the item: its images, its sound and its document."""
         if not self.audio and self.document is None:
             return self.images
         other_files = (self.audio, self.document.data if self.document else b"")
@@ -75,12 +74,12 @@ class RequestItem:
 
     @property
     def file_bytes(self) -> int:
-        """Number of bytes of the item's files, which are part of its `size`."""
+        """Return the bytes of the item's files, which are part of its `size`."""
         return sum(map(len, self.files)) if self.files else 0
 
     @cached_property
     def size(self) -> int:
-        """Approximate bytes of the item in a queue message."""
+        """Return the approximate bytes of the item in a queue message."""
         size = utf8_bytes(self.text or "") + utf8_bytes(self.pair or "")
         if self.tokens is not None:
             size += ID_BYTES * len(self.tokens)
@@ -90,10 +89,23 @@ class RequestItem:
         return size if self.vectors is None else size + self.vectors.nbytes
 
 
+def input_of(item: RequestItem) -> Input:
+    """Return the input of a queue message: the fields of an item that a worker needs."""
+    if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
+        return Input(item.text, mentions=item.mentions, chunks=item.chunks)
+    return Input(
+        item.text,
+        tokens=item.tokens,
+        pair=item.pair,
+        vectors=None if item.vectors is None else Vectors.from_array(item.vectors),
+        images=item.images,
+        audio=item.audio,
+        document=item.document,
+    )
+
+
 def count(body: bytes, *, msgpack: bool) -> int:
-    """Return the number of values (maps, lists, texts, numbers) in a request body. Raises InvalidInput with reason
-    too_many_values or malformed.
-    """
+    """Return the number of values in a request body (maps, lists, texts, numbers). Raises InvalidInput."""
     try:
         return plain.count(body, msgpack=msgpack)
     except plain.Malformed as error:
@@ -136,7 +148,8 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
     inputs = tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
     _check_chunks(inputs, name)
     for item in inputs:
-        _ = item.size  # compute and cache the size here: a large body is read in a thread, not in the event loop
+        # computes and caches the size here, because a large body is read in a thread, not in the event loop
+        _ = item.size
     return inputs
 
 
@@ -208,9 +221,11 @@ def _item(value: Any, path: str) -> RequestItem:
     metadata = value.get("metadata")
     if metadata is not None and not _is_portable(metadata):
         where = f"{path}.metadata"
-        message = f"{where}: a number over 64 bits or not finite, or a key that is no string, cannot be echoed"
+        message = (
+            f"{where}: the reply cannot repeat numbers above 64 bits, not finite ones, or keys that are no strings"
+        )
         raise InvalidInput(message, reason="schema", param=where)
-    # `_is_unset` and not `entry != []`: a multivector may be an array, which would be compared element by element
+    # `_is_unset`, not `entry != []`: a multivector may be an array, which would be compared element by element
     used = tuple(
         modality
         for key, modality in _MODALITIES.items()
@@ -255,8 +270,8 @@ def has_links(items: Sequence[RequestItem], query: RequestItem | None) -> bool:
 
 
 def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[str, ...]:
-    """Return warnings of unknown fields whose names are similar to a known field, each name once. Every other unknown
-    field is the client's own and causes no warning.
+    """Return a warning for each unknown field whose name is similar to a known field, each name once. All other unknown
+    fields belong to the client and cause no warning.
     """
     places = itertools.chain(
         (("query", query),) if query else (), ((f"items[{index}]", item) for index, item in enumerate(items))
@@ -271,9 +286,7 @@ def ignored(items: Sequence[RequestItem], query: RequestItem | None) -> tuple[st
 
 
 def unread_texts(items: Sequence[RequestItem], model: str) -> tuple[str, ...]:
-    """Return a warning about texts that are ignored because their inputs also have files and the model reads the files
-    only.
-    """
+    """Return a warning about texts that are ignored, because the model reads only the files of these inputs."""
     texts = [item for item in items if item.text]
     counts = {
         "images": sum(bool(item.images) for item in texts),
@@ -299,9 +312,7 @@ def _vectors(value: Any, path: str) -> arrays.Array:
 
 
 def _is_portable(value: Any) -> bool:
-    """Return True if a reply in JSON or in msgpack can repeat the value unchanged. The caller has limited its nesting
-    before.
-    """
+    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have limited its nesting."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())
     if isinstance(value, list):
@@ -337,7 +348,7 @@ def utf8(text: str, path: str) -> str:
 
 
 def token_ids(value: Any, path: str) -> tuple[int, ...]:
-    """Return ids of the model's own tokens. The worker checks if the vocabulary has them. Raises InvalidInput with
+    """Return ids of the model's own tokens. The worker checks whether the vocabulary has them. Raises InvalidInput with
     reason schema, empty_item or bad_token_id.
     """
     if not isinstance(value, list):
@@ -356,8 +367,8 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
 
 
 def sizes(items: Sequence[RequestItem], *, limit: int, name: str = "items") -> list[int]:
-    """Return the bytes of each item in a message. Raises PayloadTooLarge with the limit, for an item that is too large
-    for a message of the queue.
+    """Return the bytes of each item in a message. Raises PayloadTooLarge for an item above `limit`, the largest size in
+    a message of the queue.
     """
     lengths = [item.size for item in items]
     for index, size in enumerate(lengths):

@@ -5,9 +5,9 @@
 
 The memory of a body is counted when its bytes arrive, not when Content-Length announces them, so a client cannot occupy
 memory by announcements. The values of a body are counted before they are decoded. The first bytes of each body are not
-counted, so small requests are admitted even while large bodies occupy all the memory. Small requests do not wait for
-large bodies either: while small ones are in progress, large bodies are read at a limited speed, so that the event loop
-has time for the small ones. Large bodies are decoded in a thread.
+counted, so small requests are admitted even while large bodies occupy all the memory. While small requests are in
+progress, large bodies are read at a limited speed, so that the event loop has time for the small ones. Large bodies are
+decoded in a thread.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span
 
 ROUTE_KEY = "X-SIE-Route-Key"
+CACHE = "X-SIE-Cache"
 MAX_KEY_CHARS = 128
 _ROUTE_KEY_HEADER = ROUTE_KEY.lower()
+_CACHE_HEADER = CACHE.lower()
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
 """Function from an error, a request id and the failures of single inputs to the status and the JSON body that a client
 family reads.
@@ -51,8 +53,8 @@ family reads.
 
 
 def family(name: str) -> ErrorShape:
-    """Return the ErrorShape of a client family in `errors.FAMILIES`. It leaves the status of an error unchanged and
-    builds the body that this family reads.
+    """Return the ErrorShape of a client family in `errors.FAMILIES`: it keeps the status of an error and builds the
+    body that this family reads.
     """
 
     def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
@@ -81,7 +83,7 @@ class Call:
     dialect: Dialect = NATIVE
     budget_s: float = 0.0  # seconds from `received_s` to the deadline
     model: str | None = None  # name of the model in the path; None if the body names it
-    resolved: Resolved | None = None  # the model to which the field `model` resolves
+    resolved: Resolved | None = None  # model to which the field `model` resolves
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
     # reader of the body; None for a request without a connection, such as a line of a batch
@@ -89,15 +91,15 @@ class Call:
     infer_request: InferRequest | None = None  # the last request that was parsed
     attempt: int = 0  # number of restarts because the entry of the model changed
     finished: RequestResult | None = None  # result of the last run
-    code: str = ""  # code of the error in the answer
+    code: str = ""  # code of the error in the reply
     message: str = ""  # message of the error with this code
-    # trace context for the work of this request: from the gateway's span, or else from the client
+    # trace context for the work of this request: from the gateway's span, or without one from the client
     context: Context = NONE
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Take over the data of an earlier call whose client disconnected and sent the same request again: logs,
-        metrics and errors of this call then describe the run of the earlier call.
+        """Copy the data of an earlier call whose client disconnected and sent the same request again: logs, metrics and
+        errors of this call then describe the run of the earlier call.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -105,18 +107,18 @@ class Call:
             self.span.lead_to(previous.span)
 
     def again(self) -> None:
-        """Prepare another attempt: it has a new id for its work, and the charge of the attempt before is refunded."""
+        """Prepare another attempt: its work gets a new id, and the charge of the previous attempt is refunded."""
         self.attempt += 1
         if self.charge is not None:
             self.charge.refund()
 
     @property
     def explains(self) -> bool:
-        """True if the client requests the time of each stage."""
+        """Return True if the client requests the time of each stage."""
         return self.headers.get("x-sie-explain") == "1"
 
     def digest(self) -> bytes:
-        """Digest that identifies a repeated request of the same client."""
+        """Return a digest that identifies a repeated request of the same client."""
         parts = (
             self.key,
             self.client,
@@ -128,22 +130,18 @@ class Call:
 
     @property
     def work_id(self) -> str:
-        """Id of the work of this request. It is new for each attempt, so that no result of an earlier attempt is
-        accepted.
-        """
+        """Return the id of the request's work, new for each attempt: no result of an earlier attempt is accepted."""
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
     @property
     def key(self) -> str:
-        """Key by which the call takes turns with other calls: one per credential, and a common key for calls without a
-        credential.
-        """
+        """Return the key by which calls share the queue: one per credential, and one for all calls without one."""
         return self.grant.key
 
 
 def route_key(call: Call | None) -> str:
-    """Return the key by which calls get the same target of an alias: X-SIE-Route-Key, else the API key, else the
-    client's address.
+    """Return the key by which calls get the same target of an alias: X-SIE-Route-Key, otherwise the API key, otherwise
+    the client's address.
 
     A key from the header selects the same target for all clients, so the writer and the readers of an index can use the
     same model. Without a call the key is empty, which selects the heaviest target. Raises InvalidInput.
@@ -161,6 +159,14 @@ def route_key(call: Call | None) -> str:
     return f"named {named}"
 
 
+def cache_mode(headers: Mapping[str, str]) -> str:
+    """Return the value of X-SIE-Cache; empty if the client has not sent it. Raises InvalidInput."""
+    mode = headers.get(_CACHE_HEADER, "")
+    if mode not in ("", "no-store", "only"):
+        raise InvalidInput(f"{CACHE}: expected no-store or only", reason="schema", param=CACHE)
+    return mode
+
+
 @dataclass(frozen=True)
 class EncodedReply:
     """Reply to a request that succeeded. `body` is bytes, or pieces that can be iterated more than once."""
@@ -173,11 +179,11 @@ class EncodedReply:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """Request to a model, independent of the client's API. `parameters` is a map with the same fields as the body of a
-    native request.
+    """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
+    request.
 
-    `run` replaces all parameters if the operation has no parameters of a model. `side` is the side (query or document)
-    of texts if no parameter names it. It is none for routes of other servers, which then return the same values as the
+    `run` replaces all parameters if the operation has no parameters of a model. `side`: whether texts are queries or
+    documents if no parameter says it. It is none for routes of other servers, which then return the same values as the
     model's own library.
     """
 
@@ -192,12 +198,10 @@ class InferRequest:
 
 
 class EntryChanged(Exception):
-    """Raised if gateway and workers have different entries of the model. The whole request must then be parsed
-    again.
-    """
+    """Raised if gateway and workers have different entries of the model: the request must be parsed again."""
 
     def __init__(self, entry: ModelEntry) -> None:
-        """Create the exception. `entry` is the model's entry with which the request was parsed."""
+        """`entry` is the model's entry with which the request was parsed."""
         super().__init__(entry.id)
         self.entry = entry
 
@@ -207,7 +211,7 @@ MAX_HELD_BYTES = 1 << 30
 COPIES = 3
 # bytes of each body that are not counted as memory; at most SIE_MAX_CONCURRENT_REQUESTS bodies exist at a time
 FREE_BYTES = COPIES * (256 << 10)
-# bytes per second of all large bodies together while small ones are read: a third of the bytes that a core can receive
+# bytes per second of all large bodies together while small ones are read: a third of what one core can receive
 PACE_BYTES_S = 128 << 20
 PACE_STEP_S = 0.002  # large bodies wait when they are this number of seconds ahead of PACE_BYTES_S
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
@@ -215,9 +219,7 @@ CONTROL_S = 30.0
 
 
 def body_memory(settings: Settings) -> int:
-    """Return SIE_BODY_MEMORY_BYTES. The default is half of the memory limit of the control group, and at most
-    MAX_HELD_BYTES.
-    """
+    """Return SIE_BODY_MEMORY_BYTES; by default half of the cgroup's memory limit, at most MAX_HELD_BYTES."""
     if settings.body_memory_bytes is not None:
         return settings.body_memory_bytes
     limit = control_group.memory_limit()
@@ -237,9 +239,6 @@ class BodyIntake:
         self._paced_until_s = 0.0
 
     def count_small(self, more: int) -> None:
-        """Add `more` to the number of requests whose bodies are not counted as memory. A negative number removes
-        requests.
-        """
         self.small += more
 
     def hold(self, more_bytes: int) -> None:
@@ -342,7 +341,6 @@ class BodyReader:
         self._is_small = False
 
     def close(self) -> None:
-        """Release the memory of the body."""
         self._leave_small()
         self._intake.hold(-self._counted)
         self._counted = 0
@@ -396,9 +394,7 @@ async def beside(body: bytes, work: Callable[[], T]) -> T:
 
 
 async def decode_body(call: Call, body: bytes, *, msgpack: bool = False) -> Mapping[str, Any]:
-    """Return the top-level map of a request body. Raises InvalidInput with reason malformed, too_many_values or schema,
-    and QueueFull.
-    """
+    """Return the top-level map of a body. Raises QueueFull, InvalidInput (malformed, too_many_values, schema)."""
     if len(body) <= plain.SMALL_BYTES:
         return bodies.decode(body, msgpack=msgpack)
     values = await beside(body, lambda: bodies.count(body, msgpack=msgpack))

@@ -27,8 +27,7 @@ from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
 
-# bytes of a token of English text in UTF-8: an estimate that is used only to split requests; the sidecar counts the
-# tokens
+# bytes of a token of English text in UTF-8: an estimate only for the split of requests; the sidecar counts the tokens
 BYTES_PER_TOKEN = 4
 SPECIAL_TOKENS = 2
 ITEM_RESULT_OVERHEAD_BYTES = 64
@@ -47,8 +46,8 @@ MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs from `start` to `stop` of a request. `cost` is the estimated number of tokens in all rows that the model
-    runs for them, and `squares` the sum of the squared tokens of each row.
+    """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows that the model runs for
+    them. `squares`: sum of the squared tokens of each row.
     """
 
     start: int
@@ -81,9 +80,8 @@ _NO_PARTS: Mapping[int, TextParts] = MappingProxyType({})
 
 
 class ChunkLimits(NamedTuple):
-    """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results.
-
-    `any_size` is true if an input above `payload_bytes` is stored in the payload store.
+    """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results. `any_size`: the
+    payload store stores an input above `payload_bytes`.
     """
 
     cost: int
@@ -101,9 +99,7 @@ def plan(
     limits: ChunkLimits,
     image: ImageCost = _IMAGE,
 ) -> tuple[list[Chunk], int]:
-    """Return the chunks of a request, and the bytes of its items. `image` is the cost of each image. Raises
-    PayloadTooLarge.
-    """
+    """Return the chunks of a request, and the bytes of its items. `image`: cost of an image. Raises PayloadTooLarge."""
     query_bytes = query.size if query else 0
     # bytes that every message of the request has in addition to its inputs
     options_bytes = len(messages.encode(run))
@@ -143,8 +139,8 @@ def plan(
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
-        # a model with one row per label reads its hypothesis in each row, and any model reads a text once for each part
-        # of a schema; any other model reads the shared text with each input
+        # Some families read the text once per label, with the shared text (the hypothesis). All families read the text
+        # once per part of a schema. Otherwise the model reads each input once, with the shared text.
         rows=_rows(entry, run),
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
@@ -173,7 +169,7 @@ def _rows(entry: ModelEntry, run: RunOptions) -> int:
 
 def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, TextParts]:
     """Return the TextParts of each text with chunks, by the index of its input. Such a text is read to its end, even
-    beyond the most tokens of the model.
+    beyond the model's largest number of tokens.
     """
     parts = {}
     for index, item in enumerate(items):
@@ -184,8 +180,8 @@ def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, T
 
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
-    """Return the files of each input, or an empty list if there are none. The files of the query count for each input,
-    because the model reads them with each input.
+    """Return the files of each input; empty if there are none. The files of the query count for each input, because the
+    model reads them with each input.
     """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):
@@ -238,9 +234,7 @@ def _check_pixels(items: Sequence[RequestItem]) -> None:
 
 
 def _check_reply(expected_bytes: int) -> None:
-    """Raise PayloadTooLarge if the results would be too large: the gateway keeps all results of a request in memory
-    until its reply is sent.
-    """
+    """Raise PayloadTooLarge for results that are too large: the gateway keeps all results until its reply is sent."""
     if expected_bytes > MAX_RESULT_BYTES:
         limit = MAX_RESULT_BYTES >> 20
         message = (
@@ -268,8 +262,8 @@ def split(
 
     The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, and each byte of
     the input may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is
-    run as `rows` rows. `files` has the files of each input, if there are any; `image` is the cost of an image or a
-    sound. `parts` has the texts with chunks, by index.
+    run as `rows` rows. `files`: the files of each input, if there are any. `image`: cost of an image or a sound.
+    `parts`: the texts with chunks, by index.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

@@ -15,9 +15,7 @@ _PATH = "metadata.entities"
 
 
 def mentions(item: RequestItem) -> tuple[Mention, ...]:
-    """Return the entities of an item with a text, in the client's order, or an empty tuple. Raises InvalidInput with
-    the path within the item.
-    """
+    """Return the entities that the client names for a text, in its order. Raises InvalidInput with their path."""
     entities = item.metadata.get("entities") if isinstance(item.metadata, dict) else None
     if entities is None:
         return ()
@@ -38,5 +36,5 @@ def _mention(value: Any, path: str, length: int) -> Mention:
     if type(start) is not int or not 0 <= start < length:
         raise bad(f"{path}.start", start, f"a code point of the text, from 0 to {length - 1}")
     if type(end) is not int or not start < end <= length:
-        raise bad(f"{path}.end", end, f"a code point behind start, up to {length}")
+        raise bad(f"{path}.end", end, f"a code point after start, at most {length}")
     return Mention(label, start, end)

@@ -17,14 +17,14 @@ from sie_contracts.wire.messages import Fragment, WorkResult
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20
 MAX_PARTS = 1 << 16
-# seconds without a part, after which a result counts as abandoned; several times the time that a worker waits for a
+# seconds without a part, after which a result counts as abandoned; several times the wait of a worker for a
 # confirmation
 MAX_SILENCE_S = 30.0
 _SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data: a list slot and an object
 
 
 class InboxFull(Exception):
-    """Raised for a part of a result for which this gateway has no room: a limit of bytes would be exceeded."""
+    """Raised for a part of a result for which this gateway has no memory: a limit of bytes would be exceeded."""
 
 
 @dataclass
@@ -49,10 +49,10 @@ class Assembly:
 
 @dataclass
 class Fragments:
-    """All incomplete results of a gateway. `held_bytes` is the memory that they occupy. The time is an argument, so the
-    class has no clock.
+    """All incomplete results of a gateway. `held_bytes`: memory that they occupy. The time is an argument, so the class
+    has no clock.
 
-    The bytes of each request, and of all requests together, are limited. If room is needed, an assembly that has had no
+    The bytes of each request, and of all requests together, are limited. If memory is needed, an assembly without a
     part for `silence_s` seconds is dropped. If its sender then sends the last part, the reply says that parts are
     missing, and the sender sends them again.
     """
@@ -69,9 +69,7 @@ class Fragments:
         return len(self._all)
 
     def add(self, part: Fragment, now_s: float) -> Assembly:
-        """Store a part unless it is stored already, and return its assembly. Raises InboxFull, and ValueError for an
-        invalid part.
-        """
+        """Store a part once, and return its assembly. Raises InboxFull, and ValueError for an invalid part."""
         if not (0 <= part.index < part.count <= MAX_PARTS and part.data):
             raise ValueError(f"part {part.index} of {part.count} with {len(part.data)} bytes")
         key = (part.request, part.chunk, part.digest)
@@ -113,7 +111,6 @@ class Fragments:
             self.drop(oldest)
 
     def drop(self, assembly: Assembly) -> None:
-        """Remove an assembly, complete or not."""
         if self._all.pop(assembly.key, None) is not assembly:
             return
         self.held_bytes -= assembly.held_bytes
@@ -123,7 +120,6 @@ class Fragments:
             del self._requests[assembly.request]
 
     def drop_request(self, request: str) -> None:
-        """Remove all parts of a request that has ended."""
         for key in tuple(self._requests.get(request, ())):
             self.drop(self._all[key])
 

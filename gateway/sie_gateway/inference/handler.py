@@ -39,7 +39,7 @@ from sie_gateway.fleet.capabilities import CAN, Able, any_model
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.http.route_kinds import GatewayRoute
 from sie_gateway.inference import body as bodies
-from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, route_key
+from sie_gateway.inference.call import Call, EncodedReply, EntryChanged, InferRequest, cache_mode, route_key
 from sie_gateway.inference.image_urls import ImageUrls
 from sie_gateway.inference.reattach import Attachments, ClientGone
 from sie_gateway.inference.results import PlannedRequest, RequestResult
@@ -91,34 +91,32 @@ class Inference:
         self._pace = AnswerPace()
         self.idle = asyncio.Event()  # set while no request is in progress
         self.idle.set()
-        # for work of a request that computes in a thread for seconds. Threads take turns with the event loop, so with
-        # one of them the loop has half of the processor, with 32 a thirty-third
+        # Lock for work of a request that computes in a thread for seconds. With n such threads,
+        # the event loop gets 1/(n + 1) of the processor, so only one may run.
         self.one_thread = asyncio.Lock()
 
     @property
     def catalogue(self) -> Catalogue:
-        """The catalogue of models. Raises NotReady before it is loaded."""
+        """Return the catalogue of models. Raises NotReady before it is loaded."""
         if not self._feed.first.is_set():
             raise NotReady("the catalogue is not loaded yet")
         return self._feed.catalogue
 
     @property
     def max_concurrent(self) -> int:
-        """Largest number of requests that may be in progress at this gateway."""
         return self._settings.max_concurrent_requests
 
     @property
     def max_budget_s(self) -> float:
-        """Longest time in seconds from the arrival of a request to its answer."""
+        """Return the longest time in seconds from the arrival of a request to its reply."""
         return self._settings.gateway_request_timeout
 
     def workers_of(self, bundle: str) -> list[Heartbeat]:
-        """Return the healthy workers that serve a bundle."""
         return [beat for beat in self._fleet.healthy() if beat.bundle == bundle]
 
     @property
     def default_models(self) -> Mapping[str, str]:
-        """Model by capability, for requests that name no model."""
+        """Return the model by capability, for requests that name no model."""
         return self._default_models
 
     def max_items(self, call: Call) -> int:
@@ -128,9 +126,8 @@ class Inference:
 
     def resolve(self, spec: str, call: Call | None = None, able: Able = any_model) -> Resolved:
         """Return the model that a request names. The key of the call selects the target of an alias. The error for an
-        unknown name suggests similar names of models that are `able`.
-
-        Raises NotReady before the catalogue is loaded, InvalidInput, ModelNotFound, BundleConflict.
+        unknown name suggests similar names of models that are `able`. Raises NotReady before the catalogue is loaded,
+        InvalidInput, ModelNotFound, BundleConflict.
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
@@ -147,7 +144,6 @@ class Inference:
             raise
 
     def _loaded(self, catalogue: Catalogue, able: Able) -> list[str]:
-        """Return at most two loaded models that have the capability."""
         loaded = {status.model for beat in self._fleet.healthy() for status in beat.models if status.state == "loaded"}
         entries = (catalogue.find(name) for name in sorted(loaded))
         return [entry.id for entry in entries if entry is not None and able(entry)][:2]
@@ -167,6 +163,7 @@ class Inference:
         """
         self._resolve(call, route)
         _check_remote(call.headers)
+        cache_mode(call.headers)  # a wrong value is refused before the body is read
         call.budget_s = self._budget_s(call.headers)
         self._check_concurrency(call)
         self._enter(1)
@@ -176,9 +173,7 @@ class Inference:
             self._enter(-1)
 
     async def answered(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Return the answer to a request body that has no HTTP connection, such as a line of a batch. Raises SIEError,
-        FailedRequest.
-        """
+        """Return the reply to a line of a batch, a body without an HTTP connection. Raises SIEError, FailedRequest."""
         call.body, call.shape = raw, route.shape
         self._resolve(call, route)
         call.budget_s = self.max_budget_s
@@ -229,15 +224,13 @@ class Inference:
             loop.call_later(self.watch_after_s, self._watch)
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
-        """Run the handler of the route so that the whole request uses the same entry of the model. If the entry changes
-        meanwhile, start again.
-        """
+        """Run the handler of the route with one entry of the model; if the entry changes meanwhile, start again."""
         while True:
             try:
                 return await route.handler(self, call, raw)
             except EntryChanged as error:
                 left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
-                if call.attempt == MAX_ATTEMPTS or left_s <= 0:
+                if call.attempt >= MAX_ATTEMPTS or left_s <= 0:
                     message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
                     raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
             call.again()
@@ -262,18 +255,16 @@ class Inference:
         )
 
     def understand(self, call: Call, request: InferRequest) -> PlannedRequest:
-        """Return the request with all parameters merged and its lane chosen. Raises SIEError if no worker could ever
-        run it.
-        """
+        """Return the request with merged parameters and a lane. Raises SIEError if no worker could ever run it."""
         headers, resolved, call.infer_request = call.headers, request.resolved, request
-        lane = self.lane(headers, resolved)  # an unknown pool is reported before wrong parameters
+        lane = self.lane(headers, resolved)  # first, so that an unknown pool is reported before wrong parameters
         if bodies.has_links(request.items, request.query):
             self._urls.check(request.items, request.query)
         if request.run is None:
             strict = headers.get("x-sie-strict", "").lower() == "true"
             mode = _error_mode(call)
             resolved, options = self._options(resolved, request, mode, strict=strict)
-            # the options select another profile, which may be loaded by other workers
+            # the options select another profile, which other workers may have loaded
             if resolved is not request.resolved:
                 lane = self.lane(headers, resolved)
         else:
@@ -301,15 +292,11 @@ class Inference:
         return None if failure is None else failure.error
 
     async def run(self, call: Call, request: InferRequest) -> RequestResult:
-        """Run a request with its model, until the deadline of the call at most. The result has the outcome of each
-        input. Raises SIEError.
-        """
+        """Run a request until the deadline of the call, and return the outcome of each input. Raises SIEError."""
         return await self.execute(call, self.understand(call, request))
 
     async def execute(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Run a planned request and return the outcomes of its inputs. Images at URLs are fetched first. Raises
-        SIEError.
-        """
+        """Fetch images at URLs, run a planned request, and return the outcome of each input. Raises SIEError."""
         reads = "image" in request.resolved.entry.inputs and request.operation in ("encode", "score", "extract")
         if not reads or not bodies.has_links(request.items, request.query):
             return await self._execute(call, request)
@@ -337,8 +324,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. The result for a body without parameters is cached: it is equal for all of them, and to
-        compute it takes a tenth of the time of a request.
+        """Call `run_options`. The result for a body without parameters is cached: it is equal for all of them, and its
+        computation takes a tenth of the time of a request.
         """
         body = request.parameters
         if any(
@@ -380,9 +367,7 @@ class Inference:
         raise InvalidInput("X-SIE-Priority: expected interactive or bulk", reason="schema", param="X-SIE-Priority")
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
-        """Return the lane of a request with these headers. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound,
-        NotProvisioned.
-        """
+        """Return the lane of a request. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound, NotProvisioned."""
         machine_profile = headers.get("x-sie-machine-profile", "").strip().lower()
         pool_header = headers.get("x-sie-pool", "").strip()
         pool = _pool_name(pool_header)
@@ -425,9 +410,7 @@ def _foreign(name: str, owner: str, loaded: list[str]) -> str:
 
 
 def _pool_name(value: str) -> str:
-    """Return the pool that a header names; the default pool if the header is empty. Raises InvalidInput with reason
-    pool_name.
-    """
+    """Return the pool that a header names, by default the default pool. Raises InvalidInput (reason pool_name)."""
     try:
         return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:
@@ -435,8 +418,8 @@ def _pool_name(value: str) -> str:
 
 
 def _error_mode(call: Call) -> str:
-    """Return the mode for errors of single inputs, for a body that has no mode: the mode of the header, else the
-    default of the SDK version that the client reports (its dialect). Raises InvalidInput.
+    """Return the mode for errors of single inputs if the body names none: the mode of the header, otherwise the default
+    of the SDK version that the client reports (its dialect). Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
@@ -464,6 +447,4 @@ Handler = Callable[[Inference, Call, bytes], Awaitable[EncodedReply]]
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRoute(GatewayRoute):
-    """Route whose handler runs a model."""
-
     handler: Handler

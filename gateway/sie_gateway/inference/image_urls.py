@@ -1,14 +1,14 @@
 """Fetch of images at URLs, only from hosts that SIE_IMAGE_URL_HOSTS names and only from public addresses.
 
-    URL ──► scheme, host, port ──► addresses of the host, all public ──► a connection to one of these ──► its answer
+    URL ──► scheme, host, port ──► addresses of the host, all public ──► a connection to one of these ──► its response
                ▲                                                                                             │
                └───────────────── a redirect, at most MAX_REDIRECTS ◄────────────────────────────────────────┤
                                                                      at most MAX_BYTES, within MAX_S: a file ◄┘
 
 A client chooses the URL. So a fetch must not reach a service that only this gateway can reach: services of the cluster,
-metadata of a cloud. A name is resolved once for a connection, and the connection goes to the address that was checked:
-a second answer of the DNS changes nothing. A proxy of the environment is not used, because it would resolve the name
-again. The fetch sends nothing from the client's request. No message repeats a URL, because a URL may contain a
+metadata of a cloud. A name is resolved once for a connection, and the connection goes to the address that was checked,
+so a different second answer of the DNS has no effect. A proxy of the environment is not used, because it would resolve
+the name again. The fetch sends nothing from the client's request. No message repeats a URL, because a URL may contain a
 signature.
 """
 
@@ -42,10 +42,9 @@ MAX_REQUEST_BYTES = 256 << 20
 MAX_HELD_BYTES = 1 << 30  # largest number of bytes of the fetched images of all requests in this gateway
 MAX_URLS = 256  # largest number of URLs of a request
 MAX_URL = 8192  # largest number of characters of a URL
-# largest number of bytes before the body of an answer: interim answers (status 1xx) and headers
+# largest number of bytes before the body of a response: interim responses (status 1xx) and headers
 MAX_HEAD_BYTES = 64 << 10
-# an answer may come in MAX_PIECES pieces, and in one more for each PIECE_BYTES bytes: each piece takes time of the
-# event loop
+# a response may come in MAX_PIECES pieces, and one more per PIECE_BYTES bytes: each piece takes time of the event loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
 MAX_S = 10.0  # seconds for an image, redirects included
 MAX_REDIRECTS = 3
@@ -59,9 +58,8 @@ _HEADERS = (
     (b"accept-encoding", b"identity"),
     (b"user-agent", f"sie/{sie_contracts.__version__}".encode()),
 )
-# Addresses that are never fetched from: all of IANA's special-purpose registries. Some of these ranges are globally
-# reachable, but have no images.
-# Python's own table is not used, because it differs from version to version.
+# Addresses from which nothing is fetched: all of IANA's special-purpose registries. Some of these ranges are globally
+# reachable, but have no images. Python's own table differs from version to version, so it is not used.
 _INSIDE_V4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -95,9 +93,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Reason why an image has no file: the URL was refused, or its server failed. `extras` has the limit that the
-    message names.
-    """
+    """Reason why an image has no file: a refused URL or a failed server. `extras`: the limit in the message."""
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
         super().__init__(message)
@@ -138,8 +134,8 @@ async def resolved(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Network:
-    """The network that this gateway uses. `resolve` returns the addresses of a host, `connections` connects to an
-    address, and `tls` builds the context that verifies certificates.
+    """Network of this gateway. `resolve` returns the addresses of a host, `connections` connects to an address, and
+    `tls` builds the context that verifies certificates.
     """
 
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = resolved
@@ -151,7 +147,7 @@ NETWORK = Network()
 
 
 class ImageUrls:
-    """Fetches images at URLs. Used only in the gateway's event loop. `hosts` is SIE_IMAGE_URL_HOSTS; without hosts, no
+    """Fetches images at URLs. Used only in the gateway's event loop. `hosts`: SIE_IMAGE_URL_HOSTS; without hosts, no
     URL is fetched. `count` is called for each URL with fetched, refused or failed.
     """
 
@@ -190,9 +186,8 @@ class ImageUrls:
     @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:
         """Yield the items with files in place of their URLs. If a URL of an item failed, the item's `unfit` has the
-        reason. `until_s` is a time of the loop's clock.
-
-        The memory of the files is counted until the context ends. Raises PayloadTooLarge, QueueFull.
+        reason. `until_s` is a time of the loop's clock. The memory of the files is counted until the context ends.
+        Raises PayloadTooLarge, QueueFull.
         """
         own_bytes = 0
 
@@ -262,9 +257,7 @@ class ImageUrls:
 
     @contextlib.asynccontextmanager
     async def _answer(self, target: httpx.URL) -> AsyncIterator[httpcore.Response]:
-        """Open a new connection and yield the answer. An open connection from an earlier fetch could lead to an old
-        address of the name.
-        """
+        """Send a GET over a new connection, because an old one may lead to an old address. Yields the response."""
         url = httpcore.URL(scheme=target.raw_scheme, host=target.raw_host, port=target.port, target=target.raw_path)
         headers = [(b"host", target.netloc), *_HEADERS]
         public = _Public(self._network)
@@ -293,9 +286,7 @@ class ImageUrls:
         return target
 
     def _is_listed(self, host: str, port: int) -> bool:
-        """Return True if SIE_IMAGE_URL_HOSTS has this host and port. An entry without a port allows the ports of http
-        and https.
-        """
+        """Return True if SIE_IMAGE_URL_HOSTS lists the host and port. An entry without a port allows 80 and 443."""
         for host_listed in self._hosts:
             name, own = parts(host_listed)
             if (own or port in _PORTS.values()) and (name == _ANY or matches(host_listed, host, str(port))):
@@ -310,9 +301,7 @@ def _check_total(nbytes: int) -> None:
 
 
 def _with(item: RequestItem, fetched: dict[str, bytes | _Unfetched]) -> RequestItem:
-    """Return the item with its files. If a file was not fetched, return the item with the fault of the first such
-    file.
-    """
+    """Return the item with its files, or with the fault of the first file that was not fetched."""
     if item.unfit is not None or not item.links:
         return item
     files = list(item.images)
@@ -338,7 +327,7 @@ def _header(answer: httpcore.Response, name: bytes) -> bytes:
 
 
 async def _body(answer: httpcore.Response, take: Callable[[int], None]) -> bytes:
-    """Return the body of an answer, if it is within the limits. Raises _Unfetched."""
+    """Return the body of a response, if it is within the limits. Raises _Unfetched."""
     if answer.status != 200:
         raise _Unfetched(f"the server of the URL answered {answer.status}, expected 200", "failed")
     if _header(answer, b"content-encoding").lower() not in (b"", b"identity"):
@@ -365,9 +354,7 @@ def _too_large() -> _Unfetched:
 
 
 class _Public(httpcore.AsyncNetworkBackend):
-    """Network backend that connects only to public addresses, for one answer. TLS verifies the host name, which
-    httpcore passes to it.
-    """
+    """Network backend that connects only to public addresses, for one response. TLS still verifies the host name."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -382,9 +369,7 @@ class _Public(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to the host. Raises _Unfetched if any of its addresses is not public, even if another address would
-        be used.
-        """
+        """Connect to the host. Raises _Unfetched if one of its addresses is not public, even if it is not used."""
         try:
             addresses = await self._network.resolve(host, port)
         except (OSError, UnicodeError):
@@ -400,8 +385,8 @@ class _Public(httpcore.AsyncNetworkBackend):
         raise httpcore.ConnectError("no address of the host can be reached")
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes of the headers before the answer's body. Raises _Unfetched if they are too many: a server may
-        send headers and interim answers without end.
+        """Count bytes of the headers before the response's body. Raises _Unfetched if they are too many: a server may
+        send headers and interim responses without end.
         """
         self._head_bytes += 0 if self.is_answered else nbytes
         if self._head_bytes > MAX_HEAD_BYTES:
@@ -409,9 +394,7 @@ class _Public(httpcore.AsyncNetworkBackend):
 
 
 class _Counted(httpcore.AsyncNetworkStream):
-    """Stream that reads in small parts and counts their bytes. Between the parts, the event loop can run other
-    tasks.
-    """
+    """Stream that reads in small parts, between which other tasks can run, and counts their bytes."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, count: Callable[[int], None]) -> None:
         self._stream = stream
@@ -438,9 +421,7 @@ class _Counted(httpcore.AsyncNetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """Return True if the numeric address is public. For a translated or mapped address, the IPv4 address that it
-    contains decides.
-    """
+    """Return True if the address is public; for a translated or mapped address, if its IPv4 address is public."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -454,6 +435,5 @@ def is_public(address: str) -> bool:
 
 
 def links(items: Sequence[RequestItem], query: RequestItem | None) -> Sequence[Link]:
-    """Return the links of all inputs and of the query."""
     urls = [link for item in items if item.links for link in item.links]
     return [*urls, *query.links] if query else urls

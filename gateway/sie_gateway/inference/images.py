@@ -105,13 +105,13 @@ EXPECTED = "the bytes of an image file, as base64 or in a data URI"
 EXPECTED_SOUND = "the bytes of a sound file, as base64 or in a data URI"
 EXPECTED_DOCUMENT = "the bytes of a document, as base64 or in a data URI"
 MAX_FORMAT = 32
-_URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # base64 never contains a colon
+_URL = re.compile(r"\s*[a-z][a-z0-9+.-]{0,30}:", re.IGNORECASE)  # beginning of a URL; base64 has no colon
 _TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 _SPACE = b" \t\r\n"  # whitespace between lines, which some tools add to base64
 
 
 class Link(NamedTuple):
-    """Image at a URL. `place` is its index among the images of its input, and `path` its path in the request body."""
+    """Image at a URL. `place`: its index among the images of its input. `path`: its path in the request body."""
 
     place: int
     url: str
@@ -119,9 +119,8 @@ class Link(NamedTuple):
 
 
 class Images(NamedTuple):
-    """Image files of one input, in order. `fault` is the reason why the input cannot be run; then there are no files.
-
-    `links` are the images at URLs. Each of them has an empty file until it is fetched.
+    """Image files of one input, in order. `fault`: why the input cannot be run; then there are no files. `links`:
+    images at URLs, each of which has an empty file until it is fetched.
     """
 
     files: tuple[bytes, ...] = ()
@@ -130,21 +129,21 @@ class Images(NamedTuple):
 
 
 class File(NamedTuple):
-    """File of one input. `fault` is the reason why the input cannot be run; then the file is empty."""
+    """File of one input. `fault`: why the input cannot be run; then the file is empty."""
 
     file: bytes = b""
     fault: ErrorInfo | None = None
 
 
 class Parsable(NamedTuple):
-    """Document of one input. `fault` is the reason why the input cannot be run; then the document is None."""
+    """Document of one input. `fault`: why the input cannot be run; then the document is None."""
 
     document: DocumentFile | None = None
     fault: ErrorInfo | None = None
 
 
 class _Undecodable(Exception):
-    """Reason why a text does not decode to bytes."""
+    """Raised for a text that does not decode to bytes."""
 
 
 def read(value: Any, path: str) -> Images:
@@ -183,9 +182,7 @@ def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> Fi
 
 
 def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
-    """Return the images of an input from values of the body, each of which is given with its path. Raises the
-    exceptions of `read`.
-    """
+    """Return the images of an input. `entries`: (path in the body, value). Raises the exceptions of `read`."""
     if len(entries) > MAX_IMAGES:
         message = f"{path}: got {len(entries)} images, at most {MAX_IMAGES} are allowed in one input"
         return _fault(message, path, limit=MAX_IMAGES)

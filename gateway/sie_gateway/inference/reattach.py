@@ -1,14 +1,14 @@
-"""Clients that disconnect and try again. After its client has disconnected, a run continues for a while (the window).
-If the same request arrives again, it gets the result of this run.
+"""Clients that disconnect and try again. After its client has disconnected, a run continues for `window_s` seconds. If
+the same request arrives again, it gets the result of this run.
 
     client disconnects ──► the run continues ──► the window ends: the run is cancelled, its work withdrawn, its permits
     released
-                          └─ the same body, path, token and headers again ──► waits for this run and gets its answer
+                          └─ the same body, path, token and headers again ──► waits for this run and gets its reply
 
-Only a run whose client is away can be joined. Two clients with the same request at the same time are two requests, each
-with its own work in the queue. The answer of a run is bytes and headers, which are never changed afterwards; a client
-that joins gets nothing else of the run. `Inference` watches a client only after its run has taken a while, so short
-runs never reach this module.
+Only a run whose client has disconnected can be joined. Two clients with the same request at the same time are two
+requests, each with its own work in the queue. The reply of a run is bytes and headers, which are never changed
+afterwards; a client that joins gets nothing else of the run. `Inference` watches a client only after its run has taken
+a while, so short runs never reach this module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client
 MAX_AWAY = 256
-MAX_AWAY_BYTES = 256 << 20  # bytes: limit on the bodies of all runs whose client has disconnected
+MAX_AWAY_BYTES = 256 << 20  # largest number of bytes of the bodies of all runs whose client has disconnected
 # headers that distinguish requests, in addition to path and body
 HEADERS = (
     "authorization",
@@ -46,11 +46,11 @@ _logger = logging.getLogger("sie.gateway.attach")
 
 
 class ClientGone(Exception):
-    """Raised if the client has disconnected, so that no one reads an answer."""
+    """Raised if the client has disconnected, so that it would not read a reply."""
 
 
 class Caller(Protocol):
-    """Client as described by its request. If `receive` is None, a disconnect cannot be detected."""
+    """Client as its request describes it. If `receive` is None, a disconnect cannot be detected."""
 
     path: str
     headers: Any
@@ -61,9 +61,7 @@ class Caller(Protocol):
 
 
 class Attachments(Generic[A]):
-    """Runs of a gateway whose clients have disconnected. If there is no room for a run, it is cancelled when its client
-    disconnects.
-    """
+    """Runs of a gateway whose clients have disconnected. A run that does not fit is cancelled at the disconnect."""
 
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s
@@ -98,7 +96,7 @@ class Attachments(Generic[A]):
         return next((run for run in self._away.get(_identity(caller, body), ()) if run.body == body), None)
 
     def keep(self, run: Run[A]) -> bool:
-        """Store a run, so that `find` can return it. Return False if there is no room."""
+        """Store a run, so that `find` can return it. Return False if a limit is reached."""
         if self._closed or self.count >= MAX_AWAY or self._bytes + len(run.body) > MAX_AWAY_BYTES:
             return False
         self._away.setdefault(_identity(run.caller, run.body), []).append(run)
@@ -116,8 +114,8 @@ class Attachments(Generic[A]):
         self._bytes -= len(run.body)
 
     def close(self) -> None:
-        """Cancel the runs of clients that have disconnected. From now on, cancel the run of each client that
-        disconnects: these clients try again at another gateway.
+        """Cancel the runs of clients that have disconnected, and from now on the run of each client that disconnects:
+        these clients try again at another gateway.
         """
         self._closed = True
         for run in [run for runs in self._away.values() for run in runs]:
@@ -170,8 +168,8 @@ class Run(Generic[A]):
             self._unkeep()
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # These two objects have an exception whose traceback refers to this run.
-        # Without this line, the body would stay in memory until a garbage collection.
+        # These two objects have an exception whose traceback refers to this run. Without this line, the body would stay
+        # in memory until a garbage collection.
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
@@ -250,7 +248,7 @@ class Run(Generic[A]):
                 return outcome.result()
             if leaving is not None and leaving.done():
                 raise ClientGone
-            raise GatewayTimeout("no result within what is left of the budget")
+            raise GatewayTimeout("no result within the remaining time of the request")
         finally:  # the traceback of an exception keeps this frame in memory, so delete its large values
             del outcome, waited, leaving
 

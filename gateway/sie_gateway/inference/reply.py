@@ -30,21 +30,21 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
-PIECE_VALUES = 50_000  # numbers in one piece of a body; to write them as JSON takes about 5 ms
+PIECE_VALUES = 50_000  # number of numbers in one piece of a body: about 5 ms to write as JSON
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
 Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
-Placed = tuple[WorkResult, Outcome]  # result, and the outcome of one input in it
-# builds the last entry of a map from the seconds that writing the other entries took
+Placed = tuple[WorkResult, Outcome]  # (result, outcome of one input in it)
+# builds the last entry of a map from the seconds in which the other entries were written
 Late = Callable[[float], Mapping[str, Any]]
 
 
 def requested_format(accept: str, *, body_is_msgpack: bool = False, raw: bool = False, msgpack: bool = True) -> Format:
-    """Return the format of a reply without an error. If Accept names no offered format, the reply is JSON. `raw`: the
-    route also offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
+    """Return the format of a reply without an error; JSON if Accept names no offered format. `raw`: the route also
+    offers raw bytes and Arrow. `msgpack`: the route also offers msgpack.
     """
     own: Format = "msgpack" if body_is_msgpack else "json"
     if not accept:
@@ -93,8 +93,8 @@ def encode(body: Mapping[str, Any], *, msgpack: bool) -> tuple[bytes, str]:
 
 
 def _timed(pieces: Iterator[Piece], last: Callable[[float], bytes]) -> Iterator[Piece]:
-    """Yield the pieces, then the last piece, which depends on the seconds in which the other pieces were built. The
-    time in which the client reads is not included.
+    """Yield the pieces, then the last piece, which depends on the seconds in which the other pieces were built, not
+    counting the time in which the client reads.
     """
     spent_s = 0.0
     while True:
@@ -126,8 +126,8 @@ class Streamed:
 
     def _pieces(self) -> Iterator[bytes]:
         rest = _msgpack.encode(self._rest)
-        # msgpack: the first byte of a map has the number of its entries, if they are fewer than 16.
-        # An array of up to 2^32 elements begins with dd and four bytes.
+        # msgpack: the first byte of a map has the number of its entries, if they are fewer than 16. An array of up to
+        # 2^32 elements begins with dd and four bytes.
         entries = rest[0] + 1 + (self._late is not None)
         yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
         for start in range(0, len(self._items), self._step):
@@ -146,10 +146,9 @@ def _step(values: Sequence[Any], numbers: int) -> int:
 def body_of(
     body: dict[str, Any], values: int, *, msgpack: bool, row: Row | None = None, late: Late | None = None
 ) -> tuple[Body, str]:
-    """Encode a body like `encode`. If it has more than PIECE_VALUES numbers (`values`), write it in pieces: to encode a
-    large body takes up to 600 ms, which would block the event loop.
-
-    `row` renders each of the `items` just before it is written. `late` builds the entry that is written last.
+    """Encode a body like `encode`, in pieces if it has more than PIECE_VALUES numbers (`values`): to encode a large
+    body takes up to 600 ms, which would block the event loop. `row` renders each of the `items` just before it is
+    written. `late` builds the entry that is written last.
     """
     if "items" not in body or values <= PIECE_VALUES:
         began_s = time.perf_counter()
@@ -207,7 +206,6 @@ def _is_wide(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> int:
-    """Count the numbers in the arrays of a value."""
     if isinstance(value, np.ndarray):
         return value.size
     parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
@@ -237,10 +235,8 @@ def listed(
     row: Row | None = None,
 ) -> Body:
     """Return the JSON of a list of `numbers` numbers between `before` and `after`, in pieces if there are many. Values
-    may contain numpy arrays.
-
-    `row` renders each value just before it is written. `after` may depend on the seconds in which the values were
-    written.
+    may contain numpy arrays. `row` renders each value just before it is written. `after` may depend on the seconds in
+    which the values were written.
     """
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
@@ -261,9 +257,7 @@ def _pieces(part: Body) -> Iterable[Piece]:
 
 
 def chained(parts: Sequence[Body], last: Callable[[float], bytes]) -> Body:
-    """Concatenate bodies, in pieces if one of them is in pieces. `last` may depend on the seconds in which the other
-    bodies were written.
-    """
+    """Join bodies, in pieces if one has pieces. `last` may depend on the seconds in which the others were written."""
     body = _Chain(parts, last)
     return b"".join(body) if all(isinstance(part, bytes) for part in parts) else body
 
@@ -292,8 +286,8 @@ def array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
 
 
 def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
-    """Return one output in its msgpack form. It points at the bytes of the result: building an array for each row would
-    take longer than building the rest of the reply.
+    """Return one output in its msgpack form, as a view of the bytes of the result: an array for each row would take
+    longer to build than the rest of the reply.
     """
     piece = outcome.outputs[name]
     size = math.prod(piece.shape) * int(piece.dtype[2:])
@@ -343,9 +337,7 @@ def _echo(item: RequestItem) -> dict[str, Any]:
 
 
 def _usage(outcome: Outcome) -> dict[str, Any]:
-    """Return the tokens of one input. The tokens of all inputs add up to the usage of the request, which the reply has
-    in addition to the slots.
-    """
+    """Return the tokens of one input. The tokens of all inputs add up to the usage of the request in the reply."""
     tokens, is_cut = (outcome.tokens, outcome.truncated) if isinstance(outcome, Ok) else (0, False)
     return {"prompt_tokens": tokens, "total_tokens": tokens, "truncated": is_cut}
 
@@ -379,9 +371,7 @@ def encode_slots(
 def _outputs(
     entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
 ) -> dict[str, Any]:
-    """Return the requested outputs of one input or chunk. `read` returns an output in the form of the reply, `array` as
-    an array.
-    """
+    """Return the requested outputs of one input or chunk. `read` returns an output for the reply, `array` an array."""
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
     extras = EXTRAS.get(run.dtype, ())
@@ -431,14 +421,12 @@ def _chunk_slots(
 
 
 def chunks_missing() -> InternalFailure:
-    """Return the error for a value without chunks whose input has chunks."""
-    return InternalFailure("the worker is older than the gateway and knows no chunks", reason="not_chunked")
+    """Return the error for a worker's result that has no chunks although its input has chunks."""
+    return InternalFailure("the worker is older than the gateway and does not support chunks", reason="not_chunked")
 
 
 def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> list[dict[str, Any]]:
-    """Return one entry per input, ordered by score, then by position; failed inputs are last. The first rank is 0, and
-    no rank occurs twice.
-    """
+    """Return one entry per input, by descending score, then by position; failed inputs last. Ranks begin at 0."""
     entries: list[tuple[float, int, dict[str, Any]]] = []
     for index, (item, (_, outcome)) in enumerate(zip(items, outcomes, strict=True)):
         entry = _echo(item)
@@ -454,7 +442,7 @@ def score_entries(items: Sequence[RequestItem], outcomes: Sequence[Placed]) -> l
 
 
 def extract_slot(index: int, item: RequestItem, outcome: Outcome) -> dict[str, Any]:
-    """Return the slot (entry in the reply) of one input. The slot has all keys, also if no entity was found."""
+    """Return the slot (entry in the reply) of one input. The slot has all keys, even if no entity was found."""
     data = outcome.data or {} if isinstance(outcome, Ok) else {}
     slot: dict[str, Any] = {"id": f"item-{index}", **_echo(item), **{name: data.get(name, []) for name in _EXTRACTED}}
     slot["entities"] = [{"start": None, "end": None, "bbox": None, **entity} for entity in slot["entities"]]

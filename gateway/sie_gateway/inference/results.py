@@ -4,7 +4,7 @@
     part of a result ──► `fragments` ──────────────┘    wins ──► confirmation: the sidecar acks
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
-A gateway has one subscription, which only decodes results, hands them over and confirms them. Each request has its own
+A gateway has one subscription, which decodes results, passes them on and confirms them. Each request has its own
 subject below the subject of the inbox, so that the gateway can find the request even for a message that the client
 library drops.
 """
@@ -78,11 +78,9 @@ class PlannedRequest:
     priority: Priority
 
     def with_run(self, run: RunOptions) -> PlannedRequest:
-        """Return the same request with other run options."""
         return replace(self, options=replace(self.options, run=run))
 
     def with_warnings(self, *warnings: str) -> PlannedRequest:
-        """Return the same request with further warnings for its reply."""
         return replace(self, options=replace(self.options, warnings=(*self.options.warnings, *warnings)))
 
 
@@ -94,6 +92,9 @@ class RequestResult:
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
+        self.cache_status = ""  # hit, partial, miss or off; empty at a gateway without a cache
+        self.cached_items = 0  # inputs that this request did not compute
+        self.cached_tokens = 0  # tokens of these inputs
         self.written_ms = 0.0  # milliseconds in which the reply was built; part of the stage `postprocess_time`
         # milliseconds from publishing a chunk to the arrival of its result, by chunk
         self._waits_ms: dict[int, float] = {}
@@ -103,33 +104,46 @@ class RequestResult:
     def add_results(
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Store the result of each chunk at the positions of its inputs. Raises InvalidOutcomeCount."""
+        """Store the result of each chunk at the positions of its inputs. Chunks of a further call get further numbers.
+        Raises InvalidOutcomeCount.
+        """
+        before = len(self._waits_ms)
+        if before:
+            results = [msgspec.structs.replace(result, chunk=before + result.chunk) for result in results]
         for piece, result in zip(chunks, results, strict=True):
             places = indices[piece.start : piece.stop]
             if len(places) != len(result.outcomes):
                 raise InvalidOutcomeCount(len(result.outcomes), len(places))
             self._results.append(result)
             self._positions.append(places)
-        self._waits_ms = dict(enumerate(waits_ms))
-        self.last = results[max(self._waits_ms, key=waits_ms.__getitem__)]
+        self._waits_ms.update(enumerate(waits_ms, before))
+        self.last = results[max(range(len(waits_ms)), key=waits_ms.__getitem__)]
+
+    def add_cached(self, index: int, result: WorkResult) -> None:
+        """Store the answer of one input that this request did not compute."""
+        self.cached_items += 1
+        self.cached_tokens += tokens_of(result)
+        self._results.append(result)
+        self._positions.append([index])
+
+    def add_failure(self, index: int, failure: Failed) -> None:
+        """Store the failure of one input that this request did not compute."""
+        self._results.append(WorkResult("", -1, "", (failure,)))
+        self._positions.append([index])
 
     @cached_property
     def outcomes(self) -> list[Placed]:
-        """Outcome of each input, with the result that contains it."""
+        """Return the outcome of each input, with the result that contains it."""
         return placed(len(self.request.items), self._results, self._positions)
 
     @cached_property
     def worker_results(self) -> list[WorkResult]:
-        """Return the results of the request's chunks that came from workers. Failures that the gateway itself found are
-        left out.
-        """
+        """Return the results of chunks that came from workers, without cached answers and failures of the gateway."""
         return [result for result in self._results if result.chunk >= 0]
 
     @cached_property
     def usage(self) -> dict[str, Any]:
-        """Usage of the request: the number of tokens that ran, the positions of truncated inputs, and the number of
-        images if there were any.
-        """
+        """Return the usage: tokens that ran, positions of truncated inputs, and the number of images if any."""
         tokens, images, truncated = 0, 0, []
         for result, places in zip(self._results, self._positions, strict=True):
             for place, outcome in zip(places, result.outcomes, strict=True):
@@ -138,37 +152,33 @@ class RequestResult:
                     images += len(self.request.items[place].images)
                     if outcome.truncated:
                         truncated.append(place)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens, "truncated_items": sorted(truncated)}
-        return {**usage, "images": images} if images else usage
-
-    @property
-    def device_s(self) -> float:
-        """Seconds of device time: for each batch with a chunk of this request, the chunk's share by tokens."""
-        found_ms = 0.0
-        for result in self.worker_results:
-            tokens = sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
-            if result.batch.tokens and tokens:
-                share = min(1.0, tokens / result.batch.tokens)
-                found_ms += share * (result.stages.inference_ms + result.stages.postprocess_ms)
-        return found_ms / 1000
+        usage: dict[str, Any] = {
+            "prompt_tokens": tokens,
+            "total_tokens": tokens,
+            "truncated_items": sorted(truncated),
+        }
+        if images:
+            usage["images"] = images
+        if self.cached_items:
+            usage |= {"cached_items": self.cached_items, "cached_tokens": self.cached_tokens}
+        return usage
 
     @property
     def fingerprint(self) -> str:
-        real = self.worker_results
-        return real[0].fingerprint if real else ""
+        return next((result.fingerprint for result in self._results if result.fingerprint), "")
 
     @property
     def values(self) -> int:
-        """Approximate count of the numbers in the reply. The time to write the reply depends on it."""
+        """Return the approximate count of the numbers in the reply. The time to write the reply depends on it."""
         count = sum(
             len(listed)
-            for result in self.worker_results
+            for result in self._results
             for outcome in result.outcomes
             if isinstance(outcome, Ok) and outcome.data
             for listed in outcome.data.values()
             if isinstance(listed, list)
         )
-        return sum(len(result.block) for result in self.worker_results) // 4 + FOUND_VALUES * count
+        return sum(len(result.block) for result in self._results) // 4 + FOUND_VALUES * count
 
     def check(self, name: str = "") -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
@@ -182,7 +192,7 @@ class RequestResult:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # an error other than InvalidInput is not caused by this input
-        # The error may name a field of the input. Fields of images and chunks are left out for other client families,
+        # The error may name a field of the input. Fields of images and chunks are omitted for other client families,
         # because their names differ.
         own = error.param.startswith(("images[", "chunks"))
         field = error.param if error.param == "text" or (not name and own) else ""
@@ -196,9 +206,7 @@ class RequestResult:
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
-        """Return the value of each input, for a client family whose replies have no errors of single inputs. Raises
-        FailedRequest like `check`.
-        """
+        """Return the value of each input, for client families without errors of single inputs. Raises FailedRequest."""
         self.check(name)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
 
@@ -208,7 +216,7 @@ class RequestResult:
 
     @property
     def waited_ms(self) -> float:
-        """Milliseconds from publishing to the arrival of the last result."""
+        """Return the milliseconds from publishing to the arrival of the last result."""
         return max(self._waits_ms.values(), default=0.0)
 
     def timing(self, received_s: float, written_s: float = 0.0) -> dict[str, float]:
@@ -226,8 +234,8 @@ class RequestResult:
 
     def late(self, received_s: float, began_s: float) -> Callable[[float], dict[str, Any]]:
         """Return a function that builds the last entry of a reply, `timing`, from the seconds in which the other
-        entries were written. The time from `began_s` to the call of `late` is included. Headers are sent before the
-        body is written, so their times include only the part before that.
+        entries were written. The time from `began_s` to the call of `late` is included. The times in headers lack the
+        time to write the body, because headers are sent before it.
         """
         prepared_s = time.perf_counter() - began_s
         self.timing(received_s, prepared_s)
@@ -246,9 +254,7 @@ class RequestResult:
         return [timings.get(result.chunk, none) for result, _ in self.outcomes]
 
     def shared(self, *, explain: bool) -> dict[str, Any]:
-        """Return the fields that every reply has in addition to its results, if the reply is a map. `timing` is not
-        included, because it is written last.
-        """
+        """Return the fields that every reply has beside its results, except `timing`, which is written last."""
         fields: dict[str, Any] = {"usage": self.usage, "fingerprint": self.fingerprint}
         if warnings := [*self.request.options.warnings, *self._half_read()]:
             fields["warnings"] = warnings
@@ -276,7 +282,6 @@ class RequestResult:
         return [f"images: {count} of {total} inputs have a file of several images, of which the first was read"]
 
     def headers(self, timing: Mapping[str, float]) -> dict[str, str]:
-        """Return the headers of a successful reply."""
         resolved, truncated = self.request.resolved, len(self.usage["truncated_items"])
         failed = sum(isinstance(outcome, Failed) for _, outcome in self.outcomes)
         fetch_ms = self.last.stages.fetch_ms if self.last else 0.0
@@ -290,6 +295,7 @@ class RequestResult:
             **({"X-SIE-Units-Pairs": str(len(self.outcomes) - failed)} if self.request.operation == "score" else {}),
             **({"X-SIE-Units-Images": str(self.usage["images"])} if "images" in self.usage else {}),
             "X-SIE-Worker": ",".join(sorted({result.worker for result in self.worker_results})),
+            **({"X-SIE-Cache-Status": self.cache_status} if self.cache_status else {}),
             **timing_headers(timing),
             **({"X-Queue-Publish-Time": f"{self.publish_ms:.2f}"} if self.publish_ms else {}),
             **({"X-Payload-Fetch-Time": f"{fetch_ms:.2f}"} if fetch_ms else {}),
@@ -299,19 +305,31 @@ class RequestResult:
         }
 
 
+def tokens_of(result: WorkResult) -> int:
+    """Return the number of tokens that the model read for a chunk."""
+    return sum(outcome.tokens for outcome in result.outcomes if isinstance(outcome, Ok))
+
+
+def device_seconds(results: Sequence[WorkResult]) -> float:
+    """Return the seconds of device time of chunks: for each batch that a chunk ran in, its share by tokens."""
+    total_ms = 0.0
+    for result in results:
+        tokens = tokens_of(result)
+        if result.batch.tokens and tokens:
+            share = min(1.0, tokens / result.batch.tokens)
+            total_ms += share * (result.stages.inference_ms + result.stages.postprocess_ms)
+    return total_ms / 1000
+
+
 class InvalidOutcomeCount(Exception):
-    """Raised if the number of outcomes from a worker differs from the number of inputs of the chunk. Then no outcome of
-    the chunk can be trusted.
-    """
+    """Raised if a worker's outcomes are not as many as the inputs of the chunk: then no outcome can be trusted."""
 
     def __init__(self, got: int, expected: int) -> None:
         super().__init__(f"a chunk of {expected} inputs came back with {got} outcomes")
 
 
 def placed(count: int, results: Sequence[WorkResult], places: Sequence[Sequence[int]]) -> list[Placed]:
-    """Return the outcome of each input, in order, with the result that contains it. `places` has the input positions of
-    each result's outcomes.
-    """
+    """Return (result, outcome) of each input. `places`: the input positions of each result's outcomes."""
     placed_values: list[Any] = [None] * count
     for result, positions in zip(results, places, strict=True):
         for position, outcome in zip(positions, result.outcomes, strict=True):
@@ -345,12 +363,12 @@ def failure_of(
 def stage_times(
     *, total_ms: float, wait_ms: float, last: WorkResult | None, written_ms: float = 0.0, load_ms: float = 0.0
 ) -> dict[str, float]:
-    """Return the consecutive stages of the chunk that finished last. `wait_ms` is the time from publishing to the
-    arrival of its result, and `written_ms` the time to build the reply. `load_ms` is the longest wait of a chunk of the
-    request for the load of the model: a chunk that waits at the broker meanwhile waits for the load, too.
+    """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from publishing to the arrival of
+    its result. `written_ms`: time to build the reply. `load_ms`: longest wait of a chunk of the request for the load of
+    the model; a chunk that waits at the broker meanwhile waits for the load, too.
     """
     worker = last.stages if last else Stages()
-    # a large input is fetched from the payload store; this time counts as time in the queue
+    # the time to fetch a large input from the payload store counts as time in the queue
     queue = max(0.0, wait_ms - worker.worker_ms) + worker.fetch_ms
     load = min(queue + worker.load_ms, max(load_ms, worker.load_ms))
     queue -= load - worker.load_ms
@@ -406,9 +424,7 @@ _logger = logging.getLogger("sie.gateway.inbox")
 
 
 class OutcomeCollector:
-    """Outcomes of one request, by chunk. The collector is complete when each chunk has a result; further results of a
-    chunk are ignored.
-    """
+    """Outcomes of one request, by chunk; complete when each chunk has a result. Further results are ignored."""
 
     def __init__(self, request: str, chunks: int, pool: str = "") -> None:
         self.request = request
@@ -458,7 +474,7 @@ class OutcomeCollector:
 
 class ResultInbox:
     """Inbox for the results of all open requests of this gateway. Its subject has 122 random bits, so only a worker
-    that got the subject can send here.
+    that knows the subject can send here.
     """
 
     def __init__(
@@ -469,7 +485,7 @@ class ResultInbox:
         *,
         on_late: Callable[[WorkResult], None] = lambda result: None,
     ) -> None:
-        """Create the inbox. `on_late` is called with each result whose request has ended."""
+        """`on_late` is called with each result whose request has ended."""
         self.subject = f"sie.result.{uuid.uuid4().hex}"
         self._on_late = on_late
         self._bus = bus
@@ -515,11 +531,10 @@ class ResultInbox:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Number of bytes that parts of incomplete results occupy."""
+        """Return the bytes that parts of incomplete results occupy."""
         return self._fragments.held_bytes
 
     def fail_pool(self, pool: str, error: SIEError) -> None:
-        """Fail the open requests of a pool that was removed."""
         for collector in list(self._open.values()):
             if collector.pool == pool:
                 collector.fail(error)
@@ -529,8 +544,8 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request whose result the NATS client library dropped for lack of room. To wait until the worker
-        sends the result again would not help: it would meet the same overload.
+        """Fail the request whose result the NATS client library dropped because its buffer was full. A repeated result
+        would meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
@@ -564,9 +579,7 @@ class ResultInbox:
     # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part and return the verdict that its sender gets; None while the digest of the complete result is
-        checked.
-        """
+        """Store a part and return the verdict for its sender; None while a complete result is checked."""
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"
@@ -596,8 +609,8 @@ class ResultInbox:
         return None
 
     async def _check(self, assembly: Assembly, reply: str) -> None:
-        """Deliver a complete result to its request, or make its sender send it again. For the latter, the reply to the
-        last part says that parts are still missing.
+        """Deliver a complete result to its request. If it is damaged, reply to its sender that parts are missing, so
+        that the sender sends them again.
         """
         try:
             parts = [part for part in assembly.parts if part is not None]
@@ -612,7 +625,7 @@ class ResultInbox:
                 "request %s: a result of %d parts is damaged: %s", assembly.request, len(assembly.parts), error
             )
             verdict = "part"
-        except Exception:  # outermost handler of a task: the waiting request must get an answer
+        except Exception:  # outermost handler of a task: the waiting request must get a reply
             _logger.exception("a result could not be joined from its parts")
             collector = self._open.get(assembly.request)
             if collector is not None:
@@ -623,5 +636,5 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            except BrokerError as error:  # the sender then sends the last part again, and the verdict is duplicate
+            except BrokerError as error:  # without a confirmation, the sender repeats the last part, a duplicate
                 _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)

@@ -18,15 +18,23 @@ from sie_contracts.errors import CONFIG_CHANGED, ErrorInfo, GatewayTimeout, Inte
 from sie_contracts.models import families
 from sie_contracts.models.costs import ImageCost
 from sie_contracts.models.entries import ModelEntry, is_joinable
-from sie_contracts.wire.messages import Failed, Input, Operation, TextChunks, Vectors, WorkItem, WorkResult
+from sie_contracts.wire.messages import Failed, Operation, TextChunks, WorkItem, WorkResult
 from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
-from sie_gateway.inference.body import RequestItem, has_images
-from sie_gateway.inference.call import Call, EntryChanged
+from sie_gateway.inference.body import RequestItem, has_images, input_of
+from sie_gateway.inference.cached import CachedRuns, not_cached
+from sie_gateway.inference.call import Call, EntryChanged, cache_mode
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
-from sie_gateway.inference.results import OutcomeCollector, PlannedRequest, RequestResult, ResultInbox
+from sie_gateway.inference.results import (
+    OutcomeCollector,
+    PlannedRequest,
+    RequestResult,
+    ResultInbox,
+    device_seconds,
+    tokens_of,
+)
 from sie_gateway.metrics import Metrics
 from sie_gateway.streams.publish import StreamPosition, WorkQueue
 from sie_runtime.failpoints import failpoint
@@ -39,8 +47,8 @@ _logger = logging.getLogger("sie.gateway.runner")
 
 
 class Runner:
-    """Runs requests through the queue. `load_hold_s` is the longest time that a request waits for a model that is not
-    loaded.
+    """Runs requests through the queue. `load_hold_s`: longest wait of a request for a model that is not loaded.
+    `cached`: the cache of answers; None if this gateway has none.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class Runner:
         admission: Admission,
         cold: ColdStarts,
         load_hold_s: float,
+        cached: CachedRuns | None = None,
     ) -> None:
         self._feed = feed
         self._queue = queue
@@ -60,6 +69,7 @@ class Runner:
         self._admission = admission
         self._cold = cold
         self._load_hold_s = load_hold_s
+        self._cached = cached
 
     def refused(self, request: PlannedRequest, takers: _Takers | None = None) -> dict[int, Failed]:
         """Return the failures of the items that the model cannot run, so far as the gateway can check them."""
@@ -71,24 +81,37 @@ class Runner:
         }
 
     async def run(self, call: Call, request: PlannedRequest) -> RequestResult:
-        """Publish the items that can be run, wait for their results, and add the failures of the other items.
-
-        Raises SIEError, and EntryChanged if gateway and workers have different entries of the model.
+        """Publish the items that can be run, wait for their results, and add the failures of the other items. Raises
+        SIEError, and EntryChanged if gateway and workers have different entries of the model.
         """
         takers = _Takers(self._feed, request.operation)
         if request.query is not None and (failed := _unusable(request.query, request, takers)) is not None:
             error = failed.error
-            if error.param.startswith("query"):  # the message already has the path
+            if error.param.startswith("query"):  # the message already names the query
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
             raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
         refused = self.refused(request, takers)
         runnable = [index for index in range(len(request.items)) if index not in refused]
-        finished = RequestResult(request, refused)
         if not runnable:
-            return finished
+            return RequestResult(request, refused)
         items: Sequence[RequestItem] = [request.items[index] for index in runnable] if refused else request.items
         if _reads_mentions(request):
             items = [replace(item, mentions=mentions(item)) for item in items]
+        if self._cached is not None:
+            return await self._cached.run(call, request, refused, runnable, items, self._computed)
+        if cache_mode(call.headers) == "only":
+            raise not_cached(len(items))
+        finished = RequestResult(request, refused)
+        await self._computed(call, runnable, items, finished)
+        return finished
+
+    async def _computed(
+        self, call: Call, positions: list[int], items: Sequence[RequestItem], finished: RequestResult
+    ) -> list[WorkResult]:
+        """Publish items and add their results to `finished`. `positions` are those of the items in the request. Return
+        the results in the order of the items. Raises SIEError, EntryChanged.
+        """
+        request = finished.request
         lane, priority, resolved = request.lane, request.priority, request.resolved
         limits = chunk.ChunkLimits(
             self._admission.chunk_cost(lane, priority, resolved.residency),
@@ -139,19 +162,17 @@ class Runner:
         results = [result for result in collector.results if result is not None]
         self._metrics.result_wait.labels(request.operation).observe(max(collector.arrivals_s) - published_s)
         waits_ms = [(arrival_s - published_s) * 1000 for arrival_s in collector.arrivals_s]
-        finished.add_results(runnable, chunks, results, waits_ms)
+        finished.add_results(positions, chunks, results, waits_ms)
         if call.span is not None:
             telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
-        tokens = finished.usage["total_tokens"]
+        tokens = sum(map(tokens_of, results))
         if call.charge is not None:
             call.charge.settle(tokens)
-        self._metrics.used(call.grant.name, tokens, finished.device_s)
-        return finished
+        self._metrics.used(call.grant.name, tokens, device_seconds(results))
+        return results
 
     def _revision(self, entry: ModelEntry) -> int:
-        """Return the revision of an entry in the current catalogue. Raises EntryChanged if the catalogue has another
-        entry.
-        """
+        """Return the revision of an entry in the catalogue. Raises EntryChanged if the catalogue has another entry."""
         catalogue = self._feed.catalogue
         if (now := catalogue.entries.get(entry.id)) is not entry and now != entry:
             raise EntryChanged(entry)
@@ -160,10 +181,9 @@ class Runner:
     async def _results(
         self, call: Call, request: PlannedRequest, collector: OutcomeCollector, deadline_s: float
     ) -> None:
-        """Wait for all results until the end of the budget. If no worker has the model after the hold (`load_hold_s`),
-        check every CHECK_AGAIN_S seconds that a worker loads it.
-
-        Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that failed the collector.
+        """Wait for all results until the end of the budget. After `load_hold_s`, check every CHECK_AGAIN_S seconds that
+        a worker loads the model or has it. Raises ModelLoading, NotProvisioned, GatewayTimeout, and the error that
+        failed the collector.
         """
         until_s, hosted = call.received_s + min(call.budget_s, self._load_hold_s if call.dialect.holds else 0.0), False
         while True:
@@ -171,8 +191,8 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # A load that begins after the hold, or a worker that leaves, is reported in the same way as during the
-                # hold of the request (see `load_hold_s`).
+                # a load that begins after `load_hold_s`, or a worker that leaves then, is reported in the same way as
+                # earlier
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -206,9 +226,7 @@ class _Sending:
         self._rest: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Publish the chunks with permits now; a task publishes the remaining chunks. Raises SIEError. A later failure
-        fails the collector.
-        """
+        """Publish the chunks with permits. A task publishes the others; if it fails, the collector fails."""
         granted = self._permits.pop()
         if granted:
             await self._publish(granted)
@@ -257,12 +275,12 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function from a chunk's number to its work item. The budget of an item is the time until the deadline of
-    the call, measured when the item is built.
+    """Return a function from a chunk's number to its work item, whose budget is the time until the deadline of the call
+    when the item is built.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
-    query = None if request.query is None else _input(request.query)
+    query = None if request.query is None else input_of(request.query)
     # workers count this route separately from its operation
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
     asker = call.grant.name if has_images(items, request.query) else ""
@@ -275,7 +293,7 @@ def _builder(
             model=resolved.entry.id,
             revision=resolved.entry.revision,
             operation=request.operation,
-            inputs=tuple(map(_input, items[piece.start : piece.stop])),
+            inputs=tuple(map(input_of, items[piece.start : piece.stop])),
             options=request.options.run,
             reply=reply,
             budget_ms=max(1, int((deadline_s - time.perf_counter()) * 1000)),
@@ -308,9 +326,7 @@ def _result_listener(permits: Permits, collector: OutcomeCollector, entry: Model
 
 
 class _Takers:
-    """Models of the catalogue that accept a modality, for the errors of one request. The look-up runs when an error
-    first needs it.
-    """
+    """Models of the catalogue that accept a modality, for error texts. The look-up runs only if an error needs it."""
 
     def __init__(self, feed: CatalogueFeed, operation: Operation) -> None:
         self._feed = feed
@@ -355,7 +371,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     foreign = [modality for modality in item.modalities if modality not in accepted]
     if foreign:
         message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
-        if foreign[0] != "multivector":  # multivector is an output of models, so no model is suggested
+        if foreign[0] != "multivector":  # no entry lists multivector as an input
             message += takers.models_of(foreign[0])
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.unfit is not None:
@@ -374,12 +390,14 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
 
 
 def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Takers) -> ErrorInfo | None:
-    """Return the reason why this model returns no vectors of chunks, with the names of models that return them; None if
-    there is no such reason. Only the worker knows the pooling of an entry without `pooling`.
+    """Return the reason why this model returns no vectors of chunks, with the names of models that return them, or
+    None. Only the worker knows the pooling of an entry without `pooling`.
     """
     entry, run = request.resolved.entry, request.options.run
     if request.operation != "encode":
-        return ErrorInfo("INVALID_INPUT", "chunks: encode alone has them", reason="unsupported_task", param="chunks")
+        return ErrorInfo(
+            "INVALID_INPUT", "chunks: only encode supports them", reason="unsupported_task", param="chunks"
+        )
     if entry.family != CHUNKED_FAMILY:
         message = f"chunks: {entry.id} gives no vectors of chunks{takers.models_with_chunks()}"
         return ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality", param="chunks")
@@ -395,18 +413,3 @@ def _fault_of_chunks(chunks: TextChunks, request: PlannedRequest, takers: _Taker
 
 def _reads_mentions(request: PlannedRequest) -> bool:
     return request.operation == "extract" and families.row(request.resolved.entry.family).reads_mentions
-
-
-def _input(item: RequestItem) -> Input:
-    """Return the input of a queue message: the fields of an item that a worker needs."""
-    if item.tokens is None and item.pair is None and item.vectors is None and not item.files:
-        return Input(item.text, mentions=item.mentions, chunks=item.chunks)
-    return Input(
-        item.text,
-        tokens=item.tokens,
-        pair=item.pair,
-        vectors=None if item.vectors is None else Vectors.from_array(item.vectors),
-        images=item.images,
-        audio=item.audio,
-        document=item.document,
-    )

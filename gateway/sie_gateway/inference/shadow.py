@@ -1,4 +1,4 @@
-"""Shadow traffic: a share of the requests of an alias is copied to a second model after the answer. The copy is only
+"""Shadow traffic: a share of the requests of an alias is copied to a second model after the reply. The copy is only
 measured.
 
     answered ──► in the share? ──► room: few in flight, a lane without a queue, a known model ──► bulk ──►
@@ -40,17 +40,15 @@ from sie_runtime.http.server import uuid7
 from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # largest number of copies that a gateway runs at the same time
-MAX_ITEMS = 64  # largest number of inputs in a copy; the further inputs of the request are left out
-# largest number of numbers in a reply; a request with a larger reply is not copied, because the reply is kept until
-# then
+MAX_ITEMS = 64  # largest number of inputs in a copy; further inputs of the request are omitted
+# largest number of numbers in a reply whose request is copied: the reply is in memory until the copy has run
 MAX_VALUES = 1 << 20
-# largest number of bytes of the inputs of a request that is copied: the memory of copies is not counted as memory of
-# bodies
+# largest number of bytes of the inputs of a copied request: the memory of copies is not counted as memory of bodies
 MAX_BYTES = 4 << 20
 BUDGET_S = 30.0
 LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
-KEY = "_shadow"  # key of all copies: when keys take turns, all copies are requests of one key
+KEY = "_shadow"  # key of all copies, so that they share the queue with other keys as one key
 _ROUNDING = 1e-6  # tolerance for the rounding error of share x number of requests
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
@@ -75,8 +73,8 @@ class Mean:
 
 @dataclass
 class ShadowStatistics:
-    """Measurements of a shadow since the start of this gateway. They are separate for each alias, while the metrics put
-    further aliases into one series if there are too many.
+    """Measurements of a shadow since the start of this gateway. They are separate for each alias, while the metrics
+    combine aliases above a limit.
     """
 
     model: str
@@ -97,9 +95,7 @@ class ShadowStatistics:
 
 
 class Shadows:
-    """Copies requests of aliases to their shadows. Used only in the gateway's event loop. `after` returns at once and
-    raises no exception.
-    """
+    """Copies requests of aliases to their shadows (second models). `after` returns at once and never raises."""
 
     def __init__(
         self,
@@ -128,8 +124,10 @@ class Shadows:
             return
         try:
             self._after(call, call.infer_request, finished)
-        except Exception:  # an error of a copy must not fail the answer
-            _logger.exception("a request of %s could not be copied", finished.request.resolved.alias)
+        except Exception:  # an error of a copy must not fail the reply
+            _logger.exception(
+                "a request of alias %s could not be copied to its shadow model", finished.request.resolved.alias
+            )
 
     def figures(self, alias: str, model: str) -> ShadowStatistics:
         """Return the measurements of the alias's shadow. They start at zero if the shadow model changes."""
@@ -175,7 +173,8 @@ class Shadows:
             self._opening.add(resolved.residency)
         # the client's headers without identity, budget and machine profile: only the pool and the error mode remain
         headers = {name: value for name, value in call.headers.items() if name in ("x-sie-pool", "x-sie-on-item-error")}
-        own = Call(uuid7(), self._clock(), {**headers, "x-sie-priority": "bulk"}, grant=Grant(KEY), budget_s=BUDGET_S)
+        headers |= {"x-sie-priority": "bulk", "x-sie-cache": "no-store"}
+        own = Call(uuid7(), self._clock(), headers, grant=Grant(KEY), budget_s=BUDGET_S)
         copied = replace(request, resolved=resolved, items=request.items[:MAX_ITEMS], priority="bulk")
         task = asyncio.get_running_loop().create_task(
             self._measured(own, copied, finished, alias, model), name="shadow"
@@ -195,9 +194,7 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if work waits in the lane for more than LOADED_S seconds, or if the wait is unknown, as in a lane
-        without workers.
-        """
+        """Return True if work waits in the lane for more than LOADED_S, or if the wait is unknown (no worker)."""
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 
@@ -259,26 +256,20 @@ class Shadows:
 
 
 def _is_large(call: Call, request: InferRequest, finished: RequestResult) -> bool:
-    """Return True if a request is too large to copy, by its body, its inputs and its answer: they stay in memory until
-    the copy has run.
-    """
+    """Return True if body, inputs or reply are too large to copy: they stay in memory until the copy has run."""
     if finished.values > MAX_VALUES or len(call.body) > MAX_BYTES:
         return True
     return sum(item.size for item in (*request.items, *filter(None, (request.query,)))) > MAX_BYTES
 
 
 def _has_room(beat: Heartbeat) -> bool:
-    """Return True if another model of the usual size fits into memory in addition to the models that a worker has or is
-    loading.
-    """
+    """Return True if a model of the usual size fits into memory beside the models that a worker has or is loading."""
     held = sum(status.state in ("loaded", "loading", "unloading") for status in beat.models)
     return held == 0 or held < beat.slots
 
 
 def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
-    """Return the cosine of the two dense vectors of each input, if both are floats of the same width. Other inputs are
-    skipped.
-    """
+    """Return the cosine of each input's two dense vectors, if both are floats of the same width."""
     runs = [result.request.options.run for result in (finished, copied)]
     if any("dense" not in run.outputs or run.dtype not in _COMPARED for run in runs):
         return []
@@ -295,9 +286,7 @@ def cosines(finished: RequestResult, copied: RequestResult) -> list[float]:
 
 
 def rank_agreement(finished: RequestResult, copied: RequestResult) -> float | None:
-    """Return Spearman's correlation of the scores of a request's documents; None if fewer than three have both
-    scores.
-    """
+    """Return Spearman's correlation of the documents' scores; None if fewer than three documents can be compared."""
     pairs = [
         (first.score, two.score)
         for (_, first), (_, two) in zip(finished.outcomes, copied.outcomes, strict=False)

@@ -23,7 +23,7 @@ _POLLED = (
     "/health",
     "/v1/scaling/",
     "/v1/pools/assignments",
-)  # paths that machines poll every few seconds: they have no trace
+)  # machines poll these paths every few seconds, so they have no trace
 _TIMED = (*STAGES, "total_time")
 
 
@@ -49,7 +49,7 @@ def trace_chunks(
 
 
 def end_trace(call: Call, span: Span, endpoint: str, status: int) -> None:
-    """End the span of a request after its answer was sent with this status."""
+    """End the span of a request after its reply was sent with this status."""
     if span.is_recording:
         span.set({f"sie.{name}": value for name, value in call.labels.items() if value})
         if call.finished is not None and call.finished.reported_times:

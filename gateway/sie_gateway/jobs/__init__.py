@@ -6,7 +6,7 @@
 
 A shard is a number of consecutive rows of the input whose answers are written as one object. The name of the object
 follows from the number of the shard. The object is created once and never replaced. So each row is in the output
-exactly once, also if gateways died while they led the job. The record of a shard is written after its object: a leader
+exactly once, even if gateways died while they led the job. The record of a shard is written after its object: a leader
 that finds the object without a record reads it and writes the record.
 
 records.py, ledger.py        the buckets of jobs, files and shards
@@ -18,6 +18,6 @@ engine.py, assembly.py       construction of one job; construction of a gateway'
 native.py, lines.py          the two kinds of jobs: rows of data sets, requests in OpenAI's form
 envelope.py                  the lines of a batch: requests and replies
 values.py, client.py         each distinct input once, groups by length; requests that wait for capacity
-storage.py, cache.py         objects of one job; answers that later jobs use again
+storage.py                   objects of one job
 pace.py                      rate and forecast of a job; the times of day at which it may run
 """

@@ -38,16 +38,13 @@ class JobParts(NamedTuple):
     sweeper: Sweeper
 
     def start(self, tasks: Tasks, stop: Stop) -> None:
-        """Start all tasks, which run until `stop`."""
         tasks.start(self.bucket.run(stop), "jobs and files")
         tasks.start(self.files.run(stop), "clean-up of files")
         tasks.start(self.keeper.run(stop), "jobs")
         tasks.start(self.sweeper.run(stop), "clean-up of jobs")
 
     def wanted_workers(self, lane: Lane, workers: int, now_s: float) -> int:
-        """Return the number of workers that the jobs of a lane need to end before their deadlines. `workers` serve the
-        lane now.
-        """
+        """Return how many workers a lane's jobs need to end before their deadlines. `workers`: how many it has."""
         name = str(lane)
         needed = (workers_needed(job, workers, now_s) for job in self.jobs.ledger if job.lane == name)
         return sum(count for count in needed if count is not None)
@@ -63,9 +60,8 @@ def assembled(
     quotas: Quotas,
     now_s: Callable[[], float],
 ) -> JobParts:
-    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock. Files and jobs
-    expire by this clock: a gateway whose own clock is ahead would remove files and jobs of all keys too early. Raises
-    SettingError.
+    """Build the objects from the settings. `now_s` returns seconds since 1970 by the broker's clock: a gateway whose
+    own clock is ahead would remove files and jobs of all keys too early. Raises SettingError.
     """
     url, replicas = settings.payload_store_url, settings.stream_replicas
     bucket = JobsBucket(broker, replicas)

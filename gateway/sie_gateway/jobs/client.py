@@ -37,7 +37,7 @@ from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
 from sie_runtime.http.server import uuid7
 
-ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, such as a lack of memory
+ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, for example a lack of memory
 MAX_PAUSE_S = 30.0
 FIRST_ROOM, MAX_ROOM = 512, 8192  # items in flight when a job begins; largest number of items in flight
 ROOM_S = 4.0  # a job has as many items in flight as the workers answer in this number of seconds
@@ -45,9 +45,7 @@ _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """Raised if these items together, or one of them, can never be answered. The parameters are valid, and other items
-    may be answered.
-    """
+    """Raised if one of these items, or all of them together, can never be answered; other items may be."""
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)
@@ -55,9 +53,7 @@ class ItemsRefused(Exception):
 
 
 class Halted(Exception):
-    """Raised if a job cannot continue until a person has removed the cause. The record of the job gets `info` as its
-    error.
-    """
+    """Raised if a job cannot continue until a person acts. The record of the job gets `info` as its error."""
 
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
@@ -84,9 +80,8 @@ class JobIdentity:
 
 
 class Room:
-    """Limit of the items that a job has in flight. It is the number of items that the lane answers in ROOM_S, so
-    workers never wait for the job, and its items do not wait in the queue for long. Groups of items enter in the order
-    of their calls.
+    """Limit of the items that a job has in flight: as many as the lane answers in ROOM_S, so that workers never wait
+    for the job, and its items do not wait in the queue for long. Groups of items enter in the order of their calls.
     """
 
     def __init__(self) -> None:
@@ -95,9 +90,7 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, count: int) -> None:
-        """Wait until the job may have `count` more items in flight, and count them. If no item is in flight, `count`
-        may be above the limit.
-        """
+        """Wait until `count` more items may be in flight, and count them. If none is in flight, any `count` may."""
         entered = asyncio.get_running_loop().create_future()
         self._waiting.append((count, entered))
         self._admit()
@@ -110,7 +103,7 @@ class Room:
             raise
 
     def leave(self, count: int, seconds: float) -> None:
-        """Release the room of `count` items that are done, `seconds` after they entered, and adapt the limit."""
+        """Release `count` items that are done, `seconds` after they entered, and adapt the limit."""
         rate = self._used / max(0.001, seconds)
         self._used -= count
         self.most = int(min(MAX_ROOM, max(FIRST_ROOM, 0.8 * self.most + 0.2 * rate * ROOM_S)))
@@ -171,8 +164,7 @@ class Throttle:
 
 class JobClient:
     """Client for the requests of one job. It calls `on_trouble` with the error that makes the job wait, and with None
-    when the error has disappeared. `until_open` returns when the job may run: each request waits for it just before it
-    is sent.
+    when the error has disappeared. `until_open` returns when the job may run; each request waits for it.
     """
 
     def __init__(
@@ -189,7 +181,8 @@ class JobClient:
         self._throttle = Throttle(tokens_per_s, until_open=until_open)
         self._until_open = until_open
         self._identity = identity
-        self._headers = {"x-sie-priority": "bulk", **headers}
+        # answers of jobs are cached in the payload store; in the gateway's memory they would take the place of others
+        self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
 
     def call(self) -> Call:
@@ -200,8 +193,8 @@ class JobClient:
         return call
 
     async def patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `attempt`. After an error that may disappear, `attempt` is called again. If a worker has
-        too little memory for the input, it is called at most ATTEMPTS times. Raises SIEError, FailedRequest.
+        """Return the result of `attempt`. After an error that may disappear, `attempt` is called again; after a lack of
+        memory in a worker, at most ATTEMPTS times. Raises SIEError, FailedRequest.
         """
         tries, exhausted, pause_s, is_told = 0, 0, 0.0, False
         try:
@@ -261,7 +254,7 @@ class JobClient:
             again = [place for place, (_, outcome) in enumerate(outcomes) if _may_pass(outcome)]
             if not again:
                 break
-            for place in again:  # send each item alone: one of them may have caused the failure of the others
+            for place in again:  # each item alone: one of them may have caused the failure of the others
                 (outcomes[place],) = await self._whole(spec, operation, params, [items[place]], query)
         return outcomes
 
@@ -279,15 +272,14 @@ class JobClient:
                 outcomes = (await self.inference.execute(call, understood)).outcomes
                 for _, outcome in outcomes:
                     if isinstance(outcome, Failed) and outcome.error.code == ModelLoadFailed.code:
-                        # the model could not be loaded: the inputs did not cause this, so it is an error of the whole
-                        # request
+                        # the model could not be loaded, which the inputs did not cause: the whole request fails
                         raise SIEError.from_info(outcome.error)
                 return outcomes
             except (InvalidInput, PayloadTooLarge) as error:
                 raise ItemsRefused(error) from error
             finally:
                 if call.charge is not None:
-                    call.charge.refund()  # refund the items that did not run; the other items are settled
+                    call.charge.refund()  # refunds the items that did not run; the other items are settled
 
         await self.room.enter(len(items))
         began_s = time.perf_counter()
@@ -310,7 +302,7 @@ class JobClient:
 
 
 def _passes(error: SIEError) -> bool:
-    """Return whether a retry may succeed. A worker repeats a failed load if the cause may disappear, such as a network
+    """Return whether a retry may succeed; also after a failed load whose cause may disappear, like a network
     error.
     """
     return error.retryable or (isinstance(error, ModelLoadFailed) and error.extras.get("permanent") is False)

@@ -17,6 +17,7 @@ from sie_contracts.jobs import JobRecord
 from sie_contracts.settings import Secret, Settings
 from sie_gateway.admission.grant import Charge, Grant
 from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.inference.call import Call, InferRequest
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.results import PlannedRequest
@@ -193,7 +194,7 @@ class JobEngine:
             progress,
             self._places(job, request),
             cache_bytes=self._settings.jobs_cache_bytes,
-            shares_cache=self._settings.jobs_cache_shared,
+            policy=CachePolicy.from_settings(self._settings),
         )
 
     def _places(self, job: JobRecord, request: JobRequest) -> JobPlaces:

@@ -18,10 +18,12 @@ from sie_contracts.api import jobs as api
 from sie_contracts.errors import ErrorInfo, InvalidInput, NotFound
 from sie_contracts.jobs import Again, JobRecord, Plan, RowSpan, ShardRecord, Unread
 from sie_contracts.wire.messages import TextChunks
+from sie_gateway.answers import stored
+from sie_gateway.answers.keys import space_of
+from sie_gateway.answers.stored import StoredAnswers
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.jobs import cache as caches
-from sie_gateway.jobs.cache import AnswerCache
+from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
 from sie_gateway.jobs.storage import JobStorage
@@ -74,7 +76,7 @@ class JobPlaces(NamedTuple):
 
 
 class NativeJob:
-    """Work of one job. `cache_bytes`: limit of the cache for all jobs. `shares_cache`: all keys share their answers."""
+    """Work of one job. `cache_bytes`: limit of the cache for all jobs. `policy`: whose cached answers the job uses."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class NativeJob:
         places: JobPlaces,
         *,
         cache_bytes: int,
-        shares_cache: bool,
+        policy: CachePolicy,
     ) -> None:
         assert job.request is not None
         self._workplace = workplace
@@ -95,8 +97,8 @@ class NativeJob:
         self._progress = progress
         self._places = places
         self._cache_bytes = cache_bytes if job.request.cache else 0
-        self._cache_owner = "" if shares_cache else job.owner
-        self._cache: AnswerCache | None = None
+        self._cache_policy = policy
+        self._cache: StoredAnswers | None = None
         self._kept_bytes = 0  # bytes written to the cache since the last trim
         self._opening = asyncio.Lock()
         self._count = 0  # number of parts that the complete output has
@@ -272,7 +274,7 @@ class NativeJob:
         every = {**cached, **computed}
         return [every[place] for place in range(len(once.inputs))]
 
-    async def _keep(self, cache: AnswerCache, number: int, good: dict[bytes, RowAnswer]) -> None:
+    async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
         """Write answers to the cache for later jobs. A failure of the store is only logged: later jobs compute them."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
@@ -281,7 +283,7 @@ class NativeJob:
         if self._kept_bytes > self._cache_bytes * UNTRIMMED:
             await self._trim()
 
-    async def _opened(self, once: Unique) -> AnswerCache | None:
+    async def _opened(self, once: Unique) -> StoredAnswers | None:
         """Return the cache; None if the job has none. Answer the first input if the model's fingerprint is unknown."""
         if not self._cache_bytes or not once.inputs:
             return None
@@ -292,8 +294,14 @@ class NativeJob:
                 if not self._values.fingerprint:  # the first input failed, so the fingerprint is still unknown
                     return None
                 request = self._request
-                space = (self._cache_owner, self._values.fingerprint, request.operation, request.params)
-                cache = AnswerCache(self._workplace.store, caches.space_of(*space))
+                call, understood = self._client.understood(
+                    self._job.model, request.operation, request.params, [once.inputs[0].item]
+                )
+                owner = self._cache_policy.owner(call.grant, understood.resolved.entry.id)
+                if owner is None:
+                    return None
+                space = space_of(owner, self._values.fingerprint, request.operation, understood.options.run)
+                cache = StoredAnswers(self._workplace.store, space)
                 await cache.open()
                 self._cache = cache
         return self._cache
@@ -343,7 +351,7 @@ class NativeJob:
         """Remove old segments of the cache. If the store fails, a later trim removes them."""
         self._kept_bytes = 0
         try:
-            await caches.trim(self._workplace.store, self._cache_bytes)
+            await stored.trim(self._workplace.store, self._cache_bytes)
         except StoreError as error:
             _logger.warning("job %s: old cached answers could not be removed: %s", self._job.id, error)
 

@@ -6,17 +6,14 @@ inputs ──digest──► unique inputs ──► cache ──► groups by q
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-import numpy as np
-
 from sie_contracts.errors import ErrorInfo, SIEError
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Operation
+from sie_gateway.answers.keys import digests_of
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.reply import Placed, array_of, chunks_missing
 from sie_gateway.inference.results import PlannedRequest
@@ -41,18 +38,14 @@ class ModelInput(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Return the BLAKE2b digest of the input, 16 bytes. Different inputs have different digests."""
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (self.query, self.item.text):
-            text = b"" if part is None else part.encode()
-            digest.update(b"%d:%d " % (part is not None, len(text)))
-            digest.update(text)
-        for file in self.item.files:
-            digest.update(b"%d " % len(file))
-            digest.update(file)
-        if self.item.chunks is not None:
-            digest.update(b"chunks " + msgspec.msgpack.encode(self.item.chunks))
-        return digest.digest()
+        """Return the digest of the input, by which its answer is cached."""
+        (digest,) = digests_of((self.item,), self.query_item)
+        return digest
+
+    @property
+    def query_item(self) -> RequestItem | None:
+        """Return the query as an input of a request."""
+        return None if self.query is None else RequestItem(self.query)
 
 
 class Bounds(NamedTuple):
@@ -130,9 +123,8 @@ class RowValues:
         return [value for value in answers if value is not None]
 
     async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:
-        query = None if inputs[0].query is None else RequestItem(inputs[0].query)
         items = [entry.item for entry in inputs]
-        outcomes = await self._client.outcomes(self._spec, self._operation, self._params, items, query)
+        outcomes = await self._client.outcomes(self._spec, self._operation, self._params, items, inputs[0].query_item)
         for result, outcome in outcomes:
             if isinstance(outcome, Ok):
                 self.check(result.fingerprint)
@@ -215,31 +207,3 @@ def unique(inputs: Sequence[ModelInput]) -> Unique:
             digests.append(digest)
         places.append(place)
     return Unique(inputs_once, digests, places)
-
-
-class PackedValue(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """A value in the format of the cache. Only values without an error are stored."""
-
-    arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
-    score: float | None = None
-    data: dict[str, Any] | None = None
-    tokens: int = 0
-    truncated: bool = False
-
-
-_decode = msgspec.msgpack.Decoder(PackedValue).decode
-
-
-def pack(value: RowAnswer) -> bytes:
-    """Encode a value for the cache."""
-    arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in value.arrays.items()}
-    return msgspec.msgpack.encode(PackedValue(arrays, value.score, value.data, value.tokens, value.truncated))
-
-
-def unpack(packed: bytes) -> RowAnswer:
-    """Decode a value of the cache. Raises ValueError."""
-    decoded = _decode(packed)
-    arrays = {
-        name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in decoded.arrays.items()
-    }
-    return RowAnswer(None, decoded.tokens, decoded.truncated, arrays, decoded.score, decoded.data)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,10 +33,17 @@ import msgspec
 
 from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.media.images import max_blocks
-from sie_contracts.models.catalogue import Resolved, profile_fingerprint
+from sie_contracts.models.catalogue import Resolved, answer_fingerprint, profile_fingerprint
 from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.wire import ipc
-from sie_contracts.wire.heartbeats import Fetched, ModelStatus, ServedEngine, ServedPrecision
+from sie_contracts.wire.heartbeats import (
+    REPORTED_LORAS,
+    Fetched,
+    ModelStatus,
+    ServedEngine,
+    ServedLora,
+    ServedPrecision,
+)
 from sie_contracts.wire.messages import RunOptions
 from sie_sidecar.device.link import AdapterGone, AdapterLink
 from sie_sidecar.models import devices
@@ -168,12 +174,8 @@ class ModelState:
         loaded, entry = self.ready.loaded.fingerprint, self.resolved.entry
         if (loaded, profile) not in self._fingerprints:
             self._fingerprints[loaded, profile] = profile_fingerprint(loaded, entry, profile)
-        fingerprint = self._fingerprints[loaded, profile]
-        # a LoRA is identified by the digest of its files, which may change under the same name
-        for part in (options.lora and (self.lora_digests.get(options.lora) or options.lora), options.variant):
-            if part:
-                fingerprint = hashlib.sha256(f"{fingerprint} {part}".encode()).hexdigest()[:16]
-        return fingerprint
+        lora = options.lora and (self.lora_digests.get(options.lora) or options.lora)
+        return answer_fingerprint(self._fingerprints[loaded, profile], lora, options.variant)
 
     def status(self, now_s: float, fetched: Fetched | None = None) -> ModelStatus:
         loaded = self.ready.loaded if self.ready else None
@@ -196,6 +198,9 @@ class ModelState:
             image_vectors=image_vectors,
             revision=self.revision,
             loaded_revision=self.loaded_revision,
+            loras=tuple(ServedLora(name, digest) for name, digest in self.lora_digests.items() if digest)[
+                -REPORTED_LORAS:
+            ],
         )
 
     def refusal(self, now_s: float) -> SIEError | None:

@@ -51,7 +51,8 @@ def _inlined(schema: Any, components: dict[str, Any]) -> Any:
 
 class Usage(msgspec.Struct, kw_only=True):
     """Number of tokens that the model read, positions of the truncated inputs, and number of images (absent if there
-    are none).
+    are none). `cached_items` and `cached_tokens`: inputs with cached answers and their tokens, which the totals
+    include; absent if there are none.
     """
 
     input_tokens: Whole = msgspec.UNSET
@@ -59,6 +60,8 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: Whole = msgspec.UNSET
     truncated_items: list[int] | UnsetType = msgspec.UNSET
     images: int | UnsetType = msgspec.UNSET
+    cached_items: int | UnsetType = msgspec.UNSET
+    cached_tokens: int | UnsetType = msgspec.UNSET
 
 
 class Reply(msgspec.Struct, kw_only=True):

@@ -306,6 +306,16 @@ def profile_fingerprint(loaded: str, entry: ModelEntry, profile: str) -> str:
     return hashlib.sha256(loaded.encode() + msgspec.json.encode(run, order="sorted")).hexdigest()[:16]
 
 
+def answer_fingerprint(profile: str, lora: str, variant: str) -> str:
+    """Return the fingerprint of answers. `profile`: see `profile_fingerprint`. `lora`: digest of the files of the LoRA,
+    which may change under the same name; empty if there is no LoRA. `variant`: see `RunOptions.variant`.
+    """
+    for part in (lora, variant):
+        if part:
+            profile = hashlib.sha256(f"{profile} {part}".encode()).hexdigest()[:16]
+    return profile
+
+
 def fingerprint(entry: ModelEntry, load: LoadOptions, precision: str, engine: str = "torch") -> str:
     """Return a digest of all settings that change the numbers that a model computes: weights, pooling, prompts,
     precision, engine, normalisation and truncation.

@@ -287,7 +287,7 @@ class ClusterSettings:
         "SIE_JOBS_SINKS",
         "gateway",
         SINKS,
-        "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME. A comma in a password is written as %2C. Unset: none.",
+        "Databases that jobs may write vectors to, each as NAME=URL, for example `main=qdrant://host:6333`. A job names one by its NAME, and so does `sie migrate`, which reads this setting itself. A comma in a password is written as %2C. Unset: none.",
     )
     jobs_at_once: int = row(
         4,
@@ -366,10 +366,31 @@ class ClusterSettings:
         whole(0),
         "Bytes of the payload store that answers of jobs may take, for later jobs that ask for the cache. The oldest are removed first. 0: none are kept.",
     )
-    jobs_cache_shared: bool = row(
+    cache_bytes: int = row(
+        0,
+        "SIE_CACHE_BYTES",
+        "gateway",
+        whole(0),
+        "Memory of each gateway for answers that later requests with the same inputs get without a worker, bytes. 0: there is no cache.",
+    )
+    cache_ttl_s: int = row(
+        3600,
+        "SIE_CACHE_TTL_S",
+        "gateway",
+        whole(1),
+        "How long a gateway uses an answer of its cache, seconds.",
+    )
+    cache_shared: bool = row(
         False,
-        "SIE_JOBS_CACHE_SHARED",
+        "SIE_CACHE_SHARED",
         "gateway",
         BOOL,
-        "Whether jobs take answers that jobs of other keys kept. Then `reused` tells a key whether another one had the same input. Otherwise each key has the answers of its own jobs only.",
+        "Whether all keys use the same cached answers, those that jobs keep included. Then a key learns whether another one had the same input. Otherwise each key has the answers to its own inputs only.",
+    )
+    cache_excluded_models: tuple[str, ...] | None = row(
+        None,
+        "SIE_CACHE_EXCLUDED_MODELS",
+        "gateway",
+        LIST,
+        "Ids of models whose answers are never cached, neither for requests nor for jobs.",
     )

@@ -9,6 +9,7 @@ import msgspec
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import Priority
 
+REPORTED_LORAS = 64  # maximum number of LoRAs of a model whose digests a heartbeat has
 ON_DISK = 500  # maximum number of models that a heartbeat lists as being on the worker's disk
 
 
@@ -39,6 +40,13 @@ class ServedEngine(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
+class ServedLora(msgspec.Struct, frozen=True, omit_defaults=True):
+    """LoRA of a loaded model. `digest`: digest of its files, which may change under the same name."""
+
+    name: str
+    digest: str
+
+
 class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """State of a model on a worker. `queued`: number of its work items on the worker. `load_s`: seconds of its last
     load. `oldest_s`: age of its oldest work item in seconds. `cost_rate`: tokens per second that the worker recently
@@ -46,6 +54,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     which attention takes as long as everything else (see `costs`; 0: unknown). `image_tokens`: largest cost of an
     image; `image_vectors`: number of token vectors of an image (0: unknown, or none). `revision`: revision of the entry
     to which `state` belongs. `loaded_revision`: revision of the copy that was loaded last (0: none, or unknown).
+    `loras`: its loaded LoRAs, at most REPORTED_LORAS.
     """
 
     model: str
@@ -66,6 +75,7 @@ class ModelStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: ServedEngine | None = None
     revision: int = 0
     loaded_revision: int = 0
+    loras: tuple[ServedLora, ...] = ()
 
 
 class DeviceBeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -170,12 +180,23 @@ class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
     claimed: tuple[bytes, ...] = ()
 
 
+class AnswerErasure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Cached answers that every gateway erases: those that fit each field which is not empty. `key`: name of an API
+    key in metrics. `digest`: digest of an input.
+    """
+
+    model: str = ""
+    key: str = ""
+    digest: bytes = b""
+
+
 class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/1"):
     """State of a gateway, which it sends to all gateways each second.
 
     `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: inference requests
     answered per second recently. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
-    the queue; it is sent only if there are other gateways, then five times per second.
+    the queue; it is sent only if there are other gateways, then five times per second. `erasure`: cached answers that
+    the receivers erase.
     """
 
     gateway: str
@@ -184,6 +205,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
     qps: float = 0.0
     config_epoch: str = ""
     queued: tuple[QueuedWork, ...] = ()
+    erasure: AnswerErasure | None = None
 
 
 decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode

@@ -1,4 +1,4 @@
-"""Ownership of a folder. Code and data are read from it, so it must be known which users can write there."""
+"""Check that no other user can write to a folder from which code or data are read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def distrusted(folder: Path) -> str:
-    """Return the reason why another user may have written files in `folder`; empty if only this user and root can write
-    there.
-
+    """Return why another user may have written files in `folder`; empty if only this user and root can write there.
     Raises OSError for a folder that cannot be examined.
     """
     status = folder.stat()
@@ -22,7 +20,7 @@ def distrusted(folder: Path) -> str:
 
 
 def is_open(folder: Path) -> bool:
-    """Return whether every user can write to the folder. The mode alone does not show it: a mounted ConfigMap or image
-    often has a mode that allows it, on a read-only file system. Raises OSError.
+    """Return whether every user can write to the folder. Its mode alone does not show this: a mounted ConfigMap or
+    image often has a mode that allows writes, on a read-only file system. Raises OSError.
     """
     return bool(folder.stat().st_mode & stat.S_IWOTH) and not os.statvfs(folder).f_flag & os.ST_RDONLY

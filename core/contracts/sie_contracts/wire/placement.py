@@ -1,9 +1,8 @@
-"""Number of hosts (workers that should load a model) that a model of a lane needs. It is a pure function of demand,
-speed and waiting time.
+"""Computes the number of workers that should load a model of a lane, from demand, speed and waiting time.
 
     demand, rate, age ──replicas──► number of hosts per model ──► `layout`: choice of the workers
 
-A model here is a residency: a copy of weights that a worker loads. The module uses no clock, no I/O and no randomness.
+A host is a worker that should load the model. The module uses no clock, no I/O and no randomness.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-USED = 0.7  # share of a worker's speed that the plan uses; the other 30 % are a reserve for bursts of requests
-LOWER_AFTER_S = 60.0  # number of seconds for which fewer hosts must be enough before the count is lowered by one
+USED = 0.7  # share of a worker's speed that the plan uses; the remaining 30 % are a reserve for bursts of requests
+# the number of hosts is lowered by one after this many seconds in which fewer hosts would be enough
+LOWER_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
 class Replicas:
     """Number of hosts of a model. `raised_s`: time when it was last raised. `below_s`: time since which fewer hosts
-    would be enough; None if all are needed.
+    would be enough; None while all hosts are needed.
     """
 
     count: int
@@ -41,13 +41,13 @@ def replicas(
     """Return the number of hosts that a model needs.
 
     `demand`: tokens per second that arrive for the model. `rate`: tokens per second of one busy worker, 0 while
-    unknown. `age_s`: age of the model's oldest waiting work. `all_resident`: whether every host has the model loaded.
+    unknown. `age_s`: age of the model's oldest waiting work. `all_resident`: whether every host has loaded the model.
     `load_s`: duration of a load.
 
-    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. A smaller number is raised to this
-    value at once. The number is raised by one more under two conditions: work waits longer than `adopt_after_s`
-    although all hosts have the model loaded, and more than the time of a load has passed since the last raise. The
-    number is lowered by one after each 60 s in which fewer hosts would be enough.
+    The model needs `demand` / (0.7 `rate`) hosts, at least 1 and at most `most`. A lower number is raised to this value
+    at once. The number is raised by one more if work waits longer than `adopt_after_s` although all hosts have loaded
+    the model, and the last raise was more than `load_s` ago. It is lowered by one after each 60 s in which fewer hosts
+    would be enough.
     """
     planned = USED * rate
     needed = 1

@@ -1,5 +1,4 @@
-"""Values of gateways and workers in key-value buckets of NATS: demand, placement and reservations. The request for a
-new bucket or work stream is also here.
+"""Values that gateways and workers store in key-value buckets of NATS, and the request for a new bucket or stream.
 
 The rules for changes in `messages` apply. `sie_broker.record` reads and changes these values.
 """
@@ -12,8 +11,8 @@ from sie_contracts.wire.topology import DUPLICATE_WINDOW_S
 
 
 class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream-request/1"):
-    """Request to the owner of streams (one process that may create them): create this stream or bucket, or update it to
-    `version`. The owner computes the subjects from the name, so that no process can request a stream that stores
+    """Request to the owner of streams (the one process that may create them): create this stream or bucket, or update
+    it to `version`. The owner computes the subjects from the name, so that no process can request a stream that stores
     messages of another process.
 
     The sizes have the same meaning as in `topology.StreamSpec`. `removed_age_s` is only for a bucket.
@@ -31,18 +30,18 @@ class StreamRequest(msgspec.Struct, frozen=True, omit_defaults=True, tag="stream
 
 
 class Demand(msgspec.Struct, frozen=True, omit_defaults=True, tag="demand/1"):
-    """Record that a request needed a lane (pool, machine profile and bundle) that has no ready worker. It counts as
-    demand until DEMAND_LIFE_S seconds after `at_s`, in the broker's time.
+    """Demand for a lane (pool, machine profile and bundle) that has no ready worker. It is valid until DEMAND_LIFE_S
+    seconds after `at_s`, in the broker's time.
     """
 
     at_s: float
 
 
 class Placement(msgspec.Struct, frozen=True, omit_defaults=True, tag="placement/1"):
-    """Hosts of the models of a lane: worker ids by model id. `at_s`: time of the last planning step. `raised_s`: for
-    each model, the time when its number of hosts was last raised. Times are the broker's.
+    """Worker ids that should load a model, by model id, for one lane. `at_s`: time of the last planning step.
+    `raised_s`: for each model, the time when its number of workers was last raised. Times are the broker's.
 
-    A large table is stored in parts: then `parts` has their stamps, and `hosts` is empty.
+    A large table is stored in parts. Then `parts` has the stamps of the parts, and `hosts` is empty.
     """
 
     at_s: float
@@ -60,8 +59,8 @@ class PlacementPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="placem
 
 
 class ReservationSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Demand of a reservation: a minimum number of workers of each machine profile (`gpus`), a minimum number of
-    workers in total, and, if `bundle` is set, workers of this bundle. Its lease lasts `ttl_seconds`.
+    """Workers that a reservation requests: for each machine profile (`gpus`) and in total (`minimum_worker_count`), and
+    only of `bundle` if it is set. The lease of the reservation lasts `ttl_seconds`.
     """
 
     name: str
@@ -90,7 +89,7 @@ class Reservation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reservations(msgspec.Struct, frozen=True, omit_defaults=True, tag="reservations/1"):
-    """All reservations, by name. `ended`: by name, the end times of reservations whose streams are not removed yet."""
+    """Reservations by name. `ended`: by name, the end times of reservations whose streams still exist."""
 
     pools: dict[str, Reservation] = {}
     ended: dict[str, float] = {}

@@ -1,19 +1,18 @@
 """Names and settings of every subject, stream, consumer and bucket of the broker. The gateway creates consumers, and
 the owner of streams (`sie_broker.owner`) creates and updates streams. Other processes only check them.
 
-A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. Each (machine profile, bundle,
-priority, model) has its own durable consumer on it. When a stream has the maximum number of these consumers, further
-models share the consumer of a slot, which is chosen by a hash:
+A lane is a pool, a machine profile and a bundle. Each pool has one work-queue stream. On it, each model has a durable
+consumer per machine profile, bundle and priority. When a stream has the maximum number of these consumers, further
+models share consumers: a hash of the model's name chooses one of the SLOTS shared consumers (slots).
 
     sie.work.{pool}.{machine profile}.{bundle}.{priority}.{model}
-        a model's own subject, and its consumer's filter
-    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  a model's subject in a slot
-    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        the filter of the slot's consumer
+        subject of a model, and filter of its own consumer
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.{model}  subject of a model in a slot
+    sie.work.{pool}.{machine profile}.{bundle}.{priority}._s{slot}.*        filter of the slot's consumer
 
 No two filters match the same subject: different names have different tokens, no token begins with `_s`, and the two
-forms differ in length. So messages of one model may be under both forms at the same time, each form with its own
-consumer. The subject alone determines the consumer (`consumer_of`). A model's id is never decoded from a subject: it is
-read from the message.
+forms differ in length. So messages of one model may use both forms at the same time. The subject alone determines the
+consumer (`consumer_of`). The id of a model is never decoded from a subject, but read from the message.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Literal
 TOPOLOGY_VERSION = 3
 
 CATALOGUE_BUCKET = "sie_catalogue"
-# second copy of the catalogue documents that were written over the API, because no file has them
+# bucket with a second copy of the catalogue documents that clients wrote over the API, because no file contains them
 CATALOGUE_COPY_BUCKET = "sie_catalogue_copy"
 PLACEMENT_BUCKET = "sie_placement"
 POISON_BUCKET = "sie_poison"
@@ -64,32 +63,32 @@ STREAMS_SUBJECT = "sie.streams"  # `streams_subject` appends a token to it
 CONFIG_SUBJECT = "sie.config.models"
 DEFAULT_POOL = "_default"
 DUPLICATE_WINDOW_S = 120.0
-# Seconds in which a message with the same id is dropped. Publishers try for 10 s, so 30 s are enough; a longer window
-# costs the broker memory, about a quarter of a KiB for each message in it.
+# Seconds in which a message with an id that was already published is dropped. Publishers retry for 10 s, so 30 s are
+# enough. A longer window costs the broker about 256 bytes of memory per message.
 WORK_DUPLICATE_WINDOW_S = 30.0
 
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-")
 _POOL = re.compile(r"[A-Za-z0-9_-]{1,63}")
-# Largest number of characters of a consumer's name. The broker uses the name, with a prefix, as the name of a folder,
-# which may have 255 bytes.
+# largest number of characters of a consumer's name: the broker prefixes it and uses it as a folder name (255 bytes)
 _MAX_NAME = 180
-# largest number of characters of a machine profile or bundle in a name, so that the first part of a name is never cut
+# largest number of characters of a machine profile or bundle in a name, so that this part of a name is never cut
 _MAX_LABEL = 48
 _DIGEST = re.compile(r"_z[0-9a-f]{32}")
 
-SLOTS = 16  # number of slots of each lane and priority
+SLOTS = 16  # number of shared consumers of each lane and priority
 OWN_CONSUMERS = 4096
-# Largest number of consumers of one stream with replicas. It is small because each of them is a Raft group, which sends
-# heartbeats and writes files even when it is idle.
+# Largest number of consumers of one stream with replicas: each is a Raft group, which sends heartbeats and writes files
+# even when it is idle.
 OWN_CONSUMERS_REPLICATED = 256
-_USUAL_MESSAGE_BYTES = 16 << 10  # assumed size of a message: a chunk of SIE_CHUNK_COST tokens at four bytes each
+# assumed bytes of a message: a chunk of SIE_CHUNK_COST tokens with four bytes per token
+_USUAL_MESSAGE_BYTES = 16 << 10
 _MIN_RESERVATION_BYTES = 1 << 20
-_MIN_PER_SUBJECT = 4096  # smallest limit on messages per subject; more than the messages of one request
+_MIN_PER_SUBJECT = 4096  # lowest limit on waiting messages per subject, so that the messages of one request fit
 
 
 @functools.lru_cache(1 << 15)
 def token(name: str) -> str:
-    """Encode a name for use in a subject: letters, digits, `-`, and `_xx` for other bytes of its UTF-8 in hex.
+    """Encode a name for use in a subject: letters, digits and `-` stay, other bytes of its UTF-8 become `_xx` in hex.
     Different names have different tokens. Raises ValueError for an empty name.
     """
     if not name:
@@ -98,10 +97,8 @@ def token(name: str) -> str:
 
 
 def _bounded(name: str, most: int = _MAX_NAME) -> str:
-    """Shorten a name to at most `most` characters. A shortened name ends in `_z` and a digest of the whole name, so it
-    differs from all other names.
-
-    If a shortened name is shortened again, it keeps its digest.
+    """Shorten a name to at most `most` characters. A shortened name ends in `_z` and a digest of the whole name, so
+    that it is unique. A name that is shortened twice keeps its first digest.
     """
     if len(name) <= most:
         return name
@@ -110,9 +107,7 @@ def _bounded(name: str, most: int = _MAX_NAME) -> str:
 
 
 def pool_name(name: str) -> str:
-    """Return the canonical name of a pool: lower case; `default` is an alias of `_default`. Raises ValueError for a
-    name that cannot be part of a subject.
-    """
+    """Return the pool's name in lower case; `_default` for `default`. Raises ValueError for an invalid name."""
     if not _POOL.fullmatch(name):
         raise ValueError(f"pool {name[:70]!r}: expected 1 to 63 letters, digits, _ or -")
     lowered = name.lower()
@@ -128,8 +123,8 @@ class StreamSpec:
     """Settings of a stream. With retention `workqueue`, a message is removed when it is acknowledged, and a full stream
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
-    `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker would drop all messages
-    above a new, lower limit, so the limit is lowered only when no more messages than that are waiting.
+    `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker drops all messages
+    above a new, lower limit. So the limit is lowered only while no more messages than that are waiting.
     """
 
     name: str
@@ -146,9 +141,7 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class ConsumerSpec:
-    """A durable pull consumer with explicit acks. It has no limit on deliveries or pending messages, because workers
-    limit how much they pull.
-    """
+    """Durable pull consumer with explicit acks. The workers, not the consumer, limit how many messages are pending."""
 
     stream: str
     name: str
@@ -163,7 +156,7 @@ def _prefix(machine_profile: str, bundle: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Lane:
-    """A lane: pool, machine profile and bundle. Every worker serves one lane."""
+    """Every worker serves one lane."""
 
     pool: str
     machine_profile: str
@@ -173,7 +166,7 @@ class Lane:
         return f"{self.pool}.{self.machine_profile}.{self.bundle}"
 
     def consumer_prefix(self) -> str:
-        """Return the prefix that the names of all consumers of this lane have, and no others."""
+        """Return the prefix of the names of all consumers of this lane. No other consumer's name begins with it."""
         return _prefix(token(self.machine_profile), token(self.bundle))
 
 
@@ -193,14 +186,14 @@ def work_stream(
 
 
 def reservation_bytes(queue_bytes: int) -> int:
-    """Return the size, in bytes, of the stream of a reservation. `queue_bytes`: size of the stream of a pool. It is a
-    sixteenth, because a broker reserves the whole size at once, and there may be 64 reservations.
+    """Return the size of a reservation's stream: a sixteenth of `queue_bytes`, the size of a pool's stream. It is small
+    because a broker reserves the whole size at once, and there may be 64 reservations.
     """
     return max(_MIN_RESERVATION_BYTES, queue_bytes // 16)
 
 
 def pool_of(subject: str) -> str:
-    """Return the pool that a subject of work messages contains. Raises ValueError for any other subject."""
+    """Return the pool in a subject of work messages. Raises ValueError for any other subject."""
     tokens = subject.split(".", 3)
     if len(tokens) < 4 or tokens[:2] != ["sie", "work"]:
         raise ValueError(f"{subject!r} is not a subject of work: it must begin with sie.work.POOL")
@@ -210,7 +203,8 @@ def pool_of(subject: str) -> str:
 def dead_letter_stream(
     pool: str, *, storage: str, replicas: int, queue_bytes: int = 4 * DEAD_LETTER_BYTES
 ) -> StreamSpec:
-    """Return the settings of the stream for the dead letters of a pool. It keeps letters for DEAD_LETTER_AGE_S seconds.
+    """Return the settings of the stream for the dead letters (messages that failed finally) of a pool. It keeps them
+    for DEAD_LETTER_AGE_S seconds.
 
     Its size is a quarter of the work queue's size, at most DEAD_LETTER_BYTES, because a broker reserves the whole size
     at once and refuses a size for which it has no disk space.
@@ -226,19 +220,19 @@ def dead_letter_subject(pool: str) -> str:
 
 
 def cancel_subject(pool: str) -> str:
-    """Return the subject on which a gateway announces requests that no client waits for any more."""
+    """Return the subject on which gateways announce requests for whose results no client waits any more."""
     return f"sie.cancel.{pool}"
 
 
 def per_subject_limit(max_bytes: int) -> int:
-    """Return the largest number of waiting messages of one model and priority. It is a quarter of the stream, in
-    messages of usual size, so that one model with a full backlog leaves room for other models.
+    """Return the largest number of waiting messages of one model and priority: as many as fill a quarter of the stream,
+    so that a model with a full backlog leaves space for other models.
     """
     return max(_MIN_PER_SUBJECT, max_bytes // 4 // _USUAL_MESSAGE_BYTES)
 
 
 def own_consumers(replicas: int) -> int:
-    """Return the largest number of models of a stream that may have their own consumers. The other models use slots."""
+    """Return how many models of a stream may have their own consumers. Further models share consumers."""
     return OWN_CONSUMERS_REPLICATED if replicas > 1 else OWN_CONSUMERS
 
 
@@ -248,14 +242,12 @@ def work_subject(lane: Lane, priority: str, model: str) -> str:
 
 
 def model_token(model: str) -> str:
-    """Return the last token of all subjects of this model, and of no other model."""
+    """Return the last token of all subjects of this model. No other model has the same token."""
     return _bounded(token(model))
 
 
 def slot_subject(lane: Lane, priority: str, model: str) -> str:
-    """Return the subject of a model that shares the consumer of a slot. The slot is a hash of the model's name, so
-    every publisher uses the same one.
-    """
+    """Return the subject of a model that shares a consumer. A hash of the model's name chooses the consumer."""
     name = model_token(model)
     slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % SLOTS
     return f"{_lane_subject(lane, priority)}._s{slot:x}.{name}"
@@ -266,12 +258,12 @@ def _lane_subject(lane: Lane, priority: str) -> str:
 
 
 def work_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """Return the settings of the consumer that only this model uses."""
+    """Return the settings of the model's own consumer."""
     return consumer_of(work_subject(lane, priority, model), ack_wait_s)
 
 
 def slot_consumer(lane: Lane, priority: str, model: str, ack_wait_s: float) -> ConsumerSpec:
-    """Return the settings of the consumer that all models of this model's slot share."""
+    """Return the settings of the consumer that the model shares with other models."""
     return consumer_of(slot_subject(lane, priority, model), ack_wait_s)
 
 
@@ -289,9 +281,7 @@ def consumer_of(subject: str, ack_wait_s: float) -> ConsumerSpec:
 
 
 def is_slot(consumer: str) -> bool:
-    """Return whether a consumer serves a slot: `_s` follows the priority in its name. No model's token begins with
-    `_s`.
-    """
+    """Return whether models share this consumer: its name has `_s` after the priority, unlike any model's token."""
     return "___s" in consumer
 
 
@@ -304,9 +294,8 @@ def health_subject(worker: str) -> str:
 
 
 def assigned_subject(worker: str) -> str:
-    """Return the subject on which a worker is told that its assignment to a pool may have changed, so that it reads the
-    assignment at once. A gateway also sends requests to this subject to check whether the worker is connected: if it is
-    not, the broker reports this at once; if it is, the request gets no answer.
+    """Return the subject on which a worker is notified that its assignment to a pool may have changed. A gateway also
+    sends requests to it, to test whether the worker is connected: the broker reports at once if it is not.
     """
     return f"{ASSIGNED_SUBJECT}.{token(worker)}"
 
@@ -317,7 +306,7 @@ def residency_subject(worker: str) -> str:
 
 
 def streams_subject(stream: str) -> str:
-    """Return the subject for requests to the owner of streams. Workers are only allowed to request buckets."""
+    """Return the subject for requests to the owner of streams. Workers may only request buckets."""
     return f"{STREAMS_SUBJECT}.{'bucket' if stream.startswith('KV_') else 'queue'}"
 
 
@@ -327,28 +316,28 @@ def gateway_subject(gateway: str) -> str:
 
 @functools.lru_cache(1024)
 def lane_filter(lane: Lane, priority: str = "") -> str:
-    """Return the filter for all subjects of work of a lane, or of one priority of it."""
+    """Return the filter for all subjects of work of a lane, or only for those of `priority`."""
     subject = f"sie.work.{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
     return f"{subject}.{priority}.>" if priority else f"{subject}.>"
 
 
 @functools.lru_cache(1024)
 def lane_key(lane: Lane) -> str:
-    """Return the key under which a lane's value is stored in a key-value bucket."""
+    """Return the key of a lane's value in a key-value bucket."""
     return f"{lane.pool}.{token(lane.machine_profile)}.{token(lane.bundle)}"
 
 
 def part_key(lane_key: str, number: int) -> str:
-    """Return the key under which one part of a lane's value is stored."""
+    """Return the key of one part of a lane's value."""
     return f"{lane_key}.p{number}"
 
 
 def lane_key_of(key: str) -> str:
-    """Return the lane's key that belongs to `key`, which is that key itself or the key of a part."""
+    """Return the key of the lane to which `key` belongs. `key` is the lane's own key or the key of a part."""
     return ".".join(key.split(".", 3)[:3])
 
 
 def part_number(lane_key: str, key: str) -> int | None:
-    """Return the number of the part that is stored under a key; None if it is not a part of this lane's value."""
+    """Return the number of the part with this key; None if it is not a part of this lane's value."""
     number = key.removeprefix(f"{lane_key}.p")
     return int(number) if number != key and number.isdecimal() else None

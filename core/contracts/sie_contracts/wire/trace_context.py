@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 
 class Context(NamedTuple):
-    """Context of a trace for a span of another process: the headers `traceparent` and `tracestate`. Both are empty if
-    there is no trace.
-    """
+    """Headers `traceparent` and `tracestate` for a span of another process. Both are empty if there is no trace."""
 
     traceparent: str = ""
     tracestate: str = ""

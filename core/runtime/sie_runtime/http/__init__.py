@@ -1,3 +1,1 @@
-"""HTTP server of every process: limits on slow and large requests, checks of the origin of browser requests, routes,
-and the OpenAPI document.
-"""
+"""HTTP server of every process: limits on slow and large requests, origin checks, routes, and the OpenAPI document."""

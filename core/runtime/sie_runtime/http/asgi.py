@@ -1,4 +1,4 @@
-"""Functions that build HTTP replies: types of ASGI, headers that all replies have, and error bodies."""
+"""Builds HTTP replies: the headers that all replies have, and error bodies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Body = bytes | Iterable[bytes | memoryview]
 
 MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-REQUEST_ID = "sie.request_id"  # key in an ASGI scope: id of the request, which is created when it arrives
+REQUEST_ID = "sie.request_id"  # key in an ASGI scope: id of the request, created when the request arrives
 TRACE_ID = "sie.trace_id"  # key in an ASGI scope: trace id of the request, if it is traced
-# key in an ASGI scope: the reply must not be compressed, because gzip hardly makes its numbers smaller
+# key in an ASGI scope: do not compress the reply, because gzip hardly makes its numbers smaller
 INCOMPRESSIBLE = "sie.incompressible"
 # key in an ASGI scope: time when the first byte of the request arrived, by time.perf_counter
 FIRST_BYTE = "sie.first_byte_s"
@@ -55,11 +55,10 @@ def uuid7() -> str:
 
 
 def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) -> list[tuple[bytes, bytes]]:
-    """Return `headers` of a reply plus the headers that every reply has, including probes, preflights and refusals:
-    ids, trace, versions, and security headers for browsers. If both have a header, the one in `headers` is used. Names
-    are in lower case.
+    """Return `headers` plus the headers of every reply, including probes, preflights and refusals: ids, trace,
+    versions, and security headers for browsers. A header in `headers` replaces the common one. Names are in lower case.
 
-    `x-request-id` repeats the client's id, if that has at most MAX_ID_CHARS, all printable.
+    `x-request-id` repeats the client's id, if that has at most MAX_ID_CHARS characters, all printable.
     """
     request_id = client_id = scope[REQUEST_ID].encode()
     server_version = sdk_versions.SERVER_VERSION
@@ -88,7 +87,7 @@ def common_headers(scope: Scope, headers: Iterable[tuple[bytes, bytes]] = ()) ->
 
 
 def refusal(error: SIEError, request_id: str) -> tuple[bytes, dict[str, str]]:
-    """Return the body and the headers for a request that is refused before it reaches an application."""
+    """Return the body and the headers of the reply to a request that is refused before it reaches an application."""
     headers = {
         "X-SIE-Error-Code": error.code,
         "x-should-retry": "true" if error.retryable else "false",
@@ -127,9 +126,7 @@ def documented(send: Send, elsewhere: str = "") -> Send:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers of a request by lower-case name. If a header was sent several times, its values are joined by
-    commas, according to RFC 9110.
-    """
+    """Return the request's headers by lower-case name. Values of a repeated header are joined by commas (RFC 9110)."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
         lines: dict[str, list[str]] = {name: [] for name in headers}
@@ -146,9 +143,7 @@ async def reply(
     content_type: str = "text/plain; charset=utf-8",
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Send one response. If the body consists of pieces, other tasks may run after each piece, and the next piece is
-    built only when the connection can accept it.
-    """
+    """Send one response. If the body has pieces, each is built only when the connection can accept more bytes."""
     headers = [(b"content-type", content_type.encode())]
     if isinstance(body, bytes):
         headers.append((b"content-length", b"%d" % len(body)))
@@ -163,7 +158,6 @@ async def reply(
 
 
 async def refuse(scope: Scope, send: Send, error: SIEError) -> None:
-    """Send an error as the response to an HTTP request."""
     body, headers = refusal(error, scope[REQUEST_ID])
     await reply(send, error.status, body, "application/json", headers)
 

@@ -1,10 +1,10 @@
-"""Content-Encoding and Content-Type (RFC 9110, 8.3 and 8.4): bodies of requests may be gzip, replies are compressed.
+"""Content-Encoding and Content-Type (RFC 9110, 8.3 and 8.4): requests may have gzip bodies, replies are compressed.
 
     request ──► Content-Type, Content-Encoding ──► decoded ──► limits on size and time ──► handler
     reply   ──► compressed, if the client accepts gzip and it saves bytes ──► connection
 
-Every limit on a body counts decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit
-costs no more than an uncompressed body of that size.
+Limits on a body count decompressed bytes. A body is decompressed in pieces, so a body that exceeds its limit costs no
+more than an uncompressed body of that size.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from sie_contracts.errors import InvalidInput, UnsupportedMediaType
 from sie_runtime.http.asgi import Receive, Scope, Send, headers_of
 
-# smallest reply, in bytes, that is compressed; for a shorter one, gzip saves fewer bytes than the headers have
+# smallest number of bytes of a reply that is compressed: for less, gzip saves fewer bytes than the added headers have
 GZIP_OVER = 4096
-# number of bytes that the event loop processes itself, in about 2 ms; more are processed in a thread
+# largest number of bytes that the event loop itself compresses or decompresses at a time, in about 2 ms
 INLINE_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
 MAX_MEMBERS = 1 << 14  # largest number of gzip members in one body; each takes about 10 us, even an empty one
@@ -34,9 +34,9 @@ _TEXTUAL = ("json", "yaml", "xml", "javascript", "openmetrics-text")
 
 
 def decoded(method: str, headers: Mapping[str, str], receive: Receive) -> Receive:
-    """Return a `receive` that returns a body after decompression. The body may be uncompressed or gzip.
+    """Return a `receive` that returns the body decompressed, if its coding is gzip.
 
-    Raises UnsupportedMediaType for any other coding. The returned function raises InvalidInput for invalid gzip.
+    Raises UnsupportedMediaType for another coding. The returned function raises InvalidInput for invalid gzip.
     """
     named = (name.strip() for name in headers.get("content-encoding", "").lower().split(","))
     codings = [name for name in named if name not in ("", "identity")]
@@ -60,7 +60,6 @@ class _Gunzipped:
         self._is_last = self._is_complete = False
 
     async def receive(self) -> MutableMapping[str, Any]:
-        """Return the next message, with decompressed bytes."""
         if self._is_complete:
             return await self._receive()
         if not self._pending and not self._is_last:
@@ -74,30 +73,28 @@ class _Gunzipped:
             piece = await asyncio.to_thread(self._inflate, PIECE_BYTES, members=MAX_MEMBERS)
         self._is_complete = self._is_last and not self._pending
         if self._is_complete and not self._inflating.eof:
-            raise _corrupt("it ends before its gzip does")
+            raise _corrupt("it ends before its gzip data is complete")
         return {"type": "http.request", "body": piece, "more_body": not self._is_complete}
 
     def _inflate(self, most: int, *, members: int) -> bytes:
-        """Return the next decompressed bytes, at most `most`. At most `members` new gzip members are begun. Input that
-        is not used stays in `_pending`.
-        """
+        """Return at most `most` decompressed bytes, of at most `members` new gzip members. `_pending` has the rest."""
         plain = b""
         try:
             while self._pending and len(plain) < most:
                 if self._inflating.eof:
                     if not _HEAD.startswith(self._pending[: len(_HEAD)]):
-                        raise _corrupt("bytes that are no gzip follow its gzip")
+                        raise _corrupt("its gzip data is followed by other bytes")
                     if not members:
                         break
                     if self._members == MAX_MEMBERS:
-                        raise _corrupt(f"its gzip has more than {MAX_MEMBERS} members")
+                        raise _corrupt(f"its gzip data has more than {MAX_MEMBERS} members")
                     self._members += 1
                     members -= 1
                     self._inflating = zlib.decompressobj(_GZIP)
                 plain += self._inflating.decompress(self._pending, most - len(plain))
                 self._pending = self._inflating.unconsumed_tail or self._inflating.unused_data
         except zlib.error as error:
-            raise _corrupt("its gzip is corrupt") from error
+            raise _corrupt("its gzip data is corrupt") from error
         return plain
 
 
@@ -122,8 +119,8 @@ def accepts_gzip(accepted: str) -> bool:
 
 
 class CompressedReply:
-    """One reply, which is compressed by gzip if the client accepts it and it saves bytes. The head is sent together
-    with the first piece of the body, because only that piece shows how long the body is.
+    """One reply, which is compressed by gzip if the client accepts it and it saves bytes. The head waits for the first
+    piece of the body, because only that piece shows how long the body is.
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
@@ -133,7 +130,6 @@ class CompressedReply:
         self._gzip: zlib._Compress | None = None
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send an ASGI message of the application, compressed if the reply is compressed."""
         if message["type"] == "http.response.start":
             headers = dict(message.get("headers", ()))
             if _is_text(headers.get(b"content-type", b"")):
@@ -159,8 +155,7 @@ class CompressedReply:
 
     def _pays(self, start: MutableMapping[str, Any], size: int, *, is_last: bool) -> bool:
         """Return whether to compress the reply. A reply with a strong ETag is not compressed, because the ETag
-        identifies exact bytes. A reply that already has a coding, or that is a part of a resource (206), is not
-        compressed either.
+        identifies exact bytes; nor is a reply that already has a coding or is a part of a resource (206).
         """
         names = {name for name, _ in start["headers"]}
         return (
@@ -186,6 +181,5 @@ def _is_text(content_type: bytes) -> bool:
 
 
 def _varying(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers with Accept-Encoding added to Vary."""
     varies = [value for name, value in headers if name == b"vary"]
     return [*(pair for pair in headers if pair[0] != b"vary"), (b"vary", b", ".join([*varies, b"Accept-Encoding"]))]

@@ -1,6 +1,4 @@
-"""Table of the catalogue's routes. The config service serves all of them, a gateway only those that read. Each process
-adds its own handlers.
-"""
+"""Routes of the catalogue. The config service serves all of them, a gateway only the routes that read."""
 
 from __future__ import annotations
 
@@ -88,8 +86,8 @@ CONFIG_ROUTES: tuple[Route, ...] = (
 
 
 def bound(handlers: Mapping[tuple[str, str], Any], endpoint: str = "") -> tuple[Route, ...]:
-    """Return the routes of a process. `handlers`: handler by (method, endpoint); a route without a handler is answered
-    with 405. `endpoint`: name of all these routes in the metrics; by default each has its own name.
+    """Return the routes of a process. `handlers`: handler by (method, endpoint). A route without a handler answers with
+    405. `endpoint`: name of all these routes in the metrics; if empty, each keeps its own name.
 
     Raises ValueError for a handler that belongs to no route.
     """

@@ -35,7 +35,7 @@ Shape = Callable[[SIEError, str, None], tuple[int, dict[str, Any]]]
 
 
 class Schemas:
-    """Builder of JSON schemas for types; it also collects the components to which the schemas refer."""
+    """Builder of JSON schemas for types. It also collects the components to which the schemas refer."""
 
     def __init__(self, types: Sequence[Any]) -> None:
         schemas, self.components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
@@ -49,7 +49,7 @@ class Schemas:
 
 
 def statuses(*shapes: Shape) -> Statuses:
-    """Return the HTTP statuses of errors for some client families (`shapes`), each with the codes of its errors."""
+    """Return the HTTP statuses of errors for some client families (`shapes`), with the error codes of each status."""
     codes_of_status: dict[int, dict[str, None]] = {}
     for error in each_error():
         for shape in shapes:
@@ -72,8 +72,8 @@ def _types(routes: Sequence[Route], placeholders: Mapping[str, Parameter]) -> li
 def document(
     routes: Sequence[Route], placeholders: Mapping[str, Parameter], errors: Errors, *, about: Mapping[str, Any]
 ) -> Schema:
-    """Return the OpenAPI document of the served routes. `about`: title, version and other top-level members, with the
-    names of FastAPI's arguments. `placeholders`: description of each placeholder in paths.
+    """Return the OpenAPI document of the served routes. `about`: title, version and other top-level members, named like
+    FastAPI's arguments. `placeholders`: description of each placeholder in paths.
     """
     served = [route for route in routes if route.served]
     schemas = Schemas(_types(served, placeholders))

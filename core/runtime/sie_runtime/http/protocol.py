@@ -1,23 +1,22 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with limits on incomplete, slow and large requests.
 
     head ──► body ──► trailers, which are dropped
-    answered before its body ended ──► the last response of the connection, with a header; then stop sending and discard
-    input until the client closes
-    the client closed its side after a whole request ──► answered if the client still reads
+    response sent before the body has ended ──► last of the connection: discard input until the client closes
+    client closes its sending side after a whole request ──► response, if the client still reads
 
 A head, with chunk headers and trailers, has at most MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
-send a body at the minimum rate of the server or faster, except while the server does not read it, and must read a
-response at this rate. A request that does not reach an application is answered with the usual error body.
+send a body and read a response at least at the minimum rate of the server; time in which the server does not read the
+body is not counted. A request that does not reach an application gets the usual error body.
 
-`Guarded` checks the host name of a request, and which web pages may send it. A browser sends requests that a page asks
-for to any address that it can reach. So a page of another site could send a form to this machine, or point its own host
-name to this machine (DNS rebinding). But the browser names the origin of a request, and a page cannot change it:
+`Guarded` checks the host name of a request, and which web page sent it. A web page can make a browser send requests to
+any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
+name to this machine (DNS rebinding). But the browser states the origin of the page, and the page cannot change it:
 
     Host ──► a name of this listener? ──► does it change or compute? ──► Origin, Sec-Fetch-Site: own page, or no page?
     ──► application
 
-GET and HEAD need no check of the origin: only pages of SIE_CORS_ORIGINS get CORS headers, so pages of other origins
-cannot read the answer.
+GET and HEAD need no check of the origin: only pages of SIE_CORS_ORIGINS get CORS headers, so that the browser hides the
+reply from pages of other origins.
 """
 
 from __future__ import annotations
@@ -60,17 +59,17 @@ from sie_runtime.http.refusals import Refusals
 
 MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all headers and trailers
 HEAD_S = 10.0
-MIN_RATE = 4096  # smallest rate at which a client must send a body, in bytes per second
+MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Bytes of a chunked body that are parsed at a time. It is small so that a long chunk header is noticed: a piece of it
-# has no bytes of the body.
+# Bytes of a chunked body that are parsed at a time. The number is small so that a long chunk header is noticed: a piece
+# inside such a header has no bytes of the body.
 SLICE_BYTES = 16 << 10
 WRITE_S = 60.0
-# seconds in which a client that still sends data can read the response; closing at once would discard the response
+# seconds in which a client that still sends data can read the response; an immediate close would discard the response
 LINGER_S = 5.0
-# age in seconds of a request from a client that has closed its side, after which a test starts whether the client reads
+# age of a request in seconds: if its client has closed its sending side, the server then tests whether the client reads
 HALF_CLOSED_S = 1.0
-# shortest and longest pause, in seconds, between two checks whether a client that has closed its side still reads
+# shortest and longest pause, in seconds, between two tests whether a half-closed client still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
 MAX_PIPELINED = 128  # largest number of requests that a client may send before earlier ones are answered
 _FRAMING = frozenset((b"connection", b"transfer-encoding", b"upgrade"))
@@ -80,9 +79,7 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
-    """Return (bytes of the head, length of the body) of an HTTP response. Return None if its headers are unusual, so
-    that uvicorn must send it.
-    """
+    """Return (bytes of the head, length of the body) of a response; None if uvicorn must send it (unusual headers)."""
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
     if not length.isdigit() or not _FRAMING.isdisjoint(header_values) or _NO_NAME.search(b"".join(header_values)):
@@ -109,9 +106,7 @@ class SharedState(ServerState):
 
 
 class _Outlet:
-    """Transport for the response to one request. Its `close` first lets a client that is still sending read the
-    response.
-    """
+    """Transport for the response to one request. `close` first lets a client that is still sending read it."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -122,8 +117,8 @@ class _Outlet:
 
 
 class _Cycle(RequestResponseCycle):
-    """Sends a response of known length in one write. It saves 20 us of the 335 us of a request
-    (bench/results/queue.md), because uvicorn writes head and body separately.
+    """Sends a response of known length in one write, while uvicorn writes head and body separately. This saves 20 us of
+    the 335 us of a request (bench/results/queue.md).
 
     uvicorn sends all other responses (no length, HEAD, a connection that closes, unusual headers).
     """
@@ -137,7 +132,6 @@ class _Cycle(RequestResponseCycle):
         await refuse(self.scope, self.write, InternalFailure("the server failed; its log has the details"))
 
     async def send(self, message: Any) -> None:
-        """Send a message of the application, compressed if possible."""
         if self._compressed is None and not self.response_started and not self.scope.get(INCOMPRESSIBLE):
             self._compressed = CompressedReply(self.scope, self.write)
         await (self.write if self._compressed is None else self._compressed.send)(message)
@@ -182,10 +176,8 @@ class _Cycle(RequestResponseCycle):
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on slow, incomplete and large requests. It also replaces the class of uvicorn's
-    cycle by `_Cycle`, because uvicorn has no option for this.
-
-    A head that arrives in one piece starts no timer.
+    """uvicorn's protocol with limits on slow, incomplete and large requests. It replaces uvicorn's class of the request
+    cycle by `_Cycle`, because uvicorn has no option for this. A head that arrives in one piece starts no timer.
     """
 
     server_state: SharedState
@@ -201,13 +193,14 @@ class Protocol(HttpToolsProtocol):
     _trailer_bytes = 0  # bytes of head and trailers together; 0 if there are no trailers
     _begun_s = 0.0
     _why = ""
-    _is_resuming = False  # true while a new parser is given a head that has already been handled, see `_ignore_upgrade`
+    # true while a new parser reads a copy of a head that is already handled, see `_ignore_upgrade`
+    _is_resuming = False
     _is_lingering = False
     _is_asked = False
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    # timer that closes a connection, or tests a client that has closed its side
+    # timer that closes a connection, or that tests a half-closed client
     _last_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -272,8 +265,8 @@ class Protocol(HttpToolsProtocol):
         """Continue with HTTP/1.1 after a head that offers an upgrade to an unsupported protocol (RFC 9110, 7.8).
         `rest`: input after the head. Returns the same as `_read`.
 
-        The parser stops after such a head and would skip the body. So a new parser is created. It first reads a short
-        head with the same length or coding of the body, while callbacks do nothing, and then `rest`.
+        The parser stops after such a head and would skip the body. So a new parser reads a short head with the same
+        length or coding of the body, while callbacks do nothing, and then `rest`.
         """
         framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(self)
@@ -301,7 +294,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head, self._head_bytes, self._begun_s = True, -self._piece_bytes, self.loop.time()
         self._idle_bytes = self._trailer_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(f"more than {MAX_PIPELINED} requests are sent ahead of their answers")
+            self._stop(f"more than {MAX_PIPELINED} requests were sent before earlier ones were answered")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_resuming:
@@ -321,7 +314,7 @@ class Protocol(HttpToolsProtocol):
         self._head_done()
         if (
             self._piece_bytes > MAX_HEAD_BYTES or self._head_bytes >= 0  # the head arrived in more than one piece
-            # a head in one piece of at most MAX_HEAD_BYTES cannot be too large, so its size is not computed
+            # a head in one piece of at most MAX_HEAD_BYTES cannot be too large, so its size need not be computed
         ) and self._head_size() > MAX_HEAD_BYTES:
             self._stop(_HEAD_TOO_LARGE)
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
@@ -340,7 +333,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            return  # a websocket upgrade comes first, and it does not read a body
+            return  # a websocket upgrade has priority, and its body is not read
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -368,7 +361,7 @@ class Protocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(RATE_S, self._body_late, self._body_bytes)
 
     def _body_late(self, before_bytes: int) -> None:
-        """Refuse a request if the client sent its body slower than the minimum rate in the last RATE_S seconds."""
+        """Refuse a request whose body arrived below the minimum rate in the last RATE_S seconds."""
         self._body_timer = None
         cycle = self.cycle
         if self._is_lingering or not cycle.more_body:
@@ -394,8 +387,8 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, error: SIEError, reason: str = "malformed") -> None:
-        """Answer a request that cannot be parsed, and close the connection. If an earlier request is not answered yet,
-        nothing is sent, because the client would take it for the answer to that request.
+        """Answer a request that cannot be parsed, and close the connection. If an earlier request is unanswered, send
+        nothing: the client would take it for the reply to that request.
         """
         self.server_state.refusals.note(reason, error.message)
         self._head_done()
@@ -421,7 +414,7 @@ class Protocol(HttpToolsProtocol):
             cycle.abandon()
 
     def _end(self) -> None:
-        """Close the connection after a response; while the client still sends data, let it read the response first."""
+        """Close the connection after a response. If the client still sends data, let it read the response first."""
         if self.cycle.more_body:
             self._linger()
         else:
@@ -438,9 +431,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Handle that the client has closed its side. It may still read the answer, or it may be gone; both look the
-        same at this point.
-        """
+        """Handle that the client has closed its sending side: it may be gone, or still read the response."""
         cycle = self.cycle
         if self._is_lingering or cycle is None or cycle.response_complete or cycle.more_body:
             return None  # uvloop closes the connection if None is returned
@@ -456,14 +447,12 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _probe(self, next_s: float) -> None:
-        """Test whether a client that has closed its side still reads. An interim response is sent; if the client is
-        gone, its host answers with a reset.
-        """
+        """Send an interim response to a half-closed client. If the client is gone, its host answers with a reset."""
         if self.transport.is_closing() or self.cycle.response_started:
             return
         descriptor: int = self.transport.get_extra_info("socket").fileno()
         if not self._is_asked and not self.pipeline and not self.transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # if the connection is broken, the poll below shows it
+            with contextlib.suppress(OSError):  # a broken connection is noticed by the poll below
                 # written directly to the socket, because the transport of asyncio would write later
                 os.write(descriptor, b"HTTP/1.1 100 Continue\r\n\r\n")
             self._is_asked = True
@@ -475,9 +464,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Close the connection if it is idle, like uvicorn. But if input has arrived that is not read yet, keep it
-        open: the client assumes that its request was accepted.
-        """
+        """Close the connection if it is idle, like uvicorn, unless input has arrived that is not read yet."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 
@@ -518,20 +505,18 @@ class Protocol(HttpToolsProtocol):
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
-# names that do not exist in public DNS, so no web page of a foreign site can have them as host
+# names that do not exist in public DNS, so that no foreign web page can have them as host
 _CLUSTER_NAMES = (".svc", ".cluster.local")
 _ANY = "*"
 
 
 class HostNames:
     """Host names by which clients may address a listener. `allowed`: SIE_ALLOWED_HOSTS. If it is None, every name is
-    allowed, except on a loopback address: there only names of loopback and of this machine are allowed.
+    allowed; but on a loopback address only names of loopback and of this machine.
     """
 
     def __init__(self, address: str, allowed: Sequence[str] | None, cors_origins: Sequence[str] = ()) -> None:
-        """Create the check. `cors_origins`: SIE_CORS_ORIGINS; pages of these origins may do what pages of this server
-        may do.
-        """
+        """`cors_origins`: origins in SIE_CORS_ORIGINS; their pages have the same rights as pages of this server."""
         self._origins = frozenset(origin.encode("latin-1") for origin in cors_origins)
         self._is_loopback = is_loopback(address)
         self._address = address
@@ -545,9 +530,7 @@ class HostNames:
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a name is allowed without a setting: a name that no DNS of a foreign site can point to this
-        machine.
-        """
+        """Return whether a name needs no setting, because no foreign site can point it to this machine in DNS."""
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
         if self._is_loopback:
@@ -569,9 +552,7 @@ class HostNames:
         return any(matches(host, name, port) for host in self._allowed if host != _ANY)
 
     def check(self, scope: Scope) -> None:
-        """Raise PermissionDenied for a host name that is not allowed, and for a request of a foreign web page that
-        would change or compute something.
-        """
+        """Raise PermissionDenied for a foreign host name, and if a foreign page would change or compute something."""
         host, origins, site = b"", [], b""
         for name, value in scope["headers"]:
             if name == b"host" and value:
@@ -602,9 +583,7 @@ class HostNames:
 
 
 class Guarded:
-    """ASGI wrapper that refuses requests to foreign host names and requests of foreign web pages, and passes all others
-    to `app`.
-    """
+    """ASGI wrapper of `app` that refuses requests for foreign host names and requests of foreign web pages."""
 
     def __init__(self, app: App, names: HostNames, refusals: Refusals) -> None:
         self.app = app
@@ -625,9 +604,7 @@ class Guarded:
 
 
 def parts(host: str) -> tuple[str, str]:
-    """Split a Host header into name and port; the port is empty if there is none. The brackets of an IPv6 address and a
-    dot at the end of a name are removed.
-    """
+    """Split a Host header into name (IPv6 without brackets, no dot at the end) and port; empty if there is no port."""
     if host.startswith("["):
         name, _, rest = host[1:].partition("]")
         return name, rest.removeprefix(":")
@@ -636,9 +613,7 @@ def parts(host: str) -> tuple[str, str]:
 
 
 def matches(allowed: str, name: str, port: str) -> bool:
-    """Return whether a host matches `allowed`. `*.example.com` matches every name below example.com. The port is
-    compared only if `allowed` has one.
-    """
+    """Return whether a host matches `allowed`, for example `*.example.com`. A port in `allowed` must match too."""
     allowed_name, wanted_port = parts(allowed)
     if wanted_port and wanted_port != port:
         return False

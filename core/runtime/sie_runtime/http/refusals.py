@@ -20,8 +20,8 @@ _logger = logging.getLogger("sie.http")
 
 
 class Refusals:
-    """Counts refused requests. `count` is called with the reason, one of REFUSED. There is at most one log line in
-    TELL_S seconds, so that clients that send garbage cannot fill the log.
+    """Counts refused requests. `count` is called with the reason, one of REFUSED. At most one line per TELL_S seconds
+    is logged, so that invalid requests cannot fill the log.
     """
 
     def __init__(self, count: Callable[[str], object] | None = None) -> None:

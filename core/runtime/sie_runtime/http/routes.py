@@ -1,5 +1,4 @@
-"""Table of routes: one row for each method and path, with everything that is known about it. `Table` finds the row for
-a request.
+"""Table of routes: one row for each method and path, with all its properties. `Table` finds the row for a request.
 
     method, path ──Table──► Route ──► its scope, handler, label in metrics, body and replies (`openapi`)
 
@@ -22,8 +21,8 @@ from sie_contracts.api.faults import Error
 from sie_contracts.errors import UnsupportedMediaType
 
 SCOPES = ("infer", "read", "metrics", "pools", "config", "admin")
-OPEN = ""  # a scope with this value: the route needs no token
-ANY = "any"  # a scope with this value: the route needs a valid token, which may have any scopes
+OPEN = ""  # value of `Route.scope`: the route needs no token
+ANY = "any"  # value of `Route.scope`: the route needs a valid token with any scopes
 JSON, YAML = "application/json", "application/x-yaml"
 MSGPACK, RAW, ARROW = "application/msgpack", "application/octet-stream", "application/vnd.apache.arrow.stream"
 FORM = "multipart/form-data"
@@ -31,13 +30,13 @@ TEXT, HTML = "text/plain", "text/html"
 _UNSPECIFIC = frozenset({"", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded"})
 _SLASHES = re.compile("//+")
 _USUAL_PATH = 256
-_LIKE = 0.8  # smallest similarity of two paths, from 0 to 1, for a suggestion
+_LIKE = 0.8  # smallest similarity of two paths, from 0 to 1, for which a path is suggested
 _LIKE_PARTS = 3  # number of segments at the beginning of a path that are compared
 _LIKE_PART = 32  # number of characters of each segment that are compared
 
 
 class Parameter(NamedTuple):
-    """A parameter of a request. `type`: a type that msgspec supports. A parameter in the path is always required."""
+    """Parameter of a request. `type`: a type that msgspec supports. A parameter in the path is always required."""
 
     name: str
     where: str  # where it is sent: path, query or header
@@ -48,7 +47,7 @@ class Parameter(NamedTuple):
 
 
 class Content(NamedTuple):
-    """A body of a request or of a reply. `type`: a type that msgspec supports, or a tuple of types. `media`: its media
+    """Body of a request or of a reply. `type`: a type that msgspec supports, or a tuple of types. `media`: its media
     types. `example`: by default the attribute `EXAMPLE` of the type.
     """
 
@@ -62,9 +61,9 @@ class Content(NamedTuple):
 class Route:
     """One method of one path. `endpoint`: its name in metrics and logs. `tag`: its section in the OpenAPI document.
 
-    `reader`: SIE_CONFIG_READ_TOKEN is also accepted. `served`: False if the config service serves the route and a
-    gateway answers it with 405. `errors`: type of its error bodies; None for a probe, whose errors are in `replies`.
-    `handler` has a different type in each process. `local`: no token is needed if a gateway with auth mode none listens
+    `reader`: SIE_CONFIG_READ_TOKEN is also accepted. `served`: False if only the config service serves the route and a
+    gateway answers with 405. `errors`: type of its error bodies; None for a probe, whose errors are in `replies`.
+    `handler` has a different type in each process. `local`: needs no token if a gateway with auth mode none listens
     only on loopback.
     """
 
@@ -100,7 +99,7 @@ class Match(NamedTuple, Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class _Pattern(Generic[R]):
-    """A path with one placeholder. If several match, the one with the longest literal parts is used."""
+    """A path with one placeholder. `head` and `tail`: literal parts before and after it."""
 
     head: str
     tail: str
@@ -120,9 +119,7 @@ class _Pattern(Generic[R]):
 
 
 class Table(Generic[R]):
-    """Table of routes by path. Raises ValueError for two routes with the same method and path, and for an unknown
-    scope.
-    """
+    """Routes by path. Raises ValueError for two routes with the same method and path, and for an unknown scope."""
 
     def __init__(self, routes: Sequence[R]) -> None:
         self._exact: dict[str, dict[str, R]] = {}
@@ -162,16 +159,16 @@ class Table(Generic[R]):
         return next((match for pattern in self._patterns if (match := pattern.match(path)) is not None), Match({}, {}))
 
     def near(self, path: str) -> str:
-        """Return the path of the served route that is most similar to an unknown path, with placeholders such as
+        """Return the path of the served route that is most similar to an unknown path, for example
         `/v1/encode/{model}`; empty if none is similar.
 
-        The parts of the routes before the placeholder are compared with the beginning of the path. Three forms of the
-        path are tried: as it is, with `/v1` in front, and with one `/v1` removed if it begins with two.
+        Only the parts of routes before the placeholder are compared. Three forms of the path are tried: unchanged, with
+        `/v1` in front, and with one `/v1` removed if it begins with two.
         """
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # the beginning of the path is that of a route; only the end is missing or too long
+        # the beginning of the path equals that of a route; only the end is missing or too long
         exact = next((head for head in self._heads if head in starts), None)
         like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)
@@ -204,7 +201,7 @@ def check_type(headers: Mapping[str, str], media: Sequence[str]) -> None:
     if kind in _UNSPECIFIC:
         return
     formats = {name.rpartition("/")[2].removeprefix("x-") for name in media}
-    # the format is what remains of application/x-msgpack or application/vnd.api+json without the prefix: msgpack, json
+    # the format without its prefix: msgpack in application/x-msgpack, json in application/vnd.api+json
     if kind.rpartition("/")[2].rpartition("+")[2].removeprefix("x-").removeprefix("vnd.") not in formats:
         raise UnsupportedMediaType(
             f"Content-Type: expected {' or '.join(media)}", reason="content_type", param="Content-Type"

@@ -1,5 +1,5 @@
-"""HTTP server with uvicorn. The process itself binds the port, handles signals and decides when the server ends. The
-probes that every process has are here, too.
+"""HTTP server with uvicorn, and the probes of every process. The process itself binds the port, handles signals and
+decides when the server ends.
 
     request ──► Protocol, which limits a connection ──► Guarded, which refuses other sites' pages ──► the application
     leave ──► each response is the last of its connection ──► hang_up: idle connections are closed ──► stop
@@ -57,18 +57,18 @@ __all__ = [
     "uuid7",
 ]
 
-# largest number of bytes of a websocket message from a client; such messages are not used
+# largest number of bytes of a websocket message from a client; these messages are discarded
 WEBSOCKET_MESSAGE_BYTES = 4096
-# seconds that an idle connection stays open: longer than the idle time-out of common load balancers, so that the load
-# balancer closes it first
+# seconds that an idle connection stays open: more than common load balancers, so that the load balancer closes it first
 KEEP_ALIVE_S = 120
 STOP_S = 5.0
-MAX_TURNS = 100  # largest number of turns of the event loop that `hang_up` waits for requests that have arrived
+# largest number of iterations of the event loop in which `hang_up` waits for requests that have already arrived
+MAX_TURNS = 100
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends when `end` is called. uvicorn's own loop is replaced, because it wakes up ten times
-    per second, to check whether to end and to update a Date header that SIE does not send.
+    """uvicorn's server, which ends when `end` is called. uvicorn's own loop is replaced: it wakes up ten times per
+    second to check whether to end and to update a Date header that SIE does not send.
     """
 
     def __init__(self, config: uvicorn.Config, state: SharedState) -> None:
@@ -106,11 +106,12 @@ class HttpServer:
         refused: Callable[[str], object] | None = None,
         min_rate: int = MIN_RATE,
     ) -> None:
-        """Bind the port. If this fails, it raises SettingError, which names `setting`.
+        """Bind the port. Raises SettingError, which names `setting`, if this fails.
 
         `websockets`: the websocket protocol; without it, an upgrade request is answered like a plain request.
-        `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called for each request that is refused before
-        it reaches an application, with the reason, one of `refusals.REFUSED`. `min_rate`: see `SharedState`.
+        `allowed_hosts` and `cors_origins`: see `HostNames`. `refused`: called with the reason, one of
+        `refusals.REFUSED`, for each request that is refused before it reaches an application. `min_rate`: see
+        `SharedState`.
         """
         try:
             self._socket = _listen(host, port)
@@ -148,8 +149,7 @@ class HttpServer:
 
     async def hang_up(self) -> None:
         """Call `leave`, close idle connections, and close websockets with code 1001 (going away). Requests that have
-        already arrived are started before this method returns, and started requests are answered. New connections are
-        still accepted.
+        already arrived are still answered, and new connections are still accepted.
         """
         self.leave()
         for connection in list(self._state.connections):
@@ -163,9 +163,7 @@ class HttpServer:
         await asyncio.sleep(0)  # lets the tasks of the requests that were just read begin
 
     async def stop(self, within_s: float = STOP_S) -> None:
-        """Stop listening and close idle connections. Wait at most `within_s` for running requests and for clients that
-        are reading their responses.
-        """
+        """Stop listening. Wait at most `within_s` seconds for running requests and for clients that read responses."""
         self.leave()
         self._server.end(within_s)
         if self._task is not None:
@@ -189,9 +187,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header names application/json. A wildcard does not count: curl sends one, and its output
-    is for people.
-    """
+    """Return whether an Accept header names application/json. `*/*` does not count: curl sends it, for people."""
     for part in accept.lower().split(","):
         media, *parameters = (piece.strip() for piece in part.split(";"))
         if media == "application/json":
@@ -200,9 +196,7 @@ def accepts_json(accept: str) -> bool:
 
 
 def scrape(registry: Registry, accept: str) -> tuple[bytes, str]:
-    """Return (metrics, content type). The format is OpenMetrics, which includes exemplars, if `accept` names it
-    (Prometheus names it); otherwise the plain text format.
-    """
+    """Return (metrics, content type): OpenMetrics with exemplars if `accept` names it (Prometheus), or plain text."""
     encode, content_type = choose_encoder(accept)
     text = encode(registry)
     registry.scraped()
@@ -215,7 +209,7 @@ def probes(
     """Return an application with the probes `/healthz`, `/livez`, `/ping` and `/readyz` and, if there is a registry,
     `/metrics`. `not_ready` returns why the process is not ready, or None.
 
-    `/readyz` answers in JSON if the Accept header names JSON. Only a gateway's answer has `healthy_workers`.
+    `/readyz` answers in JSON if the Accept header names JSON. Only a gateway's reply has `healthy_workers`.
     """
 
     async def readyz(scope: Scope, send: Send) -> None:

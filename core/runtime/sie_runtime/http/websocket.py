@@ -1,11 +1,11 @@
-"""Websockets on which the server only sends: a text frame per interval, to each connected client.
+"""Websockets on which only the server sends: a text frame per interval, to each connected client.
 
     upgrade ──► allowed? ──no──► a plain HTTP response
                    └─► accept ──► a frame at once ──► the next one an interval later ──► ...
 
-There is no queue of frames for a slow client: a frame is built and sent only when the connection's buffer has room, and
-the frames before it are skipped. If there is no room for PATIENCE_S, the client is disconnected. Messages of clients
-are discarded.
+There is no queue of frames for a slow client: a frame is built and sent only when the connection's buffer has space,
+and earlier frames are skipped. A client whose buffer stays full for PATIENCE_S is disconnected. Messages of clients are
+discarded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _logger = logging.getLogger("sie.websocket")
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's websocket protocol with three changes: at its end the server sends close code 1001, the application can
-    disconnect a client, and the reply to a handshake has the headers of every reply.
+    """uvicorn's websocket protocol with three changes: when the server ends, it sends close code 1001; the application
+    can disconnect a client; and the reply to a handshake has the headers of every reply.
     """
 
     scope: Any
@@ -58,7 +58,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         if self.writable.is_set():
             self.transport.close()
-        else:  # a client that does not read is disconnected at once, because its unsent frames would delay the end
+        # a client that does not read is disconnected at once: its unsent frames would delay the end of the server
+        else:
             self.transport.abort()
 
 
@@ -74,9 +75,7 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Count one websocket while the context is open. `key`: name of the client's credential, if it has one. Raises
-        ResourceExhausted if a limit is reached.
-        """
+        """Count one websocket of the credential `key` in this context. Raises ResourceExhausted above a limit."""
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
@@ -96,7 +95,7 @@ class Seats:
 
 def _network(address: str) -> str:
     """Return the part of an address that identifies a client: an IPv4 address, or the first 64 bits of an IPv6 address,
-    because a host usually has the whole /64 network. All loopback addresses are one client.
+    because a host usually has a whole /64 network. All loopback addresses are one client.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
@@ -110,14 +109,10 @@ def _network(address: str) -> str:
 
 
 class ViewerFrames:
-    """Sends frames to all viewers of one page, to each at most one per `interval_s`. A frame is built once for all
-    viewers.
-    """
+    """Sends frames to all viewers of one page, at most one per `interval_s`. A frame is built once for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """Create the sender. `make` returns the present frame; if it returns the same object as before, nothing is
-        sent. If it returns None, the connection is closed with code 1013 (try again later).
-        """
+        """`make` returns the present frame. The same object is not sent again; None closes with code 1013."""
         self._make = make
         self._interval_s = interval_s
         self._patience_s = patience_s
@@ -127,10 +122,8 @@ class ViewerFrames:
         self.looked = asyncio.Event()  # set while at least one viewer is connected
 
     async def show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Accept a websocket and send frames until it ends. The caller has already checked that the client is
-        allowed.
-        """
-        await receive()  # the first message is always websocket.connect, and nothing in it is needed
+        """Accept a websocket of a client that is allowed, and send frames until the websocket ends."""
+        await receive()  # the first message is always websocket.connect, and its contents are not needed
         disconnect = asyncio.create_task(_disconnected(receive))
         self.looking += 1
         self.looked.set()
@@ -139,7 +132,7 @@ class ViewerFrames:
             sent: str | None = None
             while not disconnect.done():
                 frame = self._frame()
-                async with asyncio.timeout(self._patience_s):  # `send` waits until the connection's buffer has room
+                async with asyncio.timeout(self._patience_s):  # `send` waits until the connection's buffer has space
                     if frame is None:
                         await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
                         return

@@ -1,10 +1,11 @@
-"""A shard in memory: the answers to the rows of a span, as columns. The output formats store these columns.
+"""A shard in memory: the answers to the rows of a span (a range of rows), as columns. The output formats store these
+columns.
 
 The columns have the same names as in the API: `dense`, with `dense_scale` and `dense_offset` if it has integers,
 `sparse_indices` and `sparse_values`, `multivector` with its scale and offset of each vector, `score`, and the lists of
 an extraction. A row with an error has none of them.
 
-A row of the input has one line in the output. A row whose text has chunks has a line for each chunk, with the columns
+A row of the input is one line of the output. A row whose text has chunks is a line for each chunk, with the columns
 `chunk`, `start`, `end`, `text` and `row_tokens`.
 """
 
@@ -26,12 +27,12 @@ from sie_store.datasets.rows import InputRow
 
 Array = NDArray[Any]
 EXTRACTED = ("entities", "relations", "classifications", "objects", "data")
-OTHER = "OTHER"  # code under which all errors are counted whose own code is rare
+OTHER = "OTHER"  # code under which rare errors are counted
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
     """Description of a shard: the job, the number of the shard, the model, and counts of its rows. `lines`: number of
-    its lines, if rows have chunks; otherwise 0, and each row has one line.
+    its lines if rows have chunks; otherwise 0, because each row is one line.
     """
 
     job: str
@@ -48,8 +49,8 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """Answer to one row. `arrays`: by the names in `messages.Ok`, such as `dense`, `dense.scale` or `sparse.indices`,
-    and `chunks` if the row has chunks.
+    """Answer of a model to one row. `arrays`: by the names in `messages.Ok`, such as `dense`, `dense.scale` or
+    `sparse.indices`, and `chunks` if the row has chunks.
     """
 
     error: ErrorInfo | None = None
@@ -61,9 +62,7 @@ class RowAnswer:
 
 
 class RowChunk(NamedTuple):
-    """Place of a chunk in its row: its number, its first and its end code point, its text. `row_tokens`: tokens of the
-    whole row, as its usage counts them.
-    """
+    """Chunk of a row's text. `start` and `end`: code points. `row_tokens`: tokens of the whole row, its usage."""
 
     number: int
     start: int
@@ -81,7 +80,7 @@ class OutputLine(NamedTuple):
 
     @property
     def unique_id(self) -> str:
-        """Return the id of the row, with the number of the chunk. Lines with different ids or numbers differ in it."""
+        """Return the id of the row, with the number of the chunk if there is one. It is unique in the output."""
         return self.row.id if self.chunk is None else f"{self.row.id}#{self.chunk.number}"
 
 
@@ -100,9 +99,9 @@ def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[Out
 
 @dataclass(frozen=True)
 class Shard:
-    """Answers to the rows of a span, in the order of the lines. `chunks`: the chunk of each line; empty if no row has
-    chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, an array of any length for each
-    line, or None. `numbers`: by column, float32 [lines], NaN for a line without a number.
+    """Answers to the rows of a span (a range of rows), in the order of the lines. `chunks`: the chunk of each line;
+    empty if no row has chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, an array of
+    any length for each line, or None. `numbers`: by column, float32 [lines], NaN for a line without a number.
     """
 
     about: About
@@ -123,9 +122,7 @@ class Shard:
 
 
 def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer], keep: Sequence[str] = ()) -> Shard:
-    """Return the shard for the rows of a span and their answers. Raises ValueError if its vectors have different widths
-    or types.
-    """
+    """Return the shard for rows and their answers. Raises ValueError if its vectors differ in width or type."""
     lines = lines_of(rows, answers)
     chunks = [line.chunk for line in lines] if any(line.chunk is not None for line in lines) else []
     errors = [answer.error for answer in answers if answer.error is not None]
@@ -165,9 +162,7 @@ def shard_of(about: About, rows: Sequence[InputRow], answers: Sequence[RowAnswer
 
 
 def counted(codes: Iterable[str]) -> dict[str, int]:
-    """Return the number of times that each code occurs. Only the MAX_CODES most frequent codes are listed, all others
-    are counted as OTHER.
-    """
+    """Return how often each code occurs; only the MAX_CODES most frequent codes, the others summed as OTHER."""
     return most_frequent(Counter(codes))
 
 

@@ -1,5 +1,5 @@
-"""Fields of one row of CSV (RFC 4180). Python's csv module is not used, because it limits fields to 128 KiB for the
-whole process, and accepts quotes that do not match.
+"""Fields of one row of CSV (RFC 4180). Python's csv module is not used: its limit of 128 KiB for a field can only be
+changed for the whole process, and it accepts quotes that do not match.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ _FIELD = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^"\r\n,]*))(,|$)')
 
 
 def fields(row: bytes, most: int | None = None) -> tuple[str, ...] | None:
-    """Return the fields of a row. Return None if a quote or a carriage return is at a wrong position, or if the row is
-    not UTF-8. If there are more than `most` fields, only the first `most` + 1 are returned.
+    """Return the fields of a row; None if it is not UTF-8, or if a quote or a carriage return is misplaced. If there
+    are more than `most` fields, only the first `most` + 1 are returned.
     """
     try:
         text = row.decode("utf-8")

@@ -1,5 +1,5 @@
-"""Parquet files. The footer of a file says where its rows are, so only the needed columns and row groups of a span (a
-range of rows) are read.
+"""Parquet files. The footer of a file says where its row groups and columns are, so that only the needed columns and
+row groups of a span (a range of rows) are read.
 
 A span has whole row groups, or a part of one group. Its `start` and `end` are numbers of row groups; its rows are
 numbered within the whole file. The first row of a group is computed from the footer, which is read in any case.
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
-# Largest number of values of a list column in a row group, if a value needs less than one byte. A row is decoded as a
-# whole, so one row could otherwise need any amount of memory.
+# Largest number of values of a list column in a row group whose values take less than a byte each. A row is decoded as
+# a whole, so one such row could otherwise need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
 
 
 class ParquetGroup(NamedTuple):
-    """A row group: number of rows; for the columns to read, the number of decoded bytes and of values."""
+    """Row group. `size` and `values`: decoded bytes and number of values of the columns to read."""
 
     rows: int
     size: int
@@ -46,9 +46,7 @@ def malformed(source: str) -> InvalidInput:
 
 
 def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
-    """Open a Parquet file. Values of the columns `compact` are kept as indices into their dictionaries, if the file has
-    dictionaries. Raises InvalidInput, StoreError.
-    """
+    """Open a Parquet file. Columns `compact` keep dictionary indices as values. Raises InvalidInput, StoreError."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -79,9 +77,7 @@ def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> 
 
 
 def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
-    """Read the footer of a file. The sizes in the result are those of the columns `names`. It blocks, so it runs in a
-    thread. Raises InvalidInput, StoreError.
-    """
+    """Read the footer of a file, with the sizes of the columns `names`. Blocks. Raises InvalidInput, StoreError."""
     import pyarrow as pa
 
     with _opened(place, entry) as file:
@@ -107,9 +103,7 @@ def footer(place: Place, entry: ObjectEntry, names: Collection[str]) -> Footer:
 
 
 def _check_dense(source: str, path: str, values: int, size: int) -> None:
-    """Raise InvalidInput for a list column with very many values per byte: it repeats a value so often that one row,
-    which is decoded as a whole, may need any amount of memory.
-    """
+    """Raise InvalidInput if a list column repeats a value so often that one row may need any amount of memory."""
     if values > max(MAX_DENSE_VALUES, size):
         raise InvalidInput(
             f"{source}: column {path.split('.')[0][:64]!r} has {values} values in {size} bytes of a row group, "
@@ -120,9 +114,9 @@ def _check_dense(source: str, path: str, values: int, size: int) -> None:
 
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
-    """Yield spans of whole row groups, as many groups as the limits allow. A group above the limits is split into equal
-    numbers of rows. Only half of the allowed values is planned for a span, because rows of a group have different
-    numbers of values.
+    """Yield spans of as many whole row groups as the limits allow. A group above the limits is split into equal numbers
+    of rows. A span is planned for half of the allowed values, because the rows of a group differ in their number of
+    values.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0
@@ -149,9 +143,7 @@ def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Itera
 
 
 def read(place: Place, entry: ObjectEntry, cut: Cut, names: Sequence[str], size: SpanSize) -> Iterator[dict[str, Any]]:
-    """Return the columns `names` of the rows of a span. It blocks, so it runs in a thread. Raises InvalidInput,
-    StoreError.
-    """
+    """Yield the columns `names` of the rows of a span. Blocks. Raises InvalidInput, StoreError."""
     import pyarrow as pa
 
     with _opened(place, entry, names) as file:
@@ -197,9 +189,7 @@ def _values(array: Array) -> int:
 
 
 def _decoded_bytes(array: Array) -> int:
-    """Return the number of bytes that the values of an array need when each dictionary index is replaced by its
-    value.
-    """
+    """Return the bytes of an array's values when each dictionary index is replaced by its value."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

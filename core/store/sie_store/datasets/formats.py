@@ -11,12 +11,11 @@ SUFFIXES: dict[str, InputFormat] = {
     ".parquet": "parquet",
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "images"),
 }
-MANIFEST = "manifest.json"  # name of the manifest of an output; it is skipped if the output is the input of another job
+MANIFEST = "manifest.json"  # name of an output's manifest; a job skips it if it reads the output of another job
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip", ".tar", ".tgz")
 
 
 def format_of(name: str) -> InputFormat | None:
-    """Return the format for the suffix of a name; None if the suffix is unknown."""
     base = name.rpartition("/")[2].lower()
     return SUFFIXES.get(base[base.rfind(".") :]) if "." in base else None
 
@@ -27,8 +26,6 @@ def is_packed(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether an object in a folder is not data: a hidden file, a marker file of another program, a folder, or a
-    manifest.
-    """
+    """Return whether an object is no data, because it is hidden, a folder, a manifest, or a program's marker."""
     segments = name.split("/")
     return any(not segment or segment[0] in "._" for segment in segments) or segments[-1] == MANIFEST

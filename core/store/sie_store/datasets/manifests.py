@@ -13,8 +13,8 @@ _PATIENCE = RetryPolicy()
 
 
 async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PATIENCE) -> None:
-    """Write the manifest. An existing one is replaced, because the next leader of a job repeats this step if the leader
-    (the gateway that runs the job) dies. Raises StoreError.
+    """Write the manifest. An existing one is replaced, because the next leader of a job (the gateway that runs it)
+    repeats this step if the leader dies. Raises StoreError.
     """
     import obstore
 

@@ -1,5 +1,5 @@
-"""Reading of objects. All bytes come from one version of an object, even if it is replaced in the meantime. Bytes are
-either streamed, and requested again after a failure, or read at any position, for libraries that need a file.
+"""Reading of objects, from one version of an object even if it is replaced in the meantime. Bytes are either streamed,
+and requested again after a failure, or read at any position, for libraries that need a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object: its name in spans, its size in bytes, and a tag, which is different for each version of it."""
+    """An object: its name in spans, its size in bytes, and a tag that differs for each version of the object."""
 
     source: str
     size: int
@@ -30,9 +30,9 @@ class ObjectEntry:
 
 
 def tag_of(place: Place, meta: ObjectMeta) -> str:
-    """Return a tag that no other version of the object has: its digest if it is known, otherwise the tag of the store.
-    For a folder on the disk, the tag is made of size and time. The tag of obstore would contain the inode, which
-    changes if the folder is copied.
+    """Return a tag that only this version of the object has: its digest if known, otherwise the tag of the store. For a
+    folder on the disk, it is made of size and time: obstore's tag contains the inode, which changes if the folder is
+    copied.
     """
     own = None if place.root is not None else meta.get("e_tag")
     return place.digest or own or f"{meta['size']}-{meta['last_modified'].timestamp():.6f}"
@@ -49,9 +49,7 @@ def changed(source: str) -> InvalidInput:
 
 
 async def find(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
-    """Return the size and the tag of an object, as the store has them now. Raises InvalidInput (reason input_missing),
-    StoreError.
-    """
+    """Return the present size and tag of an object. Raises InvalidInput (reason input_missing), StoreError."""
     import obstore
 
     key = place.key(source)
@@ -64,8 +62,8 @@ async def find(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
 
 
 async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
-    """Yield the bytes from `start` to before `end`. They are all from one version: the one with the tag of `entry`, or,
-    if it has no tag, the version of the first answer. After a failure, the missing bytes are requested again. Raises
+    """Yield the bytes from `start` to before `end`, all of one version: the one with the tag of `entry`, or, if it has
+    no tag, the version of the first response. After a failure, the missing bytes are requested again. Raises
     InvalidInput (reasons input_missing, input_changed), StoreError.
     """
     import obstore
@@ -90,7 +88,7 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patienc
         except ObjectMissing as error:
             raise missing(entry.source) from error
         except StoreError as error:
-            # if the object is now shorter than the range, stores report different errors, so its tag is compared
+            # stores report different errors for an object that is now shorter than the range, so its tag is compared
             if (now := await find(place, entry.source, patience)).tag != (tag or now.tag):
                 raise changed(entry.source) from error
             tries += 1
@@ -105,14 +103,14 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
 async def whole(
     place: Place, entry: ObjectEntry, patience: RetryPolicy, start: int = 0, end: int | None = None
 ) -> bytes:
-    """Return the bytes from `start` to before `end`; by default the whole object. Otherwise like `pieces`."""
+    """Return the bytes from `start` to before `end` (by default the whole object), with the exceptions of `pieces`."""
     return b"".join(
         [piece async for piece in pieces(place, entry, start, entry.size if end is None else end, patience)]
     )
 
 
 class RangeFile(io.RawIOBase):
-    """File object for an object in a store, for use in a thread. Each read requests a range, with some bytes more than
+    """File object for an object in a store, for use in a thread. Each read requests a range, with more bytes than
     needed. Raises StoreError and InvalidInput (reason input_changed).
     """
 

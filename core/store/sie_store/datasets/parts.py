@@ -1,11 +1,11 @@
-"""Parts of an output: a part is the file that stores one shard. This module encodes parts and reads their description.
+"""Encoding of parts, and reading of their descriptions. A part is the output file that stores one shard.
 
 parquet  one row for each line; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
 jsonl    one object for each line, with the same names; outputs of a failed row are absent. Each has the fingerprint.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
-         A column NAME of arrays of any length is `NAME`, the arrays of all rows joined, and `NAME_rows`, the position
-         in it at which each row begins, and its end. Texts, copied columns and extractions are in the member
-         `rows.jsonl`, About in the member `about.json`, both as bytes: nothing in the file is a pickle.
+         A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all rows, and `NAME_rows`,
+         the position in `NAME` at which each row begins, and the end. Texts, copied columns and extractions are in
+         `rows.jsonl`, About in `about.json`, both as bytes: nothing in the file is a pickle.
 """
 
 from __future__ import annotations
@@ -40,18 +40,14 @@ def part_name(number: int, count: int, format: OutputFormat) -> str:
 
 
 def encode(shard: Shard, format: OutputFormat) -> bytes:
-    """Return a shard encoded as a file. All processes of the same SIE version return the same bytes for the same
-    shard.
-    """
+    """Encode a shard as a file. All processes of one SIE version return the same bytes for the same shard."""
     if format == "parquet":
         return tables.encode(shard)
     return b"".join(_lines(shard, has_arrays=True)) if format == "jsonl" else _npz(shard)
 
 
 def inspect(data: bytes, format: OutputFormat) -> About:
-    """Return the description of the shard in a part. In JSON Lines, the description lacks job, number and model. Raises
-    PartFault.
-    """
+    """Return the description in a part; in JSON Lines, without job, number and model. Raises PartFault."""
     if format == "parquet":
         try:
             return tables.inspect(data)
@@ -111,7 +107,7 @@ def _exact(array: Array) -> Array:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Result of one row, without its values: id, number of tokens, and error."""
+    """Result of one row without its values: id, number of tokens, and error."""
 
     id: str
     tokens: int
@@ -134,7 +130,7 @@ def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
 
 
 class _Line(msgspec.Struct):
-    """Line of a part. Only a line of a chunk has `row_tokens`. In another line, `chunk` is a column of the input."""
+    """Line of a part. Only the line of a chunk has `row_tokens`. In other lines, `chunk` is a column of the input."""
 
     id: str
     tokens: int

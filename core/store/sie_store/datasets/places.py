@@ -28,10 +28,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 class Place:
     """One object in a store, or all objects below a folder.
 
-    `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in it; empty for all objects below
-    the folder. `label`: name of the object in spans and row ids, if it differs from `name`. `digest`: digest of an
-    object that never changes, if known. `root`: for a folder on the disk, the allowed folder; symbolic links must not
-    lead out of it.
+    `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in it; empty for all objects.
+    `label`: name of the object in spans and row ids, if it differs from `name`. `digest`: digest of an object that
+    never changes, if known. `root`: for a folder on the disk, the allowed folder; symbolic links must not lead out of
+    it.
     """
 
     store: ObjectStore
@@ -43,8 +43,8 @@ class Place:
 
     @classmethod
     def opened(cls, url: str, allowed: tuple[str, ...], *, is_output: bool = False) -> Place:
-        """Open the place at a URL that a client sent. An output is always a folder. Raises InvalidInput if the URL is
-        not allowed, and NotReady if the store of an allowed URL cannot be opened.
+        """Open the place at a client's URL. An output is always a folder. Raises InvalidInput if the URL is not
+        allowed, and NotReady if the store of an allowed URL cannot be opened.
         """
         param = "output.url" if is_output else "input.url"
         try:
@@ -58,7 +58,7 @@ class Place:
             (allowed_root for allowed_root in allowed if _below(where, store_url(allowed_root)) is not None), None
         )
         if root is None:
-            raise InvalidInput(f"{param}: this place is not below one of {SETTING}", reason="not_allowed", param=param)
+            raise InvalidInput(f"{param}: this URL is not below one of {SETTING}", reason="not_allowed", param=param)
         path = _below(where, store_url(root)) or ""
         try:
             store = object_stores.opened(root, SETTING)
@@ -75,16 +75,15 @@ class Place:
         return not self.name
 
     def key(self, source: str) -> str:
-        """Return the key in the store for the object that is called `source` in spans."""
+        """Return the key in the store of the object that is called `source` in spans."""
         return self.folder + (self.name or source)
 
     def below(self, folder: str) -> Place:
-        """Return the place for the subfolder `folder` of this place."""
         return Place(self.store, f"{self.folder}{folder}/", root=self.root)
 
     async def check(self, key: str) -> None:
-        """Raise InvalidInput if a symbolic link leads out of the allowed folder. It does not protect against a user who
-        creates such a link while a file is being opened.
+        """Raise InvalidInput if a symbolic link leads out of the allowed folder. This does not protect against a user
+        who creates such a link while a file is being opened.
         """
         if self.root is not None and not await asyncio.to_thread(_is_inside, self.root, key):
             raise InvalidInput(
@@ -93,7 +92,7 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # the path as the client wrote it; the parser has already resolved `..` in a path on the disk
+    # the path as the client wrote it, because the parser has already resolved `..` in a path on the disk
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput(f"{param}: control characters and \\ are not allowed", reason="not_allowed", param=param)
@@ -105,9 +104,7 @@ def _check_segments(url: str, where: StoreUrl, param: str) -> None:
 
 
 def _below(where: StoreUrl, allowed: StoreUrl) -> str | None:
-    """Return the path of `where` relative to `allowed`; empty if both are the same, None if it is not below
-    `allowed`.
-    """
+    """Return the path of `where` relative to `allowed`; empty for equal paths, None if it is not below `allowed`."""
     if (where.scheme, where.bucket) != (allowed.scheme, allowed.bucket):
         return None
     if where.path == allowed.path:

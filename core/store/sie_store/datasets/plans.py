@@ -4,8 +4,8 @@
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
                                          └─ images ────── names, a run of them ─┘
 
-An object that cannot be read is an entry of the plan; the other objects are still planned. Only a store that does not
-answer stops the planning.
+An object that cannot be read is an entry (Broken) of the plan; the other objects are still planned. Only a store that
+does not answer stops the planning.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
 from sie_store.object_stores import RetryPolicy, within
 
-MAX_OBJECTS = 1_000_000  # largest number of objects below a folder; all their names are in memory while they are sorted
-MAX_SPANS = 100_000  # largest number of spans of a job; each becomes a record, and all records are in memory
-TOO_MANY = "too_many_items"  # reason of the error for too many objects or spans
+MAX_OBJECTS = 1_000_000  # largest number of objects below a folder: memory holds all their names while these are sorted
+MAX_SPANS = 100_000  # largest number of spans of a job: each becomes a record, and memory holds all records
+TOO_MANY = "too_many_items"  # reason in the error for too many objects or spans
 MAX_HEADER_BYTES = 64 << 10
 SPAN_BYTES = 32 << 20  # largest number of bytes of text in a span, except if a single row has more
 MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of a single row, and of the images in a span
@@ -47,7 +47,7 @@ _PATIENCE = RetryPolicy()
 
 @dataclass(frozen=True)
 class Broken:
-    """An object for which no spans can be planned, because it cannot be read, and the error."""
+    """Object for which no spans can be planned, because it cannot be read. `error`: why."""
 
     source: str
     error: ErrorInfo
@@ -64,9 +64,9 @@ async def plan(
     *,
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
-    """Yield the spans of each object, or a Broken, object by object in the order of their names. A span has at most
-    `shard_rows` rows and `text_bytes` bytes of text, except if a single row has more. Raises InvalidInput if there is
-    no object to read or if there are more than MAX_SPANS spans, and StoreError.
+    """Yield the spans of each object, or a Broken if it cannot be read, in the order of the objects' names. A span has
+    at most `shard_rows` rows and `text_bytes` bytes of text; a single row may have more. Raises StoreError, and
+    InvalidInput if there is no object to read or there are more than MAX_SPANS spans.
     """
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
@@ -79,8 +79,6 @@ async def plan(
 
 
 class _Most(NamedTuple):
-    """Limits of a span: number of rows, and bytes of text."""
-
     rows: int
     bytes: int
 
@@ -131,17 +129,15 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, patience: RetryPolicy, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder, sorted by name; with `most`, only the first `most` whose names follow
-    `after`.
-    """
+    """Return the images below a folder by name: all, or the first `most` whose names follow `after`."""
     return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
 
 
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], patience: RetryPolicy, after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """Return the objects below a folder, sorted by name; with `most`, only the first `most` whose names follow `after`.
-    Raises InvalidInput if there are more than MAX_OBJECTS, and StoreError.
+    """Return the objects below a folder, sorted by name: all, or the first `most` whose names follow `after`. Raises
+    InvalidInput if there are more than MAX_OBJECTS, and StoreError.
     """
     return await patience.repeated(lambda: _listed_once(place, is_wanted, patience.stall_s, after, most))
 
@@ -169,7 +165,7 @@ async def _listed_once(
         if most is None and len(objects) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # a bucket lists objects by name, so the first ones are known here; a folder on the disk must be listed to
+            # a bucket lists objects by name, so the first ones are known now; a folder on the disk must be listed to
             # its end
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
@@ -206,7 +202,7 @@ async def _planned(
             return [_span(entry, kind, cut) for cut in cuts]
         return await _scanned(place, entry, kind, names, most, patience)
     except InvalidInput as error:
-        if error.reason == TOO_MANY:  # this error concerns the whole job, so the planning stops
+        if error.reason == TOO_MANY:  # the error concerns the whole job, so the planning stops
             raise
         return Broken(name, error.info())
 
@@ -230,8 +226,8 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
 
 
 def check_file(path: Path, source: JobInput) -> None:
-    """Raise InvalidInput if a local file lacks a column that the job reads; the message is the same as in the plan.
-    Only the beginning of the file is read. The plan finds all other faults.
+    """Raise InvalidInput, with the message of the plan, if a local file lacks a column that the job reads. Only the
+    beginning of the file is read. The plan finds all other faults.
     """
     kind = source.format or format_of(path.name)
     names = columns(source)
@@ -256,7 +252,7 @@ def check_file(path: Path, source: JobInput) -> None:
 
 
 def _needed(names: dict[str, str]) -> dict[str, str]:
-    """Return the columns that every JSON row must have: all except those that are only copied to the output."""
+    """Return the columns that each JSON row must have: all except those that are only copied to the output."""
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 
@@ -274,7 +270,7 @@ async def _scanned(
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
             _check_columns(entry.source, _needed(names), sample.columns)
-        # half of the limit, because later rows may have more values than those of the sample
+        # half of the limit, because later rows may have more values than the rows of the sample
         most = most._replace(rows=max(1, min(most.rows, sizes.MAX_SPAN_VALUES // 2 // max(1, sample.values))))
     spans: list[RowSpan] = []
     scanner = Scanner(is_quoted=kind == "csv", at=begin)
@@ -294,7 +290,7 @@ async def _scanned(
 
 class _JsonSample(NamedTuple):
     """The first rows of a JSON Lines object. Rows may have different columns. But if a column of the job is in none of
-    these rows, its name is probably wrong. Then the object is refused, because every row would fail. `values`: largest
+    these rows, its name is probably wrong, and the object is refused, because every row would fail. `values`: largest
     number of values that one row has in the columns of the job.
     """
 
@@ -309,7 +305,7 @@ class _JsonSample(NamedTuple):
         names_of_columns: dict[str, None] = {}
         most = 0
         for line in lines[:SAMPLE_ROWS]:
-            # an invalid row is skipped here; it gets its error when it is read
+            # an invalid row is skipped here; the job reports it when it reads the row
             with contextlib.suppress(ValueError, RecursionError):
                 row = sizes.columns_of(line)
                 names_of_columns |= dict.fromkeys(row)
@@ -324,9 +320,7 @@ async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryP
 
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:
-    """Return the first row of a CSV object, and the position of the next row. `head`: the bytes of the object from
-    position `begin` on. Raises InvalidInput.
-    """
+    """Return the first row in `head`, which begins at byte `begin`, and the next row's begin. Raises InvalidInput."""
     scanner = Scanner(is_quoted=True, at=begin)
     rows = [*scanner.feed(head), *([scanner.end()] if is_whole else [])]
     for starts, ends in rows:
@@ -358,7 +352,7 @@ def _runs(files: list[ObjectEntry], shard_rows: int) -> Iterable[RowSpan]:
 
 
 def tag_of_run(run: Iterable[ObjectEntry]) -> str:
-    """Return a digest of the names and tags of some images, which is the tag of their span."""
+    """Return the tag of a span of images: a digest of their names and tags."""
     digest = hashlib.sha256()
     for image in run:
         digest.update(f"{image.source}\0{image.tag}\0".encode())

@@ -37,9 +37,7 @@ _Columns = Mapping[str, Any] | ErrorInfo
 
 @dataclass(frozen=True)
 class InputRow:
-    """A row of the input. A row with a `fault` is not sent to a model. `chunks`: the value of the column of chunks, not
-    checked.
-    """
+    """Row of the input. A row with a `fault` is not sent to a model. `chunks`: unchecked value of the chunks column."""
 
     id: str
     text: str | None = None
@@ -52,8 +50,8 @@ class InputRow:
 
 
 async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
-    """Return the rows of a span, in order; their number is `span.rows`. Raises InvalidInput (reasons input_missing,
-    input_changed, malformed), StoreError.
+    """Return the `span.rows` rows of a span, in order. Raises InvalidInput (reasons input_missing, input_changed,
+    malformed), StoreError.
     """
     if span.format == "images":
         return await _images(place, span, patience)
@@ -75,7 +73,7 @@ async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPol
 
 
 def _parsed(data: bytes, span: RowSpan, names: Sequence[str], size: SpanSize) -> Iterator[_Columns]:
-    """Yield the values of the columns of each row, or the fault of the row."""
+    """Yield the columns of each row, or the fault of the row."""
     lines = rows_of(data, is_quoted=span.format == "csv")
     if len(lines) != span.rows:
         raise changed(span.source)
@@ -97,13 +95,13 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # one value per column and row is counted elsewhere
+        size.add(values - len(read), 0)  # `_RowMaker` counts one value per column
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
     except msgspec.ValidationError:
         return _fault("malformed", "the line is no JSON object")
-    # only a general message, because the decoder's message may repeat a part of the row
+    # a general message, because the decoder's message may repeat a part of the row
     except (ValueError, RecursionError):
         return _fault("malformed", "the line is no valid JSON")
 
@@ -123,7 +121,7 @@ def _fault(reason: str, message: str, param: str = "") -> ErrorInfo:
 
 
 class _RowMaker:
-    """Builds the rows of a span: it fills the templates of the job with the values of the columns."""
+    """Builds the rows of a span: fills the templates of the job with the values of the columns."""
 
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source
@@ -185,17 +183,13 @@ class _RowMaker:
 
 
 def _bytes_of(row: InputRow) -> int:
-    """Return the bytes of a row's texts and images in memory. Lists and maps are not included; their values are counted
-    separately.
-    """
+    """Return the bytes of a row's texts and images in memory. The values of lists and maps are counted elsewhere."""
     texts = (row.text, row.query, row.document, *row.images, *row.copied.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 
 
 def _image(value: Any, column: str) -> bytes:
-    """Return the bytes of an image file. The value is bytes, a map with `bytes` as in data sets of Hugging Face, or
-    base64. Raises ColumnFault.
-    """
+    """Return an image file from bytes, base64, or a map with `bytes` (Hugging Face). Raises ColumnFault."""
     if isinstance(value, dict):
         value = value.get("bytes")
     if isinstance(value, bytes) and value:
@@ -227,8 +221,8 @@ async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[In
             )
         async with turns:
             try:
-                # without a tag: some stores (Google's emulator) use different tags in listings and answers; the tags
-                # were compared above
+                # Read without a tag: some stores (Google's emulator) use different tags in listings and responses. The
+                # tags of the listing were compared above.
                 return InputRow(entry.source, images=(await whole(place, replace(entry, tag=""), patience),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":

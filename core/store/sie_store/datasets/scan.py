@@ -3,8 +3,8 @@ in memory at a time.
 
     pieces of any size ──Scanner──► (start, end) of each row ──Cutter──► spans of rows
 
-A row ends at a line feed. In CSV (RFC 4180) it ends at a line feed with an even number of quotes before it. A line of
-only spaces, tabs and carriage returns is not a row.
+A row ends at a line feed. In CSV (RFC 4180) the number of quotes before this line feed must be even. A line of only
+spaces, tabs and carriage returns is not a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Offsets = NDArray[np.int64]
 BOM = b"\xef\xbb\xbf"
-# bytes that are scanned at a time; for short lines, the array of their positions is eight times larger than this
+# bytes that are scanned at a time; for short lines, the array of their positions has eight times this size
 STEP_BYTES = 1 << 20
 _LINE_FEED, _QUOTE = 10, 34
 _BLANK = np.zeros(256, bool)
@@ -34,14 +34,12 @@ class Scanner:
         self._has_content = False  # whether the incomplete line has other characters than blanks
 
     def feed(self, piece: bytes) -> Iterator[tuple[Offsets, Offsets]]:
-        """Yield the start and end positions of the rows that end in this piece. An end is the position after the line
-        feed.
-        """
+        """Yield the start and end positions of the rows that end in this piece. An end is after the line feed."""
         for first in range(0, len(piece), STEP_BYTES):
             yield self._step(np.frombuffer(piece, np.uint8, min(STEP_BYTES, len(piece) - first), first))
 
     def end(self) -> tuple[Offsets, Offsets]:
-        """Return the start and the end of the last row, if it does not end with a line feed; otherwise empty arrays."""
+        """Return the start and end of a last row without a line feed; empty arrays if there is none."""
         count = int(self._has_content)
         return np.full(count, self._start, np.int64), np.full(count, self._at, np.int64)
 
@@ -60,7 +58,7 @@ class Scanner:
             return feeds, feeds
         firsts = np.concatenate((feeds[:1] * 0, feeds[:-1] + 1))
         has_content = ~_BLANK[data[firsts]]
-        if not has_content.all():  # only if some line begins with a blank, whole lines have to be tested
+        if not has_content.all():  # whole lines are tested only if some line begins with a blank
             has_content = np.logical_or.reduceat(~_BLANK[data[: feeds[-1] + 1]], firsts)
         has_content[0] |= self._has_content
         starts, ends = firsts + self._at, feeds + (self._at + 1)
@@ -72,7 +70,7 @@ class Scanner:
 
 
 def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
-    """Return the rows of a text, without line feeds and carriage returns at their ends."""
+    """Return the rows of a text, without the line feeds and carriage returns at their ends."""
     scanner = Scanner(is_quoted=is_quoted)
     bounds = [*scanner.feed(data), scanner.end()]
     return [
@@ -83,9 +81,7 @@ def rows_of(data: bytes, *, is_quoted: bool) -> list[bytes]:
 
 
 class Cut(NamedTuple):
-    """Rows `first` to before `first + rows` of an object. `start` and `end`: byte positions, or for Parquet numbers of
-    row groups.
-    """
+    """Rows `first` to before `first + rows` of an object. `start`, `end`: byte positions; in Parquet, row groups."""
 
     first: int
     rows: int
@@ -94,16 +90,13 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """Groups rows into spans while they are found. A span has at most `max_rows` rows and `max_bytes` bytes, except if
-    a single row has more bytes.
-    """
+    """Groups rows into spans of at most `max_rows` rows and `max_bytes` bytes; a single row may have more bytes."""
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
         self._max_rows, self._max_bytes = max_rows, max_bytes
         self._first = self._rows = self._start = 0
 
     def feed(self, starts: Offsets, ends: Offsets) -> Iterator[Cut]:
-        """Yield the spans that are complete after these rows."""
         at, count = 0, len(starts)
         while at < count:
             if not self._rows:

@@ -1,5 +1,5 @@
-"""Writing of parts, the files of a job's output. Each part is written once: if several processes write it, the first
-one succeeds, and the others use the existing part.
+"""Writing of parts, the files of a job's output. If several processes write a part, the first one succeeds, and the
+others use the part that exists.
 
     shard ──encode──► bytes ──put, create only──┬─► written ──────────────────────► ShardRecord
                                                 └─► exists: read, inspected ──────► ShardRecord of the existing part
@@ -28,15 +28,13 @@ _PATIENCE = RetryPolicy()
 
 
 class PartDamaged(StoreError):
-    """Error for an object that has the name of a part but not its format. A person must move it; then another attempt
-    succeeds.
-    """
+    """Error for an object with the name of a part but another format. The job can continue after a person moves it."""
 
 
 async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> None:
-    """Mark an output folder as the folder of one job, so that a job never takes the parts of another job for its own.
-    `owner`: a text that all leaders of this job use, and no other job. Raises InvalidInput (reason output_in_use) if
-    the folder has another owner, or parts without an owner; StoreError.
+    """Mark an output folder as the folder of one job, so that a job never uses the parts of another job. `owner`: a
+    text that all leaders of this job use, and no other job. Raises StoreError, and InvalidInput (reason output_in_use)
+    if the folder has another owner, or parts without an owner.
     """
     import obstore
 
@@ -52,7 +50,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
             )
             try:
                 await patience.repeated(lambda: within(PUT_S, put()))
-            # another process has written it at the same time: an earlier leader of this job, or another job
+            # an earlier leader of this job, or another job, has written it at the same time
             except WrittenMeanwhile:
                 await claim(place, owner, patience)
             return
@@ -60,7 +58,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
 
 
 def in_use(why: str) -> InvalidInput:
-    """Return the error for an output folder that a job cannot use. `why`: the reason."""
+    """Return the error for an output folder that a job cannot use."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
@@ -81,9 +79,7 @@ async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
 async def put_once(
     place: Place, name: str, data: bytes, format: OutputFormat, patience: RetryPolicy = _PATIENCE
 ) -> ShardRecord:
-    """Write `data` as the part `name`, if this part does not exist yet. Returns the record of the part that the store
-    has. Raises PartDamaged, StoreError.
-    """
+    """Write a part unless it exists, and return the record of the stored part. Raises PartDamaged, StoreError."""
     import obstore
 
     record = await asyncio.to_thread(_record, name, data, format)
@@ -96,7 +92,7 @@ async def put_once(
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
-        # written by another leader, or by this one in an attempt whose answer was lost
+        # written by another leader, or by this one in an attempt whose response was lost
         there = await existing(place, name, format, patience)
         if there is None:
             raise StoreError("the part was written, and then removed by another process") from error
@@ -153,9 +149,7 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """Write a part from the page cache to the disk (fsync). It must survive a loss of power, because its record says
-    that it exists. Raises StoreError.
-    """
+    """Sync a part to the disk, because its record must not outlive it at a loss of power. Raises StoreError."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:

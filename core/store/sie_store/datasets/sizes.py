@@ -1,8 +1,6 @@
-"""Memory that the rows of a span (a range of rows) need. Values and bytes are counted before Python objects are created
-from them.
-
-A gateway has at most three spans of each of its jobs in memory. A few bytes of a file may become millions of values:
-`[{},{},…]` in JSON, or a column of Parquet that repeats one value.
+"""Memory that the rows of a span (a range of rows) need. It is counted before Python objects are created, because a few
+bytes of a file may become millions of values: `[{},{},…]` in JSON, or a column of Parquet that repeats one value. A
+gateway has at most three spans of each of its jobs in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from sie_contracts.jobs import RowSpan
 
 # largest number of values in one row, in the columns that a job reads; lists, maps and their contents count
 MAX_ROW_VALUES = 100_000
-MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes
+MAX_SPAN_VALUES = 1_000_000  # largest number of values in a span; each needs about 100 bytes of memory
 MAX_DECODED_BYTES = 128 << 20  # largest number of bytes of texts, images and copied columns in a span
 MAX_KEYS = 100_000  # largest number of keys in a JSON row, including columns that the job does not read
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.S)
@@ -29,16 +27,14 @@ class TooManyValues(ValueError):
 
 
 class SpanSize:
-    """Memory that a span needs, as far as its rows were counted."""
+    """Memory that the rows of a span need, as far as they are counted."""
 
     def __init__(self, span: RowSpan) -> None:
         self._span = span
         self._values = self._bytes = 0
 
     def add(self, values: int, size: int) -> None:
-        """Add the numbers of values and bytes that some rows need, before Python objects are created from them. Raises
-        InvalidInput if the span (range of rows) then has more values or bytes than allowed.
-        """
+        """Add values and bytes of some rows, before Python objects are created. Raises InvalidInput above a limit."""
         self._values += values
         self._bytes += size
         for have, most, kind in (
@@ -56,18 +52,14 @@ class SpanSize:
 
 
 def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
-    """Return the columns of a JSON row, without decoding their values. Raises ValueError for a row that is not an
-    object, TooManyValues.
-    """
+    """Return the columns of a JSON row, not decoded. Raises TooManyValues, and ValueError if it is not an object."""
     if _count(line, b":", MAX_KEYS) > MAX_KEYS:
         raise TooManyValues(f"the row has more than {MAX_KEYS} keys")
     return _keys(line)
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """Return the number of values in JSON, the outermost included. The result may be too high but not too low; above
-    MAX_ROW_VALUES it need not be exact.
-    """
+    """Return the number of values in JSON, the outermost included; never too low, inexact above MAX_ROW_VALUES."""
     text = bytes(value)
     return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
 
@@ -78,16 +70,14 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often the bytes `marks` occur in JSON. The result includes marks inside strings, except if that would
-    be more than `most`.
-    """
+    """Return how often `marks` occur in JSON. Above `most`, occurrences inside strings are not counted."""
     total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
     return total if total <= most else count_outside(text, marks, most)
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often the bytes `marks` occur outside of strings in JSON; counting stops above `most`. It loops over
-    the strings instead of making a single call, so that other threads can run in between.
+    """Return how often `marks` occur in JSON outside of strings; counting stops above `most`. A loop over the strings,
+    not a single call, lets other threads run in between.
     """
     total = at = 0
     for string in _STRING.finditer(text):

@@ -1,4 +1,4 @@
-"""Parts in Parquet: a part is the file that stores one shard, the answers to a range of rows."""
+"""Parts in Parquet. A part is the output file that stores one shard, the answers to a range of rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from sie_store.datasets.answers import About, Array, RowChunk, Shard, kept_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
-KEY = b"sie"  # key in the metadata of the file, under which the description of the shard (`About`) is stored
+KEY = b"sie"  # key of the shard's description (`About`) in the metadata of the file
 ROWS_OF_GROUP = 10_000
 
 
 def encode(shard: Shard) -> bytes:
-    """Return a shard encoded as a Parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -41,7 +40,7 @@ def encode(shard: Shard) -> bytes:
     table = pa.table(columns).replace_schema_metadata({KEY: msgspec.json.encode(shard.about)})
     sink = pa.BufferOutputStream()
     texts = ["id", *shard.copied, *shard.extracted]
-    # no dictionaries and statistics for vectors: they take time to compute, and no reader needs them
+    # vectors get no dictionaries and statistics: these take time to compute, and no reader needs them
     parquet.write_table(
         table,
         sink,
@@ -68,9 +67,7 @@ def inspect(data: bytes) -> About:
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Return the columns `id`, `tokens` and `error` of each line; also `chunk` and `row_tokens` if rows have chunks.
-    Raises ValueError, OSError.
-    """
+    """Return id, tokens and error of each line; also chunk and row_tokens of chunks. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -90,9 +87,8 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
 
 
 def _inferred(values: list[Any]) -> pa.Array:
-    """Return an array whose type follows from the values. If they have several types, it is an array of JSON. If there
-    are no values, its type is null, which is compatible with any type of this column in other
-    files.
+    """Return an array whose type follows from the values; JSON if they have several types. Without values, the type is
+    null, which is compatible with any type of this column in other files.
     """
     import pyarrow as pa
 
@@ -104,9 +100,7 @@ def _inferred(values: list[Any]) -> pa.Array:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    """Return whether a type contains a map. Such values are stored as JSON, because rows have maps with different keys,
-    and Parquet cannot store an empty map.
-    """
+    """Return whether a type contains a map, which is stored as JSON: Parquet cannot store an empty map."""
     import pyarrow as pa
 
     return bool(pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_map(kind.value_type)))
@@ -119,9 +113,7 @@ def _as_json(values: list[Any]) -> pa.Array:
 
 
 def _fixed(matrix: Array, absent: Array | None = None) -> pa.Array:
-    """Return a column of lists of fixed length from a matrix [rows, width]. `absent`: bool [rows], true for a row that
-    is null.
-    """
+    """Return a matrix [rows, width] as a column of fixed-length lists. `absent`: bool [rows], true for null rows."""
     import pyarrow as pa
 
     flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))

@@ -1,7 +1,8 @@
-"""Templates, which build the texts of a row from its columns, and the check that the input of a job fits its operation.
+"""Templates, which build the texts of a row from its columns, and the check whether the input of a job fits its
+operation.
 
-A template has the names of columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is parsed here and never
-passed to `str.format`, which would give access to attributes.
+A template has the names of columns in braces, `{title}: {body}`; `{{` and `}}` are braces. It is never passed to
+`str.format`, which would give access to attributes.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ ANSWER_COLUMNS = frozenset(
     | {"multivector", "multivector_scale", "multivector_offset", "score"}
     | {"entities", "relations", "classifications", "objects", "data"}
 )
-CHUNK_COLUMNS = frozenset({"chunk", "start", "end", "text"})  # columns of a job whose texts have chunks
-# largest number of times that one template may name a column; otherwise a short template could make gigabytes of text
+# columns of the output if texts have chunks; a job must not copy input columns with these names
+CHUNK_COLUMNS = frozenset({"chunk", "start", "end", "text"})
+# largest number of times that one template may name a column: a short template could otherwise make gigabytes of text
 MAX_REPEATS = 4
 
 
 class ColumnFault(ValueError):
-    """Error for a value that cannot be part of a text. The message never contains the value."""
+    """Error for a column value that a template cannot use as text. The message never contains the value."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """A parsed template. `pieces`: (literal text, name of the column whose value follows, or None)."""
+    """Parsed template. `pieces`: (literal text, name of the column whose value follows, or None)."""
 
     pieces: tuple[tuple[str, str | None], ...]
 
     @classmethod
     def parsed(cls, text: str, param: str) -> Template:
-        """Return a parsed template. `param`: parameter that error messages name. Raises InvalidInput."""
+        """Parse a template. `param`: parameter that error messages name. Raises InvalidInput."""
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -65,14 +67,11 @@ class Template:
         return list(dict.fromkeys(name for _, name in self.pieces if name is not None))
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return the template filled with the values of a row. Raises ColumnFault."""
         return "".join(literal if name is None else literal + plain(row, name) for literal, name in self.pieces)
 
 
 def plain(row: Mapping[str, Any], column: str) -> str:
-    """Return the value of a column as a text: a string unchanged, a number or a boolean as JSON, a time in ISO 8601.
-    Raises ColumnFault.
-    """
+    """Return the text of a column: a number or a boolean as JSON, a time in ISO 8601. Raises ColumnFault."""
     value = row.get(column)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         raise ColumnFault(f"column {column!r} is {'null' if column in row else 'missing'}")
@@ -93,13 +92,13 @@ def _kind(value: Any) -> str:
 
 
 def templates(source: JobInput) -> dict[str, Template]:
-    """Return the parsed templates of a job's input, by name; empty ones are left out. Raises InvalidInput."""
+    """Return the non-empty templates of a job's input, parsed, by name. Raises InvalidInput."""
     texts = {"text": source.text, "query": source.query, "document": source.document}
     return {name: Template.parsed(text, f"input.{name}") for name, text in texts.items() if text}
 
 
 def columns(source: JobInput) -> dict[str, str]:
-    """Return the columns that a job reads, each with the parameter in which it is named first. Raises InvalidInput."""
+    """Return the columns that a job reads, each with the parameter that names it first. Raises InvalidInput."""
     params: dict[str, str] = {}
     for name, template in templates(source).items():
         for column in template.columns:
@@ -120,9 +119,7 @@ def reads_images(source: JobInput) -> bool:
 
 
 def check(source: JobInput, operation: str) -> None:
-    """Raise InvalidInput if the input lacks a field that the operation needs, or has a field that the operation does
-    not read.
-    """
+    """Raise InvalidInput if the input lacks a field that the operation needs, or has one that it does not read."""
     if bool(source.file) == bool(source.url):
         raise InvalidInput("input: expected exactly one of file and url", param="input")
     parsed = templates(source)
@@ -147,7 +144,7 @@ def check(source: JobInput, operation: str) -> None:
     if source.chunks is None and not source.context:
         raise InvalidInput("input.context: only chunks have a context", param="input.context")
     if source.chunks is not None and (operation != "encode" or "text" not in parsed or source.image):
-        raise InvalidInput("input.chunks: encode alone has chunks, of texts", param="input.chunks")
+        raise InvalidInput("input.chunks: only encode supports chunks, and only of texts", param="input.chunks")
     for name in ("text", "document"):  # a query without a column is allowed: then all rows have the same query
         if name in parsed and not parsed[name].columns:
             raise InvalidInput(f"input.{name}: the template names no column, such as {{title}}", param=f"input.{name}")

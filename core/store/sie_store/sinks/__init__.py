@@ -1,1 +1,3 @@
-"""Sinks: vector databases to which jobs write. There is one interface, and a module for each kind of database."""
+"""Vector databases. For each kind there is a sink, to which jobs write, and a live collection, whose vectors are
+replaced while it is in use.
+"""

@@ -3,8 +3,8 @@ payload jsonb)`.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table has no distance function: each query and each index names one (`<=>` is the cosine distance). The sink creates
-no index, because it is much faster to build an index after a job than to update it for each row; the operator does it.
+The table has no distance function: queries and indexes name it (`<=>` is the cosine distance). The operator creates an
+index after a job: this is much faster than an update of the index for each row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import contextlib
 import functools
 import re
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import asyncpg
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
     CollectionMismatch,
     CollectionMissing,
     Kind,
+    NearRow,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
@@ -32,6 +35,7 @@ from sie_store.sinks.sink import (
     encoded,
 )
 
+T = TypeVar("T")
 # SQLSTATE codes that occur if two writers create the same table or type at the same time
 RACES = ("23505", "42P07", "42710")
 MAX_DIMS = 16_000
@@ -41,7 +45,7 @@ CONNECT_S = 10.0
 BYTES_PER_S = 1 << 20
 _STATE = re.compile(r"[0-9A-Z]{5}")
 _NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # the character NUL in JSON: \u0000 after an even number of backslashes
-_SCHEMA_OF_EXTENSION = """
+SCHEMA_OF_EXTENSION = """
 SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace WHERE e.extname = 'vector'
 """
 _COLUMNS = """
@@ -53,73 +57,38 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 """
 
 
-class PgvectorSink:
-    """Sink for PostgreSQL with pgvector. Each call opens its own connection, so that a broken one is never used again.
-    This is cheap, because a call writes thousands of rows.
+class PostgresDatabase:
+    """Transactions in the database at a URL. Each opens a new connection, so that a broken one is never used again.
+    This
+    is cheap, because a transaction reads or writes thousands of rows.
     """
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._url = url
         self._patience = patience
-        self._dims = 0
-        self._table = ""  # quoted name of the table, with its schema
-        self._extension = ""  # schema in which the type `vector` is
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the table, or check the existing one. `kinds` is not used: jsonb stores the type of each value, and
-        the operator creates indexes.
+    async def transaction(self, work: Callable[[Any], Awaitable[T]], size: int = 0) -> T:
+        """Return the result of `work` in one transaction, which is repeated if another attempt may help. `size`: bytes
+        that it transfers. Raises StoreError.
         """
-        checked_name(collection)
-        if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
-        self._extension, schema = await self._done(
-            functools.partial(_prepared, collection=collection, dims=dims), self._patience.stall_s
-        )
-        self._table, self._dims = f"{_quoted(schema)}.{_quoted(collection)}", dims
+        bound_s = self._patience.stall_s + size / BYTES_PER_S
+        return await self._patience.repeated(functools.partial(self._once, work, bound_s, True))
 
-    async def upsert(self, rows: SinkRows) -> None:
-        assert self._table, "prepare comes first"
-        latest = rows.latest(self._dims)
-        records = await asyncio.to_thread(_records, latest)
-        if records:
-            size = sum(len(row_id) + len(vector) + len(payload) for row_id, vector, payload in records)
-            bound_s = self._patience.stall_s + size / BYTES_PER_S
-            await self._done(functools.partial(self._written, records=records), bound_s)
+    async def alone(self, statement: str, bound_s: float) -> None:
+        """Run a statement that no transaction may contain. Raises StoreError."""
+        await self._patience.repeated(functools.partial(self._once, lambda c: c.execute(statement), bound_s, False))
 
-    async def close(self) -> None:
-        """Do nothing: the sink has no open connection between calls."""
-
-    async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
-        await connection.set_type_codec("vector", schema=self._extension, encoder=bytes, decoder=bytes, format="binary")
-        kind = f"{_quoted(self._extension)}.vector"
-        await connection.execute(
-            f"CREATE TEMPORARY TABLE sie_rows (id text, embedding {kind}, payload jsonb) ON COMMIT DROP"
-        )
-        for start in range(0, len(records), COPY_ROWS):
-            await connection.copy_records_to_table(
-                "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
-            )
-        # ordered by id, so that two writers of the same rows lock them in the same order and cannot deadlock
-        await connection.execute(
-            f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
-            "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
-            "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding, payload = EXCLUDED.payload"
-        )
-
-    async def _done(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
-        """Run `work` in one transaction and return its result. The transaction is repeated if another attempt may
-        help.
-        """
-        return await self._patience.repeated(functools.partial(self._once, work, bound_s))
-
-    async def _once(self, work: Callable[[Any], Awaitable[Any]], bound_s: float) -> Any:
+    async def _once(self, work: Callable[[Any], Awaitable[T]], bound_s: float, is_transaction: bool) -> T:
         try:
             async with asyncio.timeout(bound_s), self._connection() as connection:
-                await connection.execute("BEGIN")
-                # also limits the time at the server, which would continue a statement after its client has disconnected
-                await connection.execute(f"SET LOCAL statement_timeout = {int(bound_s * 1000)}")
+                if is_transaction:
+                    await connection.execute("BEGIN")
+                # limits the time at the server too, which would continue a statement after its client has disconnected
+                local = "LOCAL " if is_transaction else ""
+                await connection.execute(f"SET {local}statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)
-                await connection.execute("COMMIT")
+                if is_transaction:
+                    await connection.execute("COMMIT")
                 return result
         except TimeoutError:
             raise StoreError("PostgreSQL did not answer in time") from None
@@ -132,7 +101,7 @@ class PgvectorSink:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:
-        # no cached prepared statements, because a connection pooler may drop them after each transaction
+        # cached prepared statements would fail if a connection pooler drops them after a transaction
         connection = await asyncpg.connect(self._url, timeout=CONNECT_S, statement_cache_size=0)
         try:
             yield connection
@@ -142,11 +111,68 @@ class PgvectorSink:
             connection.terminate()
 
 
+class PgvectorSink:
+    """Sink for PostgreSQL with pgvector."""
+
+    def __init__(self, url: str, patience: RetryPolicy) -> None:
+        self._database = PostgresDatabase(url, patience)
+        self._dims = 0
+        self._table = ""  # quoted name of the table, with its schema
+        self._extension = ""  # schema of the type `vector`
+
+    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+        """Create or check the table. `kinds` is unused: jsonb stores types, and the operator creates indexes."""
+        checked_name(collection)
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
+        self._extension, schema = await self._database.transaction(
+            functools.partial(_prepared, collection=collection, dims=dims)
+        )
+        self._table, self._dims = f"{quoted(schema)}.{quoted(collection)}", dims
+
+    async def upsert(self, rows: SinkRows) -> None:
+        assert self._table, "prepare comes first"
+        latest = rows.latest(self._dims)
+        records = await asyncio.to_thread(_records, latest)
+        if records:
+            size = sum(len(row_id) + len(vector) + len(payload) for row_id, vector, payload in records)
+            await self._database.transaction(functools.partial(self._written, records=records), size)
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        search = functools.partial(_searched, collection=checked_name(collection), vector=vector, limit=limit)
+        rows = await self._database.transaction(search)
+        return [NearRow(row["id"], row["score"], msgspec.json.decode(row["payload"], type=dict)) for row in rows]
+
+    async def close(self) -> None:
+        """Do nothing: the sink has no open connection between calls."""
+
+    async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
+        await copy_rows(connection, self._extension, "payload jsonb", records)
+        # in the order of ids, so that two writers of the same rows lock them in the same order and cannot deadlock
+        await connection.execute(
+            f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
+            "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
+            "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding, payload = EXCLUDED.payload"
+        )
+
+
+async def copy_rows(connection: Any, extension: str, column: str, records: Sequence[tuple[str, bytes, Any]]) -> None:
+    """Copy records (id, encoded vector, value of `column`) into the temporary table `sie_rows` of this transaction."""
+    await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
+    await connection.execute(
+        f"CREATE TEMPORARY TABLE sie_rows (id text, embedding {quoted(extension)}.vector, {column}) ON COMMIT DROP"
+    )
+    for start in range(0, len(records), COPY_ROWS):
+        await connection.copy_records_to_table(
+            "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
+        )
+
+
 async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, str]:
     """Create the extension and the table if they do not exist, and check the table. Returns (schema of the extension,
     schema of the table).
     """
-    extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+    extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
     if extension is None:
         try:
             await connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
@@ -157,16 +183,16 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
             ) from None
         except (asyncpg.UndefinedFileError, asyncpg.FeatureNotSupportedError, asyncpg.UndefinedObjectError):
             raise SinkUnsuitable("pgvector is not installed on the server of the database") from None
-        extension = await connection.fetchval(_SCHEMA_OF_EXTENSION)
+        extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
     kind = f"vector({dims})"
-    columns = await connection.fetch(_COLUMNS, _quoted(collection))
+    columns = await connection.fetch(_COLUMNS, quoted(collection))
     if not columns:
         await connection.execute(
-            f"CREATE TABLE IF NOT EXISTS {_quoted(collection)} "
-            f"(id text PRIMARY KEY, embedding {_quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
+            f"CREATE TABLE IF NOT EXISTS {quoted(collection)} "
+            f"(id text PRIMARY KEY, embedding {quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
         )
-        columns = await connection.fetch(_COLUMNS, _quoted(collection))
-    types = {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+        columns = await connection.fetch(_COLUMNS, quoted(collection))
+    types = _types(columns)
     actual = types.get("embedding", "no column embedding")
     if actual != kind:
         raise CollectionMismatch(f"the table {collection} has {actual}, where {kind} is written")
@@ -177,28 +203,52 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
     return extension, columns[0]["nspname"]
 
 
-def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Return rows as records for binary COPY. A vector is encoded as its number of dimensions, two zero bytes, and its
-    float32 numbers, all big-endian. NUL in payloads is replaced by U+FFFD, because PostgreSQL cannot store it. Raises
-    RowsRefused.
+async def _searched(connection: Any, collection: str, vector: NDArray[np.float32], limit: int) -> list[Any]:
+    """Return id, score and payload of the nearest rows, in a transaction that cannot write."""
+    await connection.execute("SET TRANSACTION READ ONLY")
+    columns = await connection.fetch(_COLUMNS, quoted(collection))
+    if not columns:
+        raise CollectionMissing("PostgreSQL has no such table")
+    extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
+    kind = f"vector({len(vector)})"
+    if _types(columns).get("embedding") != kind or extension is None:
+        raise CollectionMismatch(f"the table {collection} has no column embedding of the type {kind}")
+    await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
+    distance = f"embedding OPERATOR({quoted(extension)}.<=>) $1::{quoted(extension)}.vector"
+    rows: list[Any] = await connection.fetch(
+        f"SELECT id, 1 - ({distance}) AS score, payload::text FROM {quoted(columns[0]['nspname'])}."  # noqa: S608  quoted
+        f"{quoted(collection)} ORDER BY {distance} LIMIT $2",
+        binary(vector),
+        limit,
+    )
+    return rows
+
+
+def _types(columns: Sequence[Any]) -> dict[str, str]:
+    """Return the types of columns by name, without their schemas."""
+    return {column["attname"]: column["type"].rpartition(".")[2] for column in columns}
+
+
+def binary(vector: NDArray[np.float32]) -> bytes:
+    """Return a vector in pgvector's binary form: its number of dimensions, two zero bytes, and its float32 numbers, all
+    big-endian.
     """
-    head = struct.pack(">HH", rows.vectors.shape[1], 0)
+    return struct.pack(">HH", len(vector), 0) + vector.astype(np.dtype(">f4")).tobytes()
+
+
+def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
+    """Return rows as records for binary COPY. PostgreSQL cannot store NUL: U+FFFD replaces it. Raises RowsRefused."""
     encoded_rows = []
-    for number, (row_id, vector, payload) in enumerate(
-        zip(rows.ids, rows.vectors.astype(np.dtype(">f4")), rows.payloads, strict=True)
-    ):
+    for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
         encoded(row_id, number)
         if "\0" in row_id:
             raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
-        encoded_rows.append(
-            (row_id, head + vector.tobytes(), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text)
-        )
+        encoded_rows.append((row_id, binary(vector), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text))
     return encoded_rows
 
 
-def _quoted(name: str) -> str:
-    """Return a name as a quoted SQL identifier."""
+def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -213,7 +263,9 @@ def _failure(error: asyncpg.PostgresError) -> StoreError:
     if state in RACES:
         return StoreError(f"another writer has created the same table at the same time ({error_name})")
     if state in ("42P01", "3F000"):
-        return CollectionMissing(f"PostgreSQL has no such table ({error_name})")
+        return CollectionMissing(
+            f"the table does not exist in PostgreSQL any more ({error_name}): the next start creates it again"
+        )
     if state[:2] == "42":
         return CollectionMismatch(f"the table was changed meanwhile ({error_name})")
     if state[:2] in ("22", "23", "54"):

@@ -4,6 +4,7 @@
     GET /collections/{name}                    dimensions and distance
     PUT /collections/{name}/index?wait=true    index a field of payloads
     PUT /collections/{name}/points?wait=true   replace points
+    POST /collections/{name}/points/query      search
 
 Qdrant accepts only UUIDs and integers as ids of points. So the id of a point is a UUID that is computed from the row's
 id, and the row's id is in the payload.
@@ -15,11 +16,13 @@ import asyncio
 import functools
 import ssl
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from sie_store.object_stores import AccessRefused, RetryPolicy, StoreError
 from sie_store.sinks.sink import (
@@ -28,6 +31,7 @@ from sie_store.sinks.sink import (
     CollectionMissing,
     CollectionRefused,
     Kind,
+    NearRow,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
@@ -38,7 +42,7 @@ from sie_store.sinks.sink import (
 DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
-# largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
+# largest number of bytes of a reply; the largest one describes a collection and the fields of its payloads
 ANSWER_BYTES = 4 << 20
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body; Qdrant's default limit is 32 MiB
 
@@ -52,12 +56,18 @@ class _QdrantReply(msgspec.Struct):
     result: Any = None
 
 
-class QdrantSink:
-    def __init__(self, url: str, api_key: str, patience: RetryPolicy, body_bytes: int = BODY_BYTES) -> None:
+class _QdrantPoint(msgspec.Struct):
+    id: str | int
+    score: float
+    payload: dict[str, Any] = {}
+
+
+class QdrantConnection:
+    """Requests to the Qdrant server at `url`. `answer_bytes`: largest number of bytes of a reply."""
+
+    def __init__(self, url: str, api_key: str, patience: RetryPolicy, answer_bytes: int = ANSWER_BYTES) -> None:
         self._patience = patience
-        self._body_bytes = body_bytes
-        self._collection = ""
-        self._dims = 0
+        self._answer_bytes = answer_bytes
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | (
             {"api-key": api_key} if api_key else {}
         )
@@ -66,51 +76,10 @@ class QdrantSink:
             base_url=url, headers=headers, verify=verify, trust_env=False, timeout=patience.stall_s
         )
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        path = f"/collections/{checked_name(collection)}"
-        if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
-        if any('"' in field for field in kinds):
-            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name")
-        collection_info = await self._send("GET", path, missing=True)
-        if collection_info is None:
-            settings = {"vectors": {"size": dims, "distance": DISTANCE}}
-            await self._send("PUT", path, msgspec.json.encode(settings), exists=True)
-            collection_info = await self._send("GET", path)
-        _check(collection_info, collection, dims)
-        for field, kind in kinds.items():
-            index = {"field_name": f'"{field}"', "field_schema": kind}
-            await self._send("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
-        self._collection, self._dims = collection, dims
-
-    async def upsert(self, rows: SinkRows) -> None:
-        assert self._collection, "prepare comes first"
-        bodies = self._bodies(rows.latest(self._dims))
-        path = f"/collections/{self._collection}/points?wait=true"
-        # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
-        while body := await asyncio.to_thread(next, bodies, b""):
-            await self._send("PUT", path, body, completed=True)
-
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
-        """Yield request bodies with points, each of at most `body_bytes`. A larger row is alone in its body."""
-        points: list[bytes] = []
-        size = 0
-        for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
-            content = encoded({**payload, ROW_ID: row_id}, number)
-            head = {"id": point_id(row_id), "vector": vector.tolist(), "payload": msgspec.Raw(content)}
-            point = msgspec.json.encode(head)
-            if points and size + len(point) > self._body_bytes:
-                yield b'{"points":[' + b",".join(points) + b"]}"
-                points, size = [], 0
-            points.append(point)
-            size += len(point) + 1
-        if points:
-            yield b'{"points":[' + b",".join(points) + b"]}"
-
-    async def _send(
+    async def send(
         self,
         method: str,
         path: str,
@@ -121,8 +90,8 @@ class QdrantSink:
         completed: bool = False,
     ) -> Any:
         """Send a request and return its result. It is repeated if another attempt may help. `missing`: return None if
-        the collection does not exist. `exists`: return None if the collection already exists. `completed`: raise
-        StoreError if Qdrant does not confirm that the rows are applied.
+        the collection does not exist. `exists`: return None if it already exists. `completed`: raise StoreError if
+        Qdrant does not confirm that the rows are applied.
         """
         ask = functools.partial(self._once, method, path, content, completed)
         try:
@@ -143,7 +112,7 @@ class QdrantSink:
             ):
                 if response.status_code != 200:
                     raise _refusal(response, rows=completed)
-                result = _result(await _body(response))
+                result = _result(await _body(response, self._answer_bytes))
         except (TimeoutError, httpx.TimeoutException):
             raise StoreError(f"Qdrant did not answer within {self._patience.stall_s:.3g} s") from None
         except httpx.HTTPError as error:
@@ -153,15 +122,89 @@ class QdrantSink:
         return result
 
 
-async def _body(response: httpx.Response) -> bytes:
-    """Return the body of a response without decompressing it. The request did not allow compression; a compressed body
-    is not JSON and is refused later. Raises SinkUnsuitable for a body of more than ANSWER_BYTES.
+class QdrantSink:
+    def __init__(self, url: str, api_key: str, patience: RetryPolicy, body_bytes: int = BODY_BYTES) -> None:
+        self._server = QdrantConnection(url, api_key, patience)
+        self._body_bytes = body_bytes
+        self._collection = ""
+        self._dims = 0
+
+    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+        path = f"/collections/{checked_name(collection)}"
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
+        if any('"' in field for field in kinds):
+            raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name: rename the column")
+        collection_info = await self._server.send("GET", path, missing=True)
+        if collection_info is None:
+            settings = {"vectors": {"size": dims, "distance": DISTANCE}}
+            await self._server.send("PUT", path, msgspec.json.encode(settings), exists=True)
+            collection_info = await self._server.send("GET", path)
+        _check(collection_info, collection, dims)
+        for field, kind in kinds.items():
+            index = {"field_name": f'"{field}"', "field_schema": kind}
+            await self._server.send("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
+        self._collection, self._dims = collection, dims
+
+    async def upsert(self, rows: SinkRows) -> None:
+        assert self._collection, "prepare comes first"
+        bodies = self._bodies(rows.latest(self._dims))
+        path = f"/collections/{self._collection}/points?wait=true"
+        # encoded in a thread, because this takes as long as some requests to a model and would block the event loop
+        while body := await asyncio.to_thread(next, bodies, b""):
+            await self._server.send("PUT", path, body, completed=True)
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        path = f"/collections/{checked_name(collection)}"
+        _check(await self._server.send("GET", path), collection, len(vector))
+        query = {"query": vector.tolist(), "limit": limit, "with_payload": True, "with_vector": False}
+        result = await self._server.send("POST", f"{path}/points/query", msgspec.json.encode(query))
+        try:
+            points = msgspec.convert(result["points"], list[_QdrantPoint])
+        except (TypeError, KeyError, msgspec.ValidationError):
+            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+        return [NearRow(str(point.payload.pop(ROW_ID, point.id)), point.score, point.payload) for point in points]
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
+        """Yield request bodies with points."""
+        points = (
+            {
+                # first, because it refuses an id that has no UUID
+                "payload": msgspec.Raw(encoded({**payload, ROW_ID: row_id}, number)),
+                "id": point_id(row_id),
+                "vector": vector.tolist(),
+            }
+            for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True))
+        )
+        return point_bodies(points, self._body_bytes)
+
+
+def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYTES) -> Iterator[bytes]:
+    """Yield request bodies with points, each of at most `body_bytes`. A larger point is alone in its body."""
+    batch: list[bytes] = []
+    size = 0
+    for point in map(msgspec.json.encode, points):
+        if batch and size + len(point) > body_bytes:
+            yield b'{"points":[' + b",".join(batch) + b"]}"
+            batch, size = [], 0
+        batch.append(point)
+        size += len(point) + 1
+    if batch:
+        yield b'{"points":[' + b",".join(batch) + b"]}"
+
+
+async def _body(response: httpx.Response, answer_bytes: int) -> bytes:
+    """Return the body of a response, not decompressed: the request did not allow compression. Raises SinkUnsuitable for
+    a body of more than `answer_bytes`.
     """
     data = bytearray()
     async for piece in response.aiter_raw():
         data += piece
-        if len(data) > ANSWER_BYTES:
-            raise SinkUnsuitable(f"the server answers with more than {ANSWER_BYTES} bytes, which Qdrant does not")
+        if len(data) > answer_bytes:
+            raise SinkUnsuitable(f"the server answers with more than {answer_bytes} bytes, which Qdrant does not")
     return bytes(data)
 
 

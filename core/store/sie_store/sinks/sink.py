@@ -7,12 +7,12 @@ StoreError                another attempt may help
 ├── AccessRefused         the credentials are missing or wrong, or do not allow the call
 ├── SinkUnsuitable        the server cannot store these vectors: no extension, no such database, another kind of server
 ├── CollectionRefused     the database cannot have a collection of this name or of these fields
-├── CollectionMismatch    the collection exists with other dimensions, another distance or another shape
+├── CollectionMismatch    the collection exists with other dimensions, distance or columns
 ├── CollectionMissing     the collection was removed after `prepare`
 └── RowsRefused           the database cannot store these rows
 
-No message has a credential or the contents of a row. Errors of libraries quote rows, so they are never set as the cause
-of an exception.
+No message has a credential or the contents of a row. Errors of libraries quote rows, so they never become the cause of
+an exception.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
-# ten attempts with pauses of two minutes in total, in which a database can restart or fail over
+# ten attempts with pauses of two minutes in total: time for a database to restart or fail over
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
-ROW_ID = "_id"  # field in a Qdrant payload that has the id of the row
+ROW_ID = "_id"  # field of a Qdrant payload with the id of the row
 # at most 63 characters, because PostgreSQL would shorten a longer name
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
 
@@ -65,9 +65,7 @@ class SinkRows:
     payloads: Sequence[Mapping[str, Any]]
 
     def latest(self, dims: int) -> SinkRows:
-        """Return the rows without duplicate ids: the last row of each id is kept. Raises RowsRefused for rows that no
-        database can store.
-        """
+        """Return the rows without earlier rows of the same id. Raises RowsRefused for rows no database can store."""
         count = len(self.ids)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
             raise RowsRefused(
@@ -86,21 +84,28 @@ class SinkRows:
         )
 
 
+@dataclass(frozen=True)
+class NearRow:
+    """A row that a search returned. `score`: cosine similarity to the query."""
+
+    id: str
+    score: float
+    payload: Mapping[str, Any]
+
+
 class Sink(Protocol):
-    """A vector database. Every method limits the time of each attempt, repeats a call if another attempt may help, and
-    raises StoreError.
-    """
+    """Vector database. Methods limit the time of an attempt, repeat it if that may help, and raise StoreError."""
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create the collection for vectors of `dims` numbers with cosine distance, or check the existing one. Later
-        calls of `upsert` write to it. `kinds`: payload fields by which searches filter; they get an index if the
-        database needs one.
+        """Create or check the collection, for vectors of `dims` numbers with cosine distance, to which `upsert` will
+        write. `kinds`: payload fields by which searches filter; they get an index if the database needs one.
         """
 
     async def upsert(self, rows: SinkRows) -> None:
-        """Write rows so that they survive a restart of the database. A row replaces the stored row with the same id, so
-        a call may be repeated.
-        """
+        """Write rows so that they survive a restart of the database. A stored row with the same id is replaced."""
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        """Return the rows of a collection that are nearest to a vector, the nearest first. It writes nothing."""
 
     async def close(self) -> None:
         """Close the connections to the database."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
-GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest, and number of attempts
+GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest; attempts, because stores fail at times
 _FOLDER = re.compile(r"models--(.+)")
 
 
@@ -36,10 +36,8 @@ def place(repository: str, revision: str) -> str:
 
 @dataclass(frozen=True)
 class CommitState:
-    """State of one snapshot in the bucket. `wrong`: its faults, by file name, one line each; a missing manifest is a
-    fault too.
-
-    `sizes`: bytes of each object except the manifest, by name.
+    """State of one snapshot in the bucket. `wrong`: its faults, one line each, by file name; a missing manifest is a
+    fault too. `sizes`: bytes of each object except the manifest, by name.
     """
 
     repository: str
@@ -54,16 +52,16 @@ class CommitState:
 
 
 class WeightBucket:
-    """A bucket of snapshots. Its coroutines have a time limit and raise StoreError or FetchFailed."""
+    """Bucket of snapshots. Its coroutines have a time limit and raise StoreError or FetchFailed."""
 
     def __init__(self, url: str, store: ObjectStore, limits: DownloadLimits) -> None:
         self.url, self.store, self.limits = url, store, limits
-        # Short limits for the manifest: the load of a model waits for it before it tries the next source.
+        # short limits for the manifest: the load of a model waits for it before it tries the next source
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest of a snapshot; None if the snapshot is not complete. Also return the mode for a write
-        that replaces this manifest: that write fails if another writer was faster.
+        """Return the manifest of a snapshot (None if the snapshot is not complete), and the mode for a write that
+        replaces this manifest: the write fails if another writer was faster.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 
@@ -111,7 +109,6 @@ class WeightBucket:
         return await self.limits.call(listed)
 
     async def below(self, prefix: str | None) -> list[str]:
-        """Return the names of the folders directly below `prefix`, sorted."""
         import obstore
 
         listing = await self.limits.call(lambda: obstore.list_with_delimiter_async(self.store, prefix=prefix))
@@ -143,7 +140,7 @@ class WeightBucket:
 
         folders = [name for name in await self.below(None) if _FOLDER.fullmatch(name)]
         all_snapshots = [stored for snapshots in await asyncio.gather(*map(states, folders)) for stored in snapshots]
-        # some stores have an object for each empty folder
+        # some stores have an object for each empty folder, which is not a snapshot
         return [stored for stored in all_snapshots if stored.sizes or stored.manifest is not None]
 
     async def removed(self, repository: str, revision: str) -> int:
@@ -190,9 +187,7 @@ class BucketSource:
         return self._broken(f"{file.path} does not have the SHA-256 of the manifest")
 
     def _broken(self, wrong: str) -> FetchFailed:
-        """Return the error for a bucket whose files do not match the manifest. The load is tried again later, because a
-        push can repair the bucket.
-        """
+        """Return the error for files that differ from the manifest. A push can repair them, so the load is retried."""
         return FetchFailed(
             "NETWORK", f"{self.label} is damaged there, {wrong}: `sie weights push --force` writes it again"
         )

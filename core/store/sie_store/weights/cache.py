@@ -48,8 +48,7 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-# seconds without progress after which the fetch of another process counts as failed; longer than all time-outs of a
-# fetch
+# a fetch by another process counts as failed after this many seconds without progress; time-outs of a fetch are shorter
 STALLED_S = 180.0
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -61,8 +60,8 @@ T = TypeVar("T")
 class Fetch(Protocol):
     """Function that fetches the files of one snapshot into a folder and returns the manifest.
 
-    It uses files that earlier attempts have left in the folder. A file that is not complete has the suffix PART; it is
-    renamed when its digest is correct. A file without the suffix may be a hard link to a file of another program: it is
+    It uses files that earlier attempts have left in the folder. An incomplete file has the suffix PART; it is renamed
+    when its digest is correct. A file without the suffix may be a hard link to a file of another program: it is
     checked, and replaced if it is wrong, but never written to. Every file is synced to the disk. `progress.expect` is
     called before the first byte is fetched. Raises FetchFailed, OSError.
     """
@@ -72,7 +71,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A complete snapshot in the cache. `used_s`: time of its last use, seconds since 1970."""
+    """Complete snapshot in the cache. `used_s`: time of its last use, seconds since 1970."""
 
     folder: Path
     manifest: Manifest
@@ -81,8 +80,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A snapshot or a partial folder that may be removed to free disk space. `used_s`: time of its last use, seconds
-    since 1970. `is_partial`: only the partial folder of an unfinished fetch is removed.
+    """Snapshot or partial folder that may be removed to free disk space. `used_s`: time of its last use, seconds since
+    1970. `is_partial`: remove only the partial folder of an unfinished fetch.
     """
 
     repository: str
@@ -93,12 +92,11 @@ class Candidate:
 
 
 class LocalCache:
-    """The snapshots below `folder`. All methods may be called from any thread and from several processes at the same
-    time.
+    """Snapshots below `folder`. Methods are safe for use by several threads and processes.
 
-    `room`: called with a number of bytes before a fetch; it frees this space on the disk, or raises FetchFailed.
-    `relieve`: removes snapshots while the disk is fuller than its threshold; returns whether the disk is below the
-    threshold at the end.
+    `room`: called with a number of bytes before a fetch; frees this space on the disk, or raises FetchFailed.
+    `relieve`: removes snapshots while the disk is fuller than its threshold; returns whether it is below the threshold
+    at the end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,10 +111,9 @@ class LocalCache:
         return self._folder_of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
-        """Return the folder of a snapshot if all its files that `select` accepts are there. Which files it has is known
-        from its manifest, or from the listing of the hub's own client. Without `select`, the files that its fetch
-        selected must be there. Returns None if a file is missing, or if there is neither manifest nor listing. Raises
-        ManifestError.
+        """Return the folder of a snapshot if it has all files that `select` accepts, by its manifest or by the listing
+        of the hub's own client. Without `select`, it must have the files that its fetch selected. Returns None if a
+        file is missing, or if there is neither manifest nor listing. Raises ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
@@ -137,13 +134,11 @@ class LocalCache:
         return "; ".join(verify(folder, manifest, digests=False))
 
     def log_name(self, repository: str, revision: str) -> str:
-        """Return the name of a snapshot for logs. A LoRA is not named, because a client may have chosen its name."""
+        """Return a snapshot's name for logs. A LoRA is not named, because a client may have chosen its name."""
         return "a LoRA" if (self.place(repository, revision) / LORA_FILES[0]).exists() else f"{repository}@{revision}"
 
     def manifest(self, repository: str, revision: str) -> Manifest | None:
-        """Return the manifest of a snapshot; None if there is none, or if it is that of another snapshot. The files are
-        not checked.
-        """
+        """Return the manifest of a snapshot; None if missing, or of another snapshot. The files are not checked."""
         try:
             manifest = decode((self.place(repository, revision) / MANIFEST).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
@@ -156,9 +151,7 @@ class LocalCache:
         return manifest if (manifest.repository, manifest.revision) == (repository, revision) else None
 
     def lease(self, repository: str, revision: str) -> Lock:
-        """Return a lease on a snapshot, which need not exist yet. While the lease is open, no process removes the
-        snapshot.
-
+        """Return a lease on a snapshot, which need not exist yet. No process removes the snapshot during the lease.
         Raises FetchFailed if another process is removing it and does not finish, or if the disk has no space for the
         lock file.
         """
@@ -187,8 +180,8 @@ class LocalCache:
         select: Wanted | None = None,
         progress: FetchProgress | None = None,
     ) -> Path:
-        """Return the folder of a snapshot; if it is not complete, fetch it first. Only one process of the node fetches
-        it; others wait for this process.
+        """Return the folder of a snapshot; fetch the snapshot first if it is not complete. Only one process of the node
+        fetches it; others wait.
 
         `label`: name of the snapshot in logs and errors. Raises FetchFailed. A caller that uses the files later must
         have a lease before this call.
@@ -217,10 +210,8 @@ class LocalCache:
             return self._with_room(fetched, label)
 
     def _with_room(self, act: Callable[[], T], label: str) -> T:
-        """Call `act` and return its result. If the disk is full, free space and call it once more, because even a lock
-        file or a folder needs a block of the disk.
-
-        `label`: what is being written, for errors. Raises FetchFailed.
+        """Call `act`. If the disk is full, free space and call it once more: even a lock file or a folder needs a
+        block. `label`: what is written, for error texts. Raises FetchFailed.
         """
         try:
             try:
@@ -254,8 +245,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time of the last use of a snapshot, in seconds since 1970: the last begin or end of a lease. If it
-        was never used, return the time of its creation; 0 if it does not exist.
+        """Return the time of the last begin or end of a lease on a snapshot, in seconds since 1970; the time of its
+        creation if it had none; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -263,14 +254,12 @@ class LocalCache:
         return 0.0
 
     def remove(self, repository: str, revision: str) -> bool:
-        """Remove a snapshot and its partial folder, unless a process uses the snapshot. Returns whether it was removed.
-        Raises OSError.
-        """
+        """Remove a snapshot and its partial folder, unless in use. Returns whether it was removed. Raises OSError."""
         return self.discard(Candidate(repository, revision, 0.0, is_partial=False))
 
     def candidates(self) -> list[Candidate]:
         """Return the snapshots and partial folders that may be removed to free space, least recently used first.
-        Snapshots that SIE did not fetch, and those in use, are left out.
+        Snapshots that are in use or that SIE did not fetch are omitted.
         """
         going = []
         for snapshot in self._with_manifest():
@@ -287,7 +276,7 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            # not a folder of SIE, or it was moved in the meantime
+            # the folder is not one of SIE, or it was moved in the meantime
             with contextlib.suppress(ManifestError, FileNotFoundError):
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
@@ -305,7 +294,7 @@ class LocalCache:
 
     def _is_used(self, repository: str, revision: str) -> bool:
         path = self._lock_file(repository, revision, "use")
-        # without a lock file it was never used; creating the file would change the time of the last use
+        # without a lock file, the snapshot was never used; creating the file would change the time of the last use
         if not path.exists():
             return False
         try:
@@ -318,9 +307,7 @@ class LocalCache:
         return False
 
     def discard(self, candidate: Candidate) -> bool:
-        """Remove a candidate, unless a process uses or fetches its snapshot. Returns whether it was removed. Raises
-        OSError.
-        """
+        """Remove a candidate, unless a process uses or fetches it. Returns whether it was removed. Raises OSError."""
         repository, revision = candidate.repository, candidate.revision
         lock = try_lock(self._lock_file(repository, revision, "use"), shared=False)
         if lock is None:
@@ -339,7 +326,7 @@ class LocalCache:
         return True
 
     def outstanding_bytes(self) -> int:
-        """Return the number of bytes that the running fetches of all processes of this node have still to write."""
+        """Return the bytes that the running fetches of all processes of this node have yet to write."""
         due = 0
         for path in self.hub.glob(".locks/*/*.fetch"):
             with contextlib.suppress(PermissionError):  # the lock file belongs to another user and cannot be read
@@ -360,7 +347,7 @@ class LocalCache:
     @contextlib.contextmanager
     def _sole_fetch(self, repository: str, revision: str, label: str, progress: FetchProgress) -> Iterator[Lock]:
         """Acquire the lock that allows this process alone to fetch a snapshot. While another process has it, wait and
-        report the progress of that process. Raises FetchFailed if it makes no progress for STALLED_S.
+        report its progress. Raises FetchFailed if it makes no progress for STALLED_S.
         """
         path = self._lock_file(repository, revision, "fetch")
         last, last_s, is_logged = b"", time.monotonic(), False
@@ -381,9 +368,8 @@ class LocalCache:
             yield lock
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
-        """Return the manifest of the fetched files, joined with the manifest of the existing snapshot. If that has no
-        manifest, its files are not from SIE, and the origin of the result is `found`, so that the snapshot is never
-        removed.
+        """Return the manifest of the fetched files, joined with that of the existing snapshot. A snapshot without a
+        manifest is not from SIE: then the origin of the result is `found`, so that the snapshot is never removed.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -416,9 +402,7 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the error for a failed write. A write to a full disk may succeed later; a write to a folder without
-    permission will not.
-    """
+    """Return the error for a failed write; a retry may help for a full disk, but not without permission."""
     if error.errno in FULL:
         return FetchFailed(
             "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; make room there"
@@ -436,9 +420,7 @@ def _note(lock: Lock, fetched: Fetched) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the number of bytes of all files below a folder. Raises FileNotFoundError if a file is removed in the
-    meantime.
-    """
+    """Return the bytes of all files below a folder. Raises FileNotFoundError if one is removed meanwhile."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -450,9 +432,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _noted(note: bytes) -> Fetched:
-    """Return the progress that the fetching process has written to its lock file; no progress if the file is
-    incomplete.
-    """
+    """Return the progress in the lock file of the fetching process; no progress if the file is incomplete."""
     try:
         _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
         return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))
@@ -461,9 +441,7 @@ def _noted(note: bytes) -> Fetched:
 
 
 def _link_files(place: Path, partial: Path) -> None:
-    """Create hard links to the files of a snapshot in the partial folder, if the disk supports this, so that they are
-    not fetched again.
-    """
+    """Hard-link the files of a snapshot into the partial folder, if the disk can: then they are not fetched again."""
     for path in place.rglob("*") if place.exists() else ():
         target = partial / path.relative_to(place)
         if path.is_file() and path.name != MANIFEST and not target.exists():

@@ -3,8 +3,7 @@ the process serves, `DiskWatch` does the same, because other programs fill the d
 
 Only data of SIE is removed: snapshots whose manifest SIE wrote, and partial folders of fetches that no process
 continues. Files that the hub's own client or another program wrote into the same cache stay. A snapshot that a process
-of this node loads, uses or fetches is never removed: the process has a lease (`LocalCache.lease`), and a removal is not
-possible during a lease.
+of this node loads, uses or fetches is never removed: the process has a lease (`LocalCache.lease`).
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def usage(folder: Path, limit_bytes: int | None = None) -> DiskUsage:
 
 
 def _size(path: str) -> int:
-    """Return the bytes of a file; 0 for a link, and for a file that was removed in the meantime."""
+    """Return the bytes of a file; 0 for a link, and for a file that was removed meanwhile."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -62,11 +61,9 @@ def _size(path: str) -> int:
 
 
 def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage) -> LocalCache:
-    """Return the local cache in `folder`, which evicts snapshots while its disk is fuller than `threshold_percent`
-    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT).
-
-    If `threshold_percent` is None (SIE_DISK_CACHE_ENABLED is off), no snapshot is removed. In both cases, a fetch that
-    does not fit on the disk is refused before it begins.
+    """Return the local cache in `folder`. It evicts snapshots while its disk is fuller than `threshold_percent`
+    (SIE_DISK_PRESSURE_THRESHOLD_PERCENT); with None (SIE_DISK_CACHE_ENABLED is off), it removes none. A fetch that does
+    not fit on the disk is refused before it begins.
     """
     cache = LocalCache(folder)
     cache.room = functools.partial(make_room, cache, threshold_percent, probe)
@@ -77,8 +74,8 @@ def limited(folder: Path, threshold_percent: float | None, probe: Probe = usage)
 
 def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, needed_bytes: int) -> None:
     """Evict snapshots until the disk would stay below the threshold with `needed_bytes` more, plus the bytes that other
-    fetches of this node have still to write. Raises FetchFailed if these bytes do not fit on the disk; if it is clear
-    from the start that even all evictions would not be enough, nothing is removed.
+    fetches of this node have yet to write. Raises FetchFailed if these bytes do not fit on the disk. Removes nothing if
+    all evictions together would not free enough.
     """
     with _sole_removal(cache):
         going = cache.candidates() if threshold_percent is not None else []
@@ -107,9 +104,7 @@ def make_room(cache: LocalCache, threshold_percent: float | None, probe: Probe, 
 
 
 def relieve(cache: LocalCache, threshold_percent: float, probe: Probe) -> bool:
-    """Evict snapshots while the disk is fuller than the threshold, as long as there are snapshots that may be removed.
-    Returns whether the disk is below the threshold at the end.
-    """
+    """Evict snapshots while the disk is fuller than the threshold. Returns whether it is below it at the end."""
 
     def is_above() -> bool:
         used, free = probe(cache.folder)
@@ -165,7 +160,7 @@ def _remove_while(is_above: Callable[[], bool], cache: LocalCache, going: list[C
 def _removed(cache: LocalCache, candidate: Candidate) -> bool:
     try:
         return cache.discard(candidate)
-    except OSError as error:  # for example, it belongs to another user; the next candidate may be removable
+    except OSError as error:  # for example, the snapshot belongs to another user; the next one may be removable
         name = cache.log_name(candidate.repository, candidate.revision)
         why = error.strerror or type(error).__name__  # without the path, which contains the snapshot's name
         _logger.warning("%s could not be removed from the local cache: %s", name, why)
@@ -175,8 +170,8 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the error for a fetch for which the disk has no space. Its class makes the load be tried again later, when
-    there may be space. `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the error for a fetch for which the disk has no space. Its class allows a retry of the load, because space
+    may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (
@@ -189,9 +184,9 @@ def _no_room(
 
 
 def _sole_removal(cache: LocalCache) -> Lock:
-    """Acquire the lock that allows one process of the node to remove snapshots: two processes at the same time would
-    remove twice as much as necessary. If the process that has the lock hangs, or if the lock file cannot be written, go
-    on without the lock.
+    """Acquire the lock that allows one process of the node to remove snapshots: two processes would remove twice as
+    much as necessary. If the process with the lock hangs, or if the lock file cannot be written, continue without the
+    lock.
     """
     deadline_s = time.monotonic() + REMOVAL_S
     try:

@@ -1,11 +1,11 @@
-"""Download engine: it fetches the files of a snapshot (weights of a model at one commit) into a folder. A file is
-continued where an earlier attempt ended.
+"""Download engine: it fetches the files of a snapshot (weights of a model at one commit) into a folder. It continues a
+file where an earlier attempt ended.
 
     files ──► existing files are checked ──► the others are read from the length of their part on ──►
     appended and digested ──► renamed when the digest is right
 
 An incomplete file has the suffix PART and only grows at its end, so its length is the progress, and any process can
-continue it. A `Source`, the hub (`hub.py`) or a bucket (`bucket.py`), returns ranges of a file. If an answer ends
+continue it. A `Source`, the hub (`hub.py`) or a bucket (`bucket.py`), returns ranges of a file. If a response ends
 early, the missing bytes are requested again.
 """
 
@@ -34,7 +34,7 @@ Piece = bytes | bytearray
 
 FILES_AT_ONCE = 8
 PIECE_BYTES = 1 << 18
-# bytes that must arrive within `stall_s`; an answer with at least this number resets the count of failed attempts
+# bytes that must arrive within `stall_s`; a response with at least this number resets the count of failed attempts
 MIN_BYTES = 1 << 14
 # largest number of bytes of one file that wait in memory while earlier bytes are being written
 MAX_WAITING_BYTES = 1 << 20
@@ -46,9 +46,9 @@ ROUNDS = 2
 @dataclass(frozen=True)
 class DownloadLimits(RetryPolicy):
     """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES arrive. `tries`: number of attempts
-    in a row that may deliver fewer than MIN_BYTES. `part_bytes`: bytes of one request; 0 means that one request reads
-    the whole remaining file, and its bytes are written as they arrive. `parts_at_once`: number of parts, of all files,
-    that are requested ahead and kept in memory.
+    in a row that may deliver fewer than MIN_BYTES. `part_bytes`: bytes of one request; 0: one request reads the whole
+    rest of the file, which is written as it arrives. `parts_at_once`: number of parts, of all files, that are requested
+    ahead and kept in memory.
     """
 
     part_bytes: int = 8 << 20
@@ -57,9 +57,7 @@ class DownloadLimits(RetryPolicy):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a snapshot. `size`: its bytes. `sha256` and `blob` (the digest that git uses): in hex, empty if the
-    source does not have it.
-    """
+    """File of a snapshot. `sha256` and `blob` (digest that git uses): in hex, empty if the source does not have it."""
 
     path: str
     size: int
@@ -74,7 +72,7 @@ class Source(Protocol):
     limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end` of a file. It may end early. Raises StoreError if another
+        """Yield the bytes from `start` to before `end` of a file. They may end early. Raises StoreError if another
         attempt may help, otherwise FetchFailed.
         """
         ...
@@ -122,9 +120,7 @@ class Reader:
         return data
 
     async def _resumed(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end`. Missing bytes are requested again if an answer ends early or
-        fails.
-        """
+        """Yield the bytes from `start` to before `end`. If a response ends early, the missing bytes are requested."""
         at, tries = start, 0
         while at < end:
             before = at
@@ -145,8 +141,8 @@ class Reader:
 
 
 async def _brisk(answer: AsyncGenerator[Piece, None], stall_s: float) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of an answer. Raises StoreError if fewer than MIN_BYTES arrive within `stall_s`; time that the
-    caller needs for a piece does not count.
+    """Yield the pieces of a response. Raises StoreError if fewer than MIN_BYTES arrive within `stall_s`, not counting
+    time that the caller needs for a piece.
     """
     waited_s, brought = 0.0, 0
     async with contextlib.aclosing(answer):
@@ -197,8 +193,6 @@ class Digests:
 
 
 class SnapshotDownload:
-    """Download of all files of one snapshot into `folder`, a partial folder of the local cache."""
-
     def __init__(self, source: Source, folder: Path, progress: FetchProgress) -> None:
         self._source, self._folder, self._progress = source, folder, progress
         self._reader = Reader(source, progress)
@@ -214,9 +208,9 @@ class SnapshotDownload:
         return {path: fact or fetched[path] for path, fact in present.items()}
 
     def _present(self, file: RemoteFile) -> FileFact | None:
-        """Return size and SHA-256 of a file that is already complete and correct, otherwise None. A wrong file is
-        removed, and so is a partial file that is too long. The file is not written to, because it may be a hard link to
-        a file of another program.
+        """Return size and SHA-256 of a file that is already complete and correct, otherwise None. A wrong file, or a
+        partial file that is too long, is removed. The file is not written to, because it may be a hard link to a file
+        of another program.
         """
         path, part = self._folder / file.path, self._part(file)
         if path.exists():
@@ -256,7 +250,7 @@ class SnapshotDownload:
         raise self._source.damaged(file)
 
     def _begun(self, part: Path, digests: Digests) -> int:
-        """Add the bytes that an earlier attempt has written to `part` to the digests, and return their number."""
+        """Add the bytes of `part`, which an earlier attempt has written, to the digests, and return their number."""
         part.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
         return digests.add_file(part, self._progress)
@@ -266,9 +260,7 @@ class SnapshotDownload:
 
 
 class _Appending:
-    """Appends pieces to a partial file, in a thread. Pieces that arrive during a write are joined for the next
-    write.
-    """
+    """Appends pieces to a partial file, in a thread. Pieces that arrive during a write are joined."""
 
     def __init__(self, part: Path, digests: Digests) -> None:
         self._part, self._digests = part, digests
@@ -276,9 +268,7 @@ class _Appending:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, piece: Piece) -> None:
-        """Append a piece. If at least MAX_WAITING_BYTES are waiting, wait until they are written. Raises OSError, also
-        for an earlier piece.
-        """
+        """Append a piece. Wait if MAX_WAITING_BYTES are unwritten. Raises OSError, also for an earlier piece."""
         self._waiting += piece
         if self._writing is not None and self._writing.done():
             self._writing.result()
@@ -307,9 +297,7 @@ class _Appending:
 
 
 async def each_file(call: Callable[[RemoteFile], Awaitable[_T]], files: Sequence[RemoteFile]) -> dict[str, _T]:
-    """Return the results of `call` for all files, by path. At most FILES_AT_ONCE calls run at the same time. If one
-    fails, the others are cancelled.
-    """
+    """Return the results of `call` by path, for FILES_AT_ONCE files at a time. A failure cancels the others."""
     turns = asyncio.Semaphore(FILES_AT_ONCE)
 
     async def call_in_turn(file: RemoteFile) -> _T:

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 # redirects each of them to a new signed URL
 LIMITS = DownloadLimits(tries=3, part_bytes=0)
 LISTING_S = 30.0  # seconds in which the hub must have sent the whole listing
-# largest size of all files of a LoRA: a client may name any LoRA, and it must not use up the disk space for models
+# largest size of all files of a LoRA: clients may name any LoRA, and must not use up the disk space for models
 MAX_LORA_BYTES = 4 << 30
 
 
@@ -41,7 +41,7 @@ class _Lfs(msgspec.Struct):
 
 
 class _Sibling(msgspec.Struct):
-    """A file in the hub's listing of a repository."""
+    """File in the hub's listing of a repository."""
 
     rfilename: str
     size: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -59,13 +59,13 @@ _listings = msgspec.json.Decoder(_Listing)
 
 
 def hub_fetch(repository: str, revision: str, select: Wanted) -> Fetch:
-    """Return a function for `LocalCache.obtain`. It fetches those files of a commit that `select` accepts."""
+    """Return a function for `LocalCache.obtain` that fetches those files of a commit that `select` accepts."""
     return functools.partial(_fetch, repository, revision, select)
 
 
 def commit_of(repository: str, revision: str | None = None, *, label: str = "") -> str:
-    """Return the id of the commit to which a branch or tag points now; without `revision`, the main branch. `label` is
-    the name of the model in logs and errors. Raises FetchFailed.
+    """Return the id of the commit to which a branch or tag points now; by default the main branch. `label`: name of the
+    model in logs and errors. Raises FetchFailed.
     """
     label = label or (f"{repository}@{revision}" if revision else repository)
 
@@ -109,8 +109,8 @@ async def _fetched(repository: str, revision: str, select: Wanted, folder: Path,
 
 
 async def _listing(session: Any, repository: str, revision: str | None) -> _Listing:
-    """Read the listing of a revision: its commit and its files. Raises StoreError, also for an answer that is not a
-    listing, such as a page of a proxy or an endless answer.
+    """Read the listing of a revision: its commit and its files. Raises StoreError, also for a response that is not a
+    listing, such as a page of a proxy, or an endless response.
     """
     from huggingface_hub import constants
 
@@ -140,24 +140,20 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
         return RemoteFile(name, sibling.size, sha256, blob)
 
     async def header(*names: str) -> str:
-        """Return the value of the first of these headers that the hub, or the server to which it redirects, sends; an
-        empty text if neither sends one.
-        """
+        """Return the first of these headers that the hub, or the server to which it redirects, sends, or ""."""
         async with _answered(session, f"{url}/{quote(name)}", method="HEAD") as response:
             answers = (*response.history, response)
             return next((answer.headers[key] for key in names for answer in answers if key in answer.headers), "")
 
     size = await _repeated(lambda: header("X-Linked-Size", "Content-Length"), f"{label}: {name}")
     if not size.isdecimal():
-        raise FetchFailed("INCOMPATIBLE", f"{label}: the hub does not tell the size of {name}")
+        raise FetchFailed("INCOMPATIBLE", f"{label}: the hub does not report the size of {name}")
     etag = (await _repeated(lambda: header("X-Linked-Etag", "ETag"), f"{label}: {name}")).strip('W/"')
     return RemoteFile(name, int(size), etag if len(etag) == 64 else "", etag if len(etag) == 40 else "")
 
 
 def _session() -> Any:
-    """Return an HTTP session of the hub's client without the client's response hook: that hook reads the whole body of
-    an error response, whatever its length.
-    """
+    """Return an HTTP session of the hub's client, without its response hook, which reads error bodies of any length."""
     from huggingface_hub import get_async_session
 
     session = get_async_session()
@@ -167,14 +163,14 @@ def _session() -> Any:
 
 @contextlib.asynccontextmanager
 async def _answered(session: Any, url: str, *, method: str = "GET", start: int = 0) -> AsyncIterator[Any]:
-    """Send a request and yield its answer. The body is not read yet; it begins at byte `start` if the server supports
+    """Send a request and yield its response. The body is not read yet; it begins at byte `start` if the server supports
     ranges. Raises StoreError and the exceptions of the hub's client.
     """
     from huggingface_hub import constants, get_token, hf_raise_for_status
 
-    # The client's function for headers is not used: to name the running agent, it may download a list of any length.
-    # No compression is requested: a byte range would count compressed bytes, and a small body could expand to
-    # gigabytes.
+    # The client's function for headers is not used: it may download a list of any length to find out which AI agent
+    # runs this program. No compression is requested: a byte range would count compressed bytes, and a small body could
+    # expand to gigabytes.
     headers = {"User-Agent": f"sie/{sie_contracts.__version__}", "Accept-Encoding": "identity"}
     if token := get_token():
         headers["Authorization"] = f"Bearer {token}"
@@ -198,7 +194,7 @@ class _Hub:
 
     async def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
         async with _answered(self._session, f"{self._url}/{quote(file.path)}", start=start) as response:
-            # a mirror without range requests sends the whole file: skip its bytes before `start`
+            # a mirror without range requests sends the whole file; the bytes before `start` are skipped
             at = start if response.status_code == 206 else 0
             async for data in response.aiter_raw():
                 if piece := data[max(0, start - at) :]:
@@ -225,12 +221,12 @@ async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
     """Convert a failure that another attempt may not meet (no connection, time-out, status 408, 425, 429, 5xx) into
-    StoreError. The text of the StoreError is safe for a log. The text of its cause contains the URL, which may be
-    signed or contain a password.
+    StoreError, whose text is safe for a log. The text of its cause contains the URL, which may be signed or contain a
+    password.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # the HTTP library's base class of errors, which connection errors have too; the library is not imported by name
+    # base class of all errors of the HTTP library, which is not imported by name
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
@@ -247,7 +243,7 @@ def _passing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _classed(label: str) -> Iterator[None]:
-    """Turn errors of the hub's client into FetchFailed; errors of the disk are not changed."""
+    """Convert errors of the hub's client into FetchFailed; errors of the disk are not changed."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -264,7 +260,7 @@ def _classed(label: str) -> Iterator[None]:
     except (RepositoryNotFoundError, RevisionNotFoundError, RemoteEntryNotFoundError) as error:
         raise FetchFailed("NOT_FOUND", f"{label} does not exist on the hub, or is private (HF_TOKEN)") from error
     except OfflineModeIsEnabled as error:
-        fix = "unset it, or have SIE_LOCAL_CACHE hold the model"
+        fix = "unset it, or put the model into SIE_LOCAL_CACHE"
         raise FetchFailed("NETWORK", f"{label} was not downloaded: HF_HUB_OFFLINE is set; {fix}") from error
     except HfHubHTTPError as error:
         if (status := error.response.status_code) in (401, 403):
@@ -278,5 +274,5 @@ def _classed(label: str) -> Iterator[None]:
 
 
 def _unreachable(label: str, cause: str) -> FetchFailed:
-    fix = "the network has to reach the hub (HF_ENDPOINT), or SIE_LOCAL_CACHE to hold the model"
+    fix = "check the network and HF_ENDPOINT, or put the model into SIE_LOCAL_CACHE"
     return FetchFailed("NETWORK", f"{label} could not be downloaded: {cause}; {fix}")

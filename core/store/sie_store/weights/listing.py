@@ -1,5 +1,5 @@
-"""Checks whether all files of a snapshot are in the cache, for a snapshot that SIE did not download itself: any version
-of the hub's own client may have downloaded it, or a person may have copied it.
+"""Checks whether all files of a snapshot are in the cache, if SIE did not download it: any version of the hub's own
+client may have downloaded it, or a person may have copied it.
 
     is_listed_whole   compare the files with the listing that the hub's client keeps of a commit (trees/COMMIT.json):
                       each file must exist with its size
@@ -22,13 +22,13 @@ _NO_JSON = (
     UnicodeDecodeError,
     RecursionError,
 )
-# module types of sentence-transformers that have no files, so a repository need not have a folder for them
+# module types of sentence-transformers without files, for which a repository need not have a folder
 _NO_FILES = ("Normalize",)
 
 
 def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted) -> bool:
-    """Return whether the snapshot has every file that `select` accepts, with the size in the listing that the hub's
-    client stored; False if no listing is stored. `cache` is the folder `hub` of HF_HOME.
+    """Return whether the snapshot has every file that `select` accepts, with its size in the listing that the hub's
+    client stored; False without a listing. `cache` is the folder `hub` of HF_HOME.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
@@ -43,9 +43,7 @@ def is_listed_whole(cache: Path, repository: str, revision: str, select: Wanted)
 
 
 def contradiction(cache: Path, repository: str, revision: str) -> str:
-    """Return why a snapshot without a listing is not complete, as a text for an error message; an empty text if nothing
-    shows that a file is missing.
-    """
+    """Return why a snapshot without a listing is incomplete, as an error text; empty if no missing file is known."""
     folder = _folder(cache, repository) / "snapshots" / revision
     if not folder.is_dir():
         return "it is not there"
@@ -68,9 +66,7 @@ def contradiction(cache: Path, repository: str, revision: str) -> str:
 
 
 def _missing(path: Path, stored: object) -> str:
-    """Return the first missing file or folder that an index of shards or a list of modules names; an empty text if none
-    is missing.
-    """
+    """Return the first missing file or folder that an index of shards or a list of modules names; empty if none."""
     named: list[str] = []
     if (
         path.name.endswith(".safetensors.index.json")
@@ -87,9 +83,7 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Return the fault of a safetensors file; an empty text if its length is correct. The correct length follows from
-    the header, which says where the last tensor ends.
-    """
+    """Return the fault of a safetensors file; empty if it ends with the last tensor in its header."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

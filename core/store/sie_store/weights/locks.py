@@ -1,8 +1,7 @@
 """File locks between the processes of a node: a shared lock for each process that uses a snapshot, an exclusive lock
 for the process that fetches or removes it.
 
-The kernel releases a lock when its process ends, for any reason. Locks also exclude each other between threads of one
-process.
+The kernel releases a lock when its process ends, for any reason. Threads of one process exclude each other too.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Lock:
-    """A lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise one
+    """Lock that is held until `close`, or until the object is destroyed. Its file is never removed: otherwise one
     process could lock a new file while another still holds the lock on the removed file.
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """Hold the lock on `descriptor`. With `is_use`, the mtime of the file is set at acquisition and release, so it
-        shows when the snapshot was last used.
-        """
+        """Hold the lock on `descriptor`. With `is_use`, its begin and end set the file's mtime: the last use."""
         self._descriptor = descriptor
         self._is_use = is_use
         self._touch()
 
     def write(self, data: bytes) -> None:
         """Write a note into the lock's file, for processes that wait for the lock. Errors (a full disk, a file of
-        another user) are ignored, because the note is only information.
+        another user) are ignored, because these processes only report the note as progress.
         """
         if self._descriptor is None:
             return
@@ -71,8 +68,8 @@ def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     """Acquire the lock at `path` without waiting; return None if another lock excludes it. Raises OSError.
 
     A file that this process may not write to is opened for reading; a network file system may refuse an exclusive lock
-    on it. If the file cannot be opened or created at all, a shared lock is returned that locks nothing, so that a
-    snapshot in a read-only folder can be used.
+    on it. If the file cannot be opened or created at all, the returned shared lock locks nothing, so that a snapshot in
+    a read-only folder can be used.
     """
     refused: OSError | None = None
     try:

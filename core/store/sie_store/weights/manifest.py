@@ -1,7 +1,7 @@
 """Manifest of a snapshot of weights: the files of one commit of a repository, with their sizes and SHA-256.
 
-The manifest marks a complete snapshot: it is written last, so a snapshot without a manifest is not complete. It is the
-same file in a local cache, a bucket and an archive. Its name is MANIFEST, and it is in the folder of the snapshot.
+It is written last, so a snapshot without a manifest is not complete. It is the same file in a local cache, a bucket and
+an archive: MANIFEST, in the folder of the snapshot.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ManifestError(ValueError):
 
 class FetchFailed(Exception):
     """Error of a source of weights that could not deliver a snapshot. `error_class` becomes the error class of the
-    model's load; after NETWORK, the load may be tried again.
+    model's load; after NETWORK, the load may be retried.
     """
 
     def __init__(self, error_class: FetchErrorClass, message: str) -> None:
@@ -49,8 +49,6 @@ class FetchFailed(Exception):
 
 
 class FileFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size in bytes and SHA-256 in lower-case hex of a file."""
-
     bytes: int
     sha256: str
 
@@ -72,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def bytes(self) -> int:
-        """Return the total size of all files."""
+        """Return the total size of all files in bytes."""
         return sum(fact.bytes for fact in self.files.values())
 
 
@@ -81,9 +79,7 @@ _manifest = msgspec.json.Decoder(Manifest)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest as JSON; equal manifests have equal encodings. Raises ManifestError for a manifest that
-    `decode` would refuse.
-    """
+    """Encode a manifest as JSON, equal for equal manifests. Raises ManifestError if `decode` would refuse it."""
     _check(manifest)
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"
 
@@ -101,9 +97,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def check_names(repository: str, revision: str) -> None:
-    """Raise ManifestError unless both names are safe as parts of a path. They come from model entries, buckets and
-    archives, so a stranger may have chosen them.
-    """
+    """Raise ManifestError unless both names are safe in a path: entries, buckets and archives may contain any name."""
     is_long = len(repository) > MAX_REPOSITORY_CHARS
     if is_long or not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise ManifestError(f"{repository[:200]!r} is not the name of a repository: expected organisation/name")
@@ -112,8 +106,8 @@ def check_names(repository: str, revision: str) -> None:
 
 
 def is_safe(name: str) -> bool:
-    """Return whether a file name is safe. The file must stay below the folder of its snapshot. The name must differ
-    from the names of the manifest and of incomplete files, must not be too long for a disk, and must be printable.
+    """Return whether a file name is safe: below the folder of its snapshot, printable, not too long for a disk, and not
+    a name of the manifest or of an incomplete file.
     """
     parts = name.split("/")
     if not name.isprintable() or len(name) > 1024 or "\\" in name or name == MANIFEST or name.endswith(PART):
@@ -122,9 +116,7 @@ def is_safe(name: str) -> bool:
 
 
 def check_paths(names: Collection[str]) -> None:
-    """Raise ManifestError if a name is not safe, if a name is a file and also a folder, or if there are more than
-    MAX_FILES names.
-    """
+    """Raise ManifestError for unsafe names, for a file that is also a folder, and for more than MAX_FILES names."""
     if len(names) > MAX_FILES:
         raise ManifestError(f"a snapshot has at most {MAX_FILES} files, this one has {len(names)}")
     files = frozenset(names)
@@ -151,9 +143,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def digest(path: Path, read: Callable[[int], None] = lambda _: None) -> str:
-    """Compute the SHA-256 of a file, in hex. `read` is called after each piece with the number of bytes that were read.
-    Raises OSError.
-    """
+    """Compute the SHA-256 of a file, in hex. `read` is called with the size of each piece. Raises OSError."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -171,9 +161,8 @@ def describe(
     origin: Origin = "found",
     read: Callable[[int], None] = lambda _: None,
 ) -> Manifest:
-    """Build a manifest from the files that are in `folder`; hidden files and a manifest are ignored. Files that
-    `select` accepts are read for their digests; the names of all other files go into `left_out`. Raises OSError,
-    ManifestError.
+    """Build a manifest of the files in `folder`, without hidden files and the manifest itself. Files that `select`
+    accepts are read for their digests; the names of all other files go into `left_out`. Raises OSError, ManifestError.
     """
     files, left_out = {}, []
     for path in sorted(folder.rglob("*")):
@@ -192,9 +181,7 @@ def describe(
 def verify(
     folder: Path, manifest: Manifest, *, digests: bool = True, read: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """List the faults of the files in `folder`, one line each; an empty list if all files exist and are correct.
-    Without `digests`, only sizes are compared.
-    """
+    """List the faults of the files in `folder`, one line each. Without `digests`, only sizes are compared."""
     wrong = []
     for name, fact in manifest.files.items():
         path = folder / name

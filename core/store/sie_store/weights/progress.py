@@ -1,4 +1,4 @@
-"""The progress of a fetch of weights: reported while it runs, read by any thread, logged every few seconds."""
+"""Progress of a fetch of weights: reported while it runs, read by any thread, logged every few seconds."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class FetchProgress:
         self._arrived_bytes = 0
         self._followed_per_s = 0.0
         self._started_s = self._logged_s = clock()
-        self._stepped_s = -STEP_EVERY_S  # so far back that the first step is reported at once
+        self._stepped_s = -STEP_EVERY_S  # so early that the first step is reported at once
         self.on_expect: Callable[[int], None] = lambda _: None
         self.on_step: Callable[[Fetched], None] = lambda _: None
 
     def expect(self, total_bytes: int, had_bytes: int = 0) -> None:
-        """Set the number of bytes of the whole snapshot, and the number of bytes that exist already. Calls `on_expect`,
-        which frees space for the missing bytes. Raises FetchFailed.
+        """Set the bytes of the whole snapshot, and the bytes that exist already. Calls `on_expect`, which frees space
+        for the missing bytes. Raises FetchFailed.
         """
         with self._lock:
             self._total_bytes, self._had_bytes, self._stepped_s = total_bytes, had_bytes, -STEP_EVERY_S
@@ -47,9 +47,7 @@ class FetchProgress:
         self._step(0)
 
     def add(self, count: int) -> None:
-        """Add the number of bytes that arrived. A negative `count` means that this number of bytes must be fetched
-        again.
-        """
+        """Count bytes that arrived. A negative `count`: bytes that must be fetched again."""
         self._step(count)
 
     def touch(self, _: int = 0) -> None:
@@ -57,7 +55,7 @@ class FetchProgress:
         self._step(0)
 
     def follow(self, fetched: Fetched) -> None:
-        """Take over the figures of another process that fetches this snapshot, so that `state` returns them."""
+        """Use the figures of another process that fetches this snapshot, so that `state` returns them."""
         with self._lock:
             self._total_bytes, self._had_bytes, self._followed_per_s = (
                 fetched.total_bytes,
@@ -81,7 +79,6 @@ class FetchProgress:
             _logger.info("fetching %s: %s", self.label, summary)
 
     def end(self) -> None:
-        """Log that the snapshot is complete."""
         with self._lock:
             summary = self._summary(self._clock())
         _logger.info("fetched %s: %s", self.label, summary)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("sie.store")
 
 MAX_PARTS = 9_000  # largest number of parts of one object; stores allow 10,000
-MIN_PART_BYTES = 8 << 20  # stores refuse parts below 5 MiB
+MIN_PART_BYTES = 8 << 20  # smallest number of bytes of a part; stores refuse parts below 5 MiB
 STALL_S = 180.0  # time limit in seconds for the store to accept one part
-ROUNDS = 20  # a push is repeated at most this many times if other writers change the bucket meanwhile
+ROUNDS = 20  # largest number of times that a push starts again because other writers change the bucket
 DIGEST = "sha256"  # name of the object attribute that contains the digest computed by the writer
 
 
@@ -60,8 +60,8 @@ class Push:
         self._written: dict[str, int] = {}
 
     async def all(self, *, force: bool) -> Pushed:
-        """Push all files, then the manifest. `force`: also write files that are already in the bucket. Raises
-        PushRefused, FetchFailed, StoreError, OSError.
+        """Push all files (with `force` also files in the bucket), then the manifest. Raises PushRefused, FetchFailed,
+        StoreError, OSError.
         """
         for number in range(ROUNDS):
             there, version = await self._there(force=force)
@@ -92,9 +92,9 @@ class Push:
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest in the bucket, None if there is none or if it will be replaced; and obstore's write mode,
-        which allows a write only if no other writer has changed the manifest. Raises PushRefused if its files differ
-        from the files of this push.
+        """Return the manifest in the bucket (None if there is none, or if it will be replaced), and obstore's write
+        mode, which allows a write only if no other writer has changed the manifest. Raises PushRefused if its files
+        differ from the files of this push.
         """
         try:
             there, version = await self._bucket.manifest(self._manifest.repository, self._manifest.revision)
@@ -111,15 +111,15 @@ class Push:
             raise PushRefused(
                 f"{self._what} is in the bucket with another content of {changed[0]}, "
                 f"SHA-256 {there.files[changed[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
-                f"{self._manifest.files[changed[0]].sha256[:16]}..: one commit has one content. Push it under another "
-                "name or revision, "
+                f"{self._manifest.files[changed[0]].sha256[:16]}.., but one commit has one content. "
+                "Push it under another name or revision, "
                 "or replace the files in the bucket with --force"
             )
         return None if changed else there, version
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
         """Return the names of the files to write: files that are missing in the bucket or have another size there, and
-        files for which neither the bucket's manifest nor the digest at the object proves the content.
+        files whose content neither the bucket's manifest nor the digest at the object proves.
         """
         if everything:
             return list(self._manifest.files)
@@ -132,9 +132,7 @@ class Push:
         return lacking
 
     async def _is_ours(self, name: str, fact: FileFact) -> bool:
-        """Return whether the object in the bucket has the file's digest as an attribute: then an unfinished push wrote
-        it.
-        """
+        """Return whether the object has the file's digest as an attribute: then an unfinished push wrote it."""
         import obstore
 
         try:
@@ -172,7 +170,7 @@ class Push:
 
     async def _put(self, name: str, data: bytes, attributes: dict[str, str], mode: PutMode) -> None:
         """Write an object. Raises WrittenMeanwhile if `mode` forbids it because another writer wrote the object first.
-        In a store that cannot check `mode`, the object is overwritten.
+        A store that cannot check `mode` overwrites the object.
         """
         import obstore
         from obstore.exceptions import NotSupportedError
@@ -190,9 +188,7 @@ class Push:
             await self._bucket.limits.call(functools.partial(put, "overwrite"), STALL_S)
 
     async def _stream(self, name: str, path: Path, size: int, attributes: dict[str, str]) -> None:
-        """Write a large file in parts, several at the same time. Raises StoreError, also if the store accepts no part
-        within STALL_S seconds.
-        """
+        """Write a large file in parts, several at a time. Raises StoreError if no part is accepted within STALL_S."""
         import obstore
         from obstore.exceptions import BaseError
 

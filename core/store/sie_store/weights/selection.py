@@ -1,4 +1,4 @@
-"""Selection of a repository's files for a model, and the check that a folder has the files that its family needs."""
+"""Selection of a repository's files for a model, and the check whether a folder has the files that its family needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = (
     "colbert_linear.pt",
     "best.pt",
 )
-# pickled checkpoint of the one family that has no safetensors; only tensors are read from it, no code is run
+# pickled checkpoint of the one family without safetensors; only tensors are read from it, no code is run
 PICKLED = "pytorch_model.bin"
 UNREAD = (MANIFEST, ".*", "*/.*", "onnx/*", "openvino/*")
 LORA_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -30,9 +30,7 @@ Wanted = Callable[[str], bool]
 
 
 def _matching(patterns: tuple[str, ...]) -> Wanted:
-    """Return a function that tests whether a file name matches one of the patterns and none of UNREAD. `*` also matches
-    /, like in the patterns of the hub's client.
-    """
+    """Return a function that tests if a file name matches a pattern, and none of UNREAD. `*` also matches /."""
 
     def select(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
@@ -47,8 +45,8 @@ of_lora = _matching(LORA_FILES)
 
 
 def wanted_by(entry: ModelEntry) -> Wanted:
-    """Return a function that tests whether loading `entry` may read the file with a given name. A family that another
-    package provides may read any file that is not in UNREAD.
+    """Return a function that tests whether a load of `entry` may read a file, by its name. A family of another package
+    may read any file that is not in UNREAD.
     """
     if entry.family not in FAMILIES:
         return _matching(("*",))
@@ -66,8 +64,8 @@ def runs_code(entry: ModelEntry) -> bool:
 
 
 def is_model(folder: Path, entry: ModelEntry) -> bool:
-    """Return whether the folder has the files that every load of this family needs. If another package provides the
-    family, only the existence of the folder is checked.
+    """Return whether the folder has the files that every load of this family needs. For a family of another package, it
+    only needs to exist.
     """
     if entry.family not in FAMILIES:
         return folder.is_dir()
@@ -84,7 +82,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def lacking(entry: ModelEntry) -> str:
-    """Return the reason why a folder is not a model of this family."""
+    """Return why a folder is not a model of this family, for an error message."""
     if entry.family not in FAMILIES:
         return "is not a folder"
     family = FAMILIES[entry.family]

@@ -3,7 +3,7 @@
     weights.path ─► weights.hub in SIE_LOCAL_CACHE ─► in SIE_CLUSTER_CACHE ─► weights.package ─► weights.hub from the
     hub (SIE_HF_FALLBACK)
 
-The first source that the entry names and that exists is used. Only files are read here: a package is located, never
+The first source that the entry names and that exists is used. Only files are read: a package is located, never
 imported. Snapshots of the cluster cache or the hub are stored in the local cache.
 
 A snapshot in the local cache without a manifest or listing may be incomplete. If downloads are allowed, it counts as a
@@ -43,7 +43,7 @@ _logger = logging.getLogger("sie.store")
 
 @dataclass(frozen=True)
 class Located:
-    """A folder of weights. `lease` is a file lock: no process removes the folder from the disk while it is held."""
+    """Folder of weights. `lease`: file lock; while it is held, no process removes the folder from the disk."""
 
     folder: Path
     lease: Lock = _NO_LEASE
@@ -57,7 +57,7 @@ class WeightSources:
     may_download: bool
     cluster: ClusterCache | None = None
     cache: LocalCache = None  # type: ignore[assignment]  # None: a cache in cache_folder, without limits
-    # called with the name of a snapshot, creates the progress of its fetch
+    # function that creates the progress of a fetch, called with the name of the snapshot
     begin: Callable[[str], FetchProgress] = FetchProgress
     _fetching: dict[str, FetchProgress] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -67,15 +67,13 @@ class WeightSources:
             object.__setattr__(self, "cache", LocalCache(self.cache_folder))
 
     def folder(self, entry: ModelEntry) -> Path:
-        """Return the folder of `entry`. It is downloaded if necessary. Raises ModelLoadFailed, which names the tried
-        sources and the fix.
+        """Return the folder of `entry`, downloaded if necessary. Raises ModelLoadFailed, with the tried sources and
+        the fix.
         """
         return self.locate(entry).folder
 
     def locate(self, entry: ModelEntry) -> Located:
-        """Return the folder of `entry`, like `folder`, and a lease on it. The caller keeps the lease while the model is
-        loaded. Raises ModelLoadFailed.
-        """
+        """Return the folder of `entry` and a lease, to be kept while the model is loaded. Raises ModelLoadFailed."""
         weights = entry.weights
         looked: list[str] = []
         if weights.path:
@@ -116,7 +114,7 @@ class WeightSources:
             return {name: progress.state() for name, progress in self._fetching.items()}
 
     def _cached(self, entry: ModelEntry, looked: list[str]) -> tuple[Located | None, FetchFailed | None]:
-        """Return the snapshot in the local cache; fetch it from the cluster cache if necessary. If neither has it, add
+        """Return the snapshot in the local cache, fetched from the cluster cache if necessary. If neither has it, add
         the reasons to `looked`, and return the failure of the cluster cache if it failed.
         """
         weights = entry.weights
@@ -137,7 +135,7 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
-                    # the snapshot may have been pushed for a model that needs fewer files
+                    # checked again, because the snapshot may have been pushed for a model that needs fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
@@ -146,7 +144,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 looked.append(f"the cluster cache {self.cluster.url} (SIE_CLUSTER_CACHE): {error.message}")
-                # no exception: the next source may have the snapshot
+                # only a warning: the next source may have the snapshot
                 _logger.warning(
                     "%s was not fetched from the cluster cache %s: %s", label, self.cluster.url, error.message
                 )
@@ -183,7 +181,7 @@ class WeightSources:
         return is_model(folder, entry) and not _absent(folder, entry)
 
     def _only_revision(self, entry: ModelEntry) -> str:
-        """Return the only cached commit of a model without a pinned commit; an empty text if the cache has none. Raises
+        """Return the only cached commit of a model without a pinned commit; empty if the cache has none. Raises
         ModelLoadFailed if the cache has several.
         """
         hub = entry.weights.hub
@@ -230,7 +228,6 @@ class WeightSources:
 
     @contextlib.contextmanager
     def _reported(self, name: str, label: str) -> Iterator[FetchProgress]:
-        """Yield the progress of a fetch. `fetching` shows it while the fetch runs."""
         progress = self.begin(label)
         with self._lock:
             self._fetching[name] = progress
@@ -243,9 +240,8 @@ class WeightSources:
 
     def locate_lora(self, name: str, entry: ModelEntry, models_dir: str | None) -> Located:
         """Return the folder of a LoRA. `name` is one of: a path that the entry names; the path or the name of a folder
-        in `models_dir` (by default ./models); a hub repository, as `name` or `name@commit`.
-
-        Raises LoraLoadFailed. Other paths are refused, because the name may be text of a client.
+        in `models_dir` (by default ./models); a hub repository, as `name` or `name@commit`. Raises LoraLoadFailed, also
+        for other paths, because the name may be text of a client.
         """
         is_named = name in named_loras(entry)
         path = Path(name).expanduser() if is_named else Path(name)
@@ -296,7 +292,7 @@ class WeightSources:
             except FetchFailed as error:
                 failed = error
                 why = error.error_class if private else error.message
-                # no exception: the next source may have the snapshot
+                # only a warning: the next source may have the snapshot
                 _logger.warning("%s was not fetched from the cluster cache %s: %s", label, self.cluster.url, why)
         unverified = self.cache.place(repository, commit)
         fits = _has_lora(unverified) and not self.cache.flaw(repository, commit)
@@ -321,8 +317,8 @@ class WeightSources:
         return folder if folder is not None and _has_lora(folder) else None
 
     def _lora_commit(self, repository: str, branch: str, private: str) -> str:
-        """Return the commit of a branch: the one that the cache has recorded for it; else, without `branch`, the only
-        cached commit; else the commit that the hub names.
+        """Return the commit of a branch: the commit that the cache has recorded for it; otherwise, without `branch`,
+        the only cached commit; otherwise the commit that the hub names.
         """
         place = self.cache.place(repository, "any")
         if branch and not is_safe(branch):
@@ -339,9 +335,7 @@ class WeightSources:
 
 
 def on_disk(entries: Iterable[ModelEntry], cache: LocalCache) -> tuple[str, ...]:
-    """Return the ids of the models whose weights this machine has, so that a load needs no download. Files are not
-    compared with their digests.
-    """
+    """Return the ids of the models whose weights this machine has. Files are not compared with their digests."""
     return tuple(entry.id for entry in entries if _is_on_disk(entry.weights, entry, cache))
 
 
@@ -357,9 +351,7 @@ def _is_on_disk(weights: Weights, entry: ModelEntry, cache: LocalCache) -> bool:
 
 
 def package_folder(package: str) -> Path | None:
-    """Return the folder of an installed distribution with config.json and safetensors; None if the distribution does
-    not have them.
-    """
+    """Return the folder of an installed distribution with config.json and safetensors; None if it has none."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -385,9 +377,7 @@ def _lacks_package(entry: ModelEntry) -> str:
 
 
 def private_name(lora: str) -> str:
-    """Return a name for the logs of a LoRA that a client chose. It is a digest, so the LoRA's name cannot be read from
-    it.
-    """
+    """Return a name for logs of a LoRA that a client chose: a digest, which does not reveal the LoRA's name."""
     return f"a LoRA of a client ({hashlib.sha256(lora.encode()).hexdigest()[:8]})"
 
 
@@ -397,7 +387,7 @@ def named_loras(entry: ModelEntry) -> set[str]:
 
 
 def _absent(folder: Path, entry: ModelEntry) -> list[str]:
-    """Return the files for which the entry has digests and that are missing in the folder."""
+    """Return the files for which the entry has digests and that the folder lacks."""
     return [name for name in entry.weights.digests if not (folder / name).is_file()]
 
 

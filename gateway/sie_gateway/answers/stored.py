@@ -1,7 +1,6 @@
-"""Cache of the answers of earlier jobs, in the payload store. A second run over a corpus computes only changed rows.
+"""Cached answers of earlier jobs, in the payload store. A second run over a corpus computes only changed rows.
 
     cache/{space}/{segment}    one object for each shard that computed answers
-    space: a digest of the owner, the model's fingerprint, the operation and the parameters
 
 A segment is written in one step, and never changed:
 
@@ -16,17 +15,16 @@ thread, because the event loop must renew the leases of jobs at the same time.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_gateway.jobs.values import pack, unpack
+from sie_gateway.answers.keys import DIGEST_BYTES
+from sie_gateway.answers.values import pack_row, unpack_row
 from sie_store.datasets.answers import RowAnswer
 from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, within
 
@@ -37,22 +35,12 @@ if TYPE_CHECKING:
 MAX_ITEMS = 4_000_000  # largest number of digests that a job keeps in memory, 24 bytes each
 SEGMENTS_KEPT = 4
 SHORT_S, LONG_S = 10.0, 120.0
-DIGEST_BYTES, COUNT_BYTES = 16, 8
+COUNT_BYTES = 8
 PREFIX = "cache/"
 _logger = logging.getLogger("sie.gateway.jobs")
 
 
-def space_of(owner: str, fingerprint: str, operation: str, params: Mapping[str, Any]) -> str:
-    """Return the name of the space for jobs with these arguments; they use the same answers. `owner` is the API key of
-    the job, so that no key learns the inputs of another key. It is empty if all keys use one another's answers.
-    """
-    key = msgspec.json.encode([owner, fingerprint, operation, params], order="sorted")
-    return hashlib.sha256(key).hexdigest()[:32]
-
-
 class CacheSegment:
-    """Reader of the values in the bytes of one segment."""
-
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
         count = int.from_bytes(data[:COUNT_BYTES], "little")
@@ -62,21 +50,20 @@ class CacheSegment:
     def value(self, row: int) -> RowAnswer:
         """Return value number `row` of the segment. Raises ValueError if it cannot be decoded."""
         start, end = (self._values_at + int(offset) for offset in self._offsets[row : row + 2])
-        return unpack(bytes(self._data[start:end]))
+        return unpack_row(bytes(self._data[start:end]))
 
 
 def segment(values: Mapping[bytes, RowAnswer]) -> bytes:
-    """Encode values and their digests as a segment."""
     digests = sorted(values)
-    packed = [pack(values[digest]) for digest in digests]
+    packed = [pack_row(values[digest]) for digest in digests]
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in packed])]).astype("<u8")
     return b"".join([len(digests).to_bytes(COUNT_BYTES, "little"), *digests, offsets.tobytes(), *packed])
 
 
 class _KnownDigests(NamedTuple):
-    """Digests of all segments, sorted. `high` and `low` are the two halves of each digest as numbers: numbers in the
-    machine's own byte order are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of
-    each digest, and the row of its value there.
+    """Digests of all segments, sorted. `high` and `low`: the two halves of each digest, as numbers in the machine's
+    byte order, which are sorted and searched many times faster than bytes. `segments` and `rows`: the segment of each
+    digest, and the row of its value there.
     """
 
     high: NDArray[np.uint64]
@@ -116,9 +103,7 @@ def _halves(digests: bytes) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
 
 
 def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -> dict[int, RowAnswer]:
-    """Read values of a segment. `rows`: pairs of the index of a digest, and the row of its value. Returns the values by
-    index.
-    """
+    """Read values of a segment. `rows`: (index of a digest, row of its value). Returns the values by index."""
     answers: dict[int, RowAnswer] = {}
     for place, row in rows:
         try:
@@ -128,10 +113,8 @@ def _values(segment: CacheSegment, rows: Sequence[tuple[int, int]], name: str) -
     return answers
 
 
-class AnswerCache:
-    """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of the segments that
-    exist.
-    """
+class StoredAnswers:
+    """Cached answers of earlier jobs, as one job reads and adds them. `open` reads the digests of all segments."""
 
     def __init__(self, store: ObjectStore, space: str) -> None:
         self._store = store
@@ -178,9 +161,7 @@ class AnswerCache:
         return len(self._known.high)
 
     async def find(self, digests: Sequence[bytes]) -> dict[int, RowAnswer]:
-        """Return the cached values, by the index of their digest in `digests`. A value that cannot be read is left out.
-        Raises StoreError.
-        """
+        """Return the readable cached values, by the index of their digest in `digests`. Raises StoreError."""
         if not len(self) or not digests:
             return {}
         answers: dict[int, RowAnswer] = {}
@@ -221,9 +202,7 @@ class AnswerCache:
 
 
 async def trim(store: ObjectStore, max_bytes: int) -> int:
-    """Remove the oldest segments of all spaces until at most `max_bytes` remain. Return the number of removed segments.
-    Raises StoreError.
-    """
+    """Remove the oldest segments until at most `max_bytes` remain. Return how many were removed. Raises StoreError."""
     import obstore
 
     metas: list[ObjectMeta] = []

@@ -1,0 +1,290 @@
+"""The cache of answers beside a `sie serve` without it, both in one run and in turn.
+
+1. Zipf traffic, 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that were not
+   computed beside the share of repeats that the traffic has.
+2. Traffic without repeats: what the cache costs.
+3. One client, one text that is cached.
+4. Many distinct inputs, before an adapter that costs nothing: the memory of the gateway and the bound.
+5. `--policies`: hit shares of LRU, of segmented LRU and of packages with W-TinyLFU, if they are installed, on Zipf
+   traffic.
+
+    python bench/cache.py [--rounds 5 --requests 2000 --distinct 1000000] [--policies] [--out bench/results/cache.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import uvloop
+from client import connect, percentile, request
+from overhead import MODEL, Cluster, texts_of
+from report import Report, add_options, machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from cluster import until
+from stack import Device, Plan, Stack
+
+REPEATS = 0.37
+EXPONENT = 1.0
+CLIENTS = 64
+CACHE_BYTES = 256 << 20
+GOALS = "goals: 1.4 with repeats, 0.98 without, 1.5 ms"
+
+
+def zipf(count: int, universe: int, seed: int) -> list[int]:
+    """Ranks of `count` requests for `universe` texts."""
+    weights = 1.0 / np.arange(1, universe + 1) ** EXPONENT
+    drawn = np.random.default_rng(seed).choice(universe, count, p=weights / weights.sum())
+    return [int(rank) for rank in drawn]
+
+
+def repeats_of(ranks: Sequence[int]) -> float:
+    return 1 - len(set(ranks)) / len(ranks)
+
+
+def traffic(count: int, seed: int) -> list[int]:
+    """Zipf traffic whose share of repeats is about REPEATS: a larger universe has fewer."""
+    low, high = count // 8, count * 4096
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if repeats_of(zipf(count, middle, seed)) > REPEATS else (low, middle)
+    return zipf(count, high, seed)
+
+
+def bodies(texts: Sequence[str]) -> list[bytes]:
+    return [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": [text]})) for text in texts]
+
+
+async def play(port: int, requests: Sequence[bytes], clients: int) -> tuple[float, list[float]]:
+    """Send each request once. Return requests per second, and the latencies in milliseconds."""
+    source, latencies = iter(requests), list[float]()
+
+    async def client() -> None:
+        connection = await connect("127.0.0.1", port)
+        for message in source:
+            began_s = time.perf_counter()
+            status, body = await connection.send(message)
+            latencies.append(1000 * (time.perf_counter() - began_s))
+            if status != 200:
+                raise RuntimeError(f"status {status}: {body[:200]!r}")
+        connection.close()
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return len(requests) / (time.perf_counter() - began_s), latencies
+
+
+def counted(cluster: Cluster) -> dict[str, float]:
+    """Inputs by result, from the metrics of the gateway."""
+    url = f"http://127.0.0.1:{cluster.port}/metrics"
+    text = httpx.get(url, timeout=5, trust_env=False).text
+    lines = [line.split() for line in text.splitlines() if line.startswith("sie_gateway_cache_inputs_total{")]
+    return {name.partition('result="')[2].partition('"')[0]: float(value) for name, value in lines}
+
+
+def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    plain = Cluster(())
+    cached = Cluster(("--cache-bytes", str(CACHE_BYTES)))
+    try:
+        rates: dict[tuple[str, bool], list[float]] = {}
+        shares, expected = [], []
+        number = itertools.count()
+        for turn in range(options.rounds + 1):
+            ranks = traffic(options.requests, turn)
+            for kind, order in (("repeats", ranks), ("no repeats", list(range(options.requests)))):
+                fresh = texts_of("mix", max(order) + 1 if kind == "no repeats" else len(set(ranks)), seed=turn)
+                own = dict(zip(dict.fromkeys(order), fresh, strict=False))
+                mark = next(number)  # no text of an earlier round occurs again
+                sent = bodies([f"{mark} {own[rank]}" for rank in order])
+                before = counted(cached)
+                both = {}
+                for is_cached in (turn % 2 == 0, turn % 2 == 1):
+                    both[is_cached], _ = uvloop.run(play((plain, cached)[is_cached].port, sent, CLIENTS))
+                after = counted(cached)
+                if turn:  # the first round warms up
+                    for is_cached, rate in both.items():
+                        rates.setdefault((kind, is_cached), []).append(rate)
+                    if kind == "repeats":
+                        computed = after["miss"] - before["miss"]
+                        shares.append(1 - computed / len(order))
+                        expected.append(repeats_of(ranks))
+        say(f"| {CLIENTS} clients, one text a request | without, texts/s | with | ratio |\n|---|--:|--:|--:|")
+        for kind in ("repeats", "no repeats"):
+            without, with_it = rates[kind, False], rates[kind, True]
+            ratio = statistics.median(b / a for a, b in zip(without, with_it, strict=True))
+            name = f"Zipf, {100 * statistics.mean(expected):.1f} % repeats" if kind == "repeats" else "no repeats"
+            say(f"| {name} | {statistics.median(without):.0f} | {statistics.median(with_it):.0f} | {ratio:.3f} |")
+        say(
+            f"\nShare of inputs that were not computed: {100 * statistics.mean(shares):.2f} %; by hand "
+            f"{100 * statistics.mean(expected):.2f} %."
+        )
+        (message,) = bodies(["a text that is cached"])
+        uvloop.run(play(cached.port, [message] * 200, 1))
+        _, hits = uvloop.run(play(cached.port, [message] * 3000, 1))
+        _, misses = uvloop.run(play(plain.port, [message] * 300, 1))
+        p50, p99 = (percentile(hits, share) for share in (0.5, 0.99))
+        without_p50, without_p99 = (percentile(misses, share) for share in (0.5, 0.99))
+        say(
+            f"\nOne client, one short text: a hit takes {p50:.2f} ms (p99 {p99:.2f}), the same text without the cache "
+            f"{without_p50:.2f} ms (p99 {without_p99:.2f})."
+        )
+    finally:
+        plain.stop()
+        cached.stop()
+
+
+def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Distinct short inputs through a gateway, 256 in a request; vectors of 384 numbers."""
+    limit, size = 64 << 20, 256
+    environ = {"SIE_CACHE_BYTES": str(limit)}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Stack(Path(folder), Plan(models=("toy/one",), workers=(Device(width=384),), environ=environ)) as stack,
+    ):
+        gateway = stack.gateways[0]
+        path = "/v1/encode/toy/one"
+        port = int(stack.urls[0].rpartition(":")[2])
+
+        def messages(start: int, stop: int) -> list[bytes]:
+            return [
+                request(
+                    path,
+                    json.dumps({"items": [f"{number:x}" for number in range(at, at + size)]}).encode(),
+                    "application/json",
+                    accept="application/msgpack",
+                )
+                for at in range(start, stop, size)
+            ]
+
+        def is_cached() -> bool:
+            answer = httpx.post(f"{stack.urls[0]}{path}", json={"items": ["warm"]}, trust_env=False)
+            return answer.headers.get("x-sie-cache-status") in ("miss", "hit")
+
+        until(is_cached, 20, "a heartbeat with the model")
+        say("\n| distinct inputs | RSS of the gateway, MiB |\n|--:|--:|")
+        done, sizes = 0, []
+        for total in (0, options.distinct // 8, options.distinct // 4, options.distinct // 2, options.distinct):
+            total -= total % size
+            if total > done:
+                uvloop.run(play(port, messages(done, total), 4))
+                done = total
+            sizes.append(gateway.rss_bytes() >> 20)
+            say(f"| {done:,} | {sizes[-1]} |")
+        say(f"\nThe cache had {limit >> 20} MiB.")
+
+
+class Lru:
+    """Least recently used leaves first."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._order = room, OrderedDict[int, None]()
+
+    def hit(self, key: int) -> bool:
+        if key in self._order:
+            self._order.move_to_end(key)
+            return True
+        self._order[key] = None
+        if len(self._order) > self._room:
+            self._order.popitem(last=False)
+        return False
+
+
+class Segmented:
+    """An answer that is used twice is protected: four fifths of the room are for such answers."""
+
+    def __init__(self, room: int) -> None:
+        self._room, self._most = room, room * 4 // 5
+        self._first, self._protected = OrderedDict[int, None](), OrderedDict[int, None]()
+
+    def hit(self, key: int) -> bool:
+        if key in self._protected:
+            self._protected.move_to_end(key)
+            return True
+        is_hit = key in self._first
+        if is_hit:
+            del self._first[key]
+            self._protected[key] = None
+            if len(self._protected) > self._most:
+                self._first[self._protected.popitem(last=False)[0]] = None
+        else:
+            self._first[key] = None
+        while len(self._first) + len(self._protected) > self._room:
+            self._first.popitem(last=False)
+        return is_hit
+
+
+class Theine:
+    """W-TinyLFU of the package theine."""
+
+    def __init__(self, room: int) -> None:
+        self._cache = importlib.import_module("theine").Cache(room)
+
+    def hit(self, key: int) -> bool:
+        _, is_hit = self._cache.get(key)
+        if not is_hit:
+            self._cache.set(key, b"")
+        return bool(is_hit)
+
+
+def policies(say: Callable[[str], None]) -> None:
+    """Hit shares in percent on 400,000 requests."""
+    kinds: dict[str, Callable[[int], Lru | Segmented | Theine]] = {"LRU": Lru, "segmented LRU": Segmented}
+    try:
+        importlib.import_module("theine")
+        kinds["W-TinyLFU (theine)"] = Theine
+    except ImportError:
+        say("\ntheine is not installed.")
+    count, universe = 400_000, 1_000_000
+    say("\n| room / universe | " + " | ".join(kinds) + " |\n|--:|" + "--:|" * len(kinds))
+    for exponent in (0.8, 1.0):
+        weights = 1.0 / np.arange(1, universe + 1) ** exponent
+        drawn = np.random.default_rng(1).choice(universe, count, p=weights / weights.sum()).tolist()
+        for share in (0.001, 0.01, 0.1):
+            cells = []
+            for kind in kinds.values():
+                cache = kind(int(universe * share))
+                cells.append(f"{100 * sum(map(cache.hit, drawn)) / count:.1f}")
+            say(f"| Zipf {exponent}, {100 * share:g} % | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=2000, help="of each measurement")
+    parser.add_argument("--distinct", type=int, default=1_000_000, help="inputs of the measurement of memory")
+    parser.add_argument("--policies", action="store_true", help="hit shares of policies alone")
+    add_options(parser)
+    options = parser.parse_args()
+    say = Report()
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    say(
+        f"# Cache of answers\n\n`python bench/cache.py`, {machine()}, Python {platform.python_version()}, MiniLM-L6, "
+        f"load average {load} at the start; {options.rounds} rounds of {options.requests} requests; {GOALS}.\n"
+    )
+    if options.policies:
+        policies(say)
+    else:
+        compare(options, say)
+        memory(options, say)
+    say.save(options.out)
+
+
+if __name__ == "__main__":
+    main()

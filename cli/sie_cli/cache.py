@@ -1,0 +1,70 @@
+"""`sie cache`: the cache of answers of a gateway, and its erasure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from sie_cli import display
+from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
+from sie_cli.gateway_client import AdminClient
+from sie_cli.options import AnyPosition
+from sie_contracts.settings import public_url
+
+
+@click.group(cls=AnyPosition, short_help="Cached answers: how many there are; erase them.")
+def cache() -> None:
+    """The cache of answers (SIE_CACHE_BYTES). The commands need the scope admin.
+
+    \b
+    sie cache status                       what the cache of a gateway has
+    sie cache erase --model BAAI/bge-m3    erase the answers of a model, at all gateways
+    sie cache erase --key ID               those of an API key (`sie keys list`)
+    sie cache erase --text "a text"        those to an input
+    sie cache erase --all                  all
+    """
+
+
+@cache.command()
+@cluster_options(GATEWAY_URL)
+def status(cluster: Cluster) -> None:
+    """Show the memory, the answers and the models of the cache. Each gateway has a cache of its own; this is the cache
+    of the gateway that replies.
+    """
+    with AdminClient(cluster) as gateway:
+        state = gateway.first("GET", "/v1/cache")
+    if not state["max_bytes"]:
+        click.echo(f"{public_url(cluster.gateway_urls[0])} has no cache: SIE_CACHE_BYTES is 0")
+        return
+    click.echo(
+        f"{state['answers']:,} answers in {state['bytes'] / 2**20:.1f} of {state['max_bytes'] / 2**20:.1f} MiB, "
+        f"{state['evictions']:,} removed for lack of room; {state['gateways']} gateways"
+    )
+    if state["models"]:
+        rows = [("MODEL", "KEY", "ANSWERS")]
+        rows += [(row["model"], row["key"] or "-", f"{row['answers']:,}") for row in state["models"]]
+        display.table(rows)
+
+
+@cache.command()
+@click.option("--model", metavar="MODEL", help="Answers of this model, by the id in the catalogue.")
+@click.option("--key", metavar="ID", help="Answers to this API key.")
+@click.option("--text", help="Answers to this input.")
+@click.option("--query", help="The query of a score, with --text as the document.")
+@click.option("--all", "is_all", is_flag=True, help="Every answer.")
+@cluster_options(GATEWAY_URL)
+def erase(
+    cluster: Cluster, model: str | None, key: str | None, text: str | None, query: str | None, is_all: bool
+) -> None:
+    """Erase answers at all gateways. With several options, answers that fit all of them are erased."""
+    selection: dict[str, Any] = {"model": model, "key": key, "text": text, "query": query}
+    body = {name: value for name, value in selection.items() if value is not None}
+    if is_all == bool(body):
+        raise click.UsageError("give --model, --key or --text, or else --all")
+    with AdminClient(cluster) as gateway:
+        reply = gateway.first("POST", "/v1/cache/erase", body={**body, **({"all": True} if is_all else {})})
+    click.echo(
+        f"{reply['answers']:,} answers erased at {public_url(cluster.gateway_urls[0])}, "
+        f"{reply['gateways']} gateways were told"
+    )

@@ -1,0 +1,20 @@
+"""`sie mcp`: the Model Context Protocol for agents, as a client of the gateway.
+
+agent ──stdio | HTTP──► server ──► tools ──► SIEAsyncClient with the caller's key ──► gateway
+                                     └──► results, which an agent reads in pages
+
+config      file with default models and the collections that agents may search
+callers     API keys of callers, as the gateway knows them
+clients     clients of the gateway, one for each API key
+schemas     arguments and answers of the tools, with their bounds
+results     results that are too long for an answer
+tools       the tools
+resources   models, collections and results by URI
+sentences   errors of the gateway as sentences for an agent
+server      the handlers of the protocol
+http        the HTTP transport
+"""
+
+from sie_cli.mcp.command import mcp
+
+__all__ = ["mcp"]

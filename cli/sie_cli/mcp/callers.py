@@ -1,0 +1,69 @@
+"""Callers of `sie mcp`, and the names of their API keys, which only the gateway knows."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sie_client import AuthenticationError, SIEAsyncClient, SIEError
+from sie_runtime.keys import digest_of
+
+CHECK_EVERY_S = 30.0
+# seconds for which a key that was valid is accepted while the gateway does not answer; the gateway checks each call
+AWAY_S = 900.0
+MAX_KEYS = 1024
+WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class AgentCaller:
+    """Caller of a tool. `owner`: identifies its API key; limits apply to it. `session`: only calls of this owner and
+    session may read its results. `key_name`: name of its API key; None for the user of this process.
+    """
+
+    api_key: str | None = field(repr=False)
+    owner: str
+    session: str
+    key_name: str | None
+
+
+class KeyNames:
+    """Names of API keys, as `GET /v1/whoami` of the gateway returns them. A name is asked again after CHECK_EVERY_S."""
+
+    def __init__(self, gateway_url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        # without a key: each check sends the key that it checks
+        self._client = SIEAsyncClient(
+            gateway_url, api_key=None, connection_budget_s=WAIT_S, capacity_budget_s=WAIT_S, progress=False
+        )
+        self._clock = clock
+        self._names: OrderedDict[str, tuple[str, float]] = OrderedDict()  # name and time of its check, by digest
+
+    async def name_of(self, api_key: str) -> str:
+        """Return the name of a key. Raises AuthenticationError, and SIEError while the gateway does not answer."""
+        digest = digest_of(api_key)
+        name, checked_s = self._names.get(digest, ("", float("-inf")))
+        if self._clock() - checked_s < CHECK_EVERY_S:
+            return name
+        try:
+            name = await self._checked(api_key)
+        except AuthenticationError:
+            self._names.pop(digest, None)
+            raise
+        except SIEError:
+            if self._clock() - checked_s < AWAY_S:
+                return name
+            raise
+        self._names[digest] = name, self._clock()
+        self._names.move_to_end(digest)
+        if len(self._names) > MAX_KEYS:
+            self._names.popitem(last=False)
+        return name
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _checked(self, api_key: str) -> str:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        return str((await self._client.whoami(headers=headers))["name"])

@@ -1,0 +1,67 @@
+"""File of `sie mcp --config`: default models, and the collections that agents may search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from sie_contracts.settings import SettingError
+from sie_store.object_stores import StoreError
+from sie_store.sinks.sink import checked_name
+
+EVERY_KEY = "*"
+
+
+class DefaultModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Models that the tools use if a call names none. Empty: the only model of the gateway that can do it."""
+
+    encode: str = ""
+    rerank: str = ""
+    extract: str = ""
+    redact: str = ""
+    parse: str = ""
+
+
+class SearchCollection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A collection of a vector database. `store`: its name in SIE_JOBS_SINKS. `model`: the model that encoded the rows.
+    `fields`: the fields of a row that agents may read; empty for all.
+
+    `keys`: names of the API keys that may search it over HTTP, as `GET /v1/whoami` shows them; `*` for every key.
+    """
+
+    store: str
+    collection: str
+    model: str
+    description: str
+    fields: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+    def is_open_to(self, key_name: str | None) -> bool:
+        """Return whether a caller may search the collection. `key_name`: None for the user of this process."""
+        return key_name is None or EVERY_KEY in self.keys or key_name in self.keys
+
+
+class McpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of the file. `collections` by the names that agents use."""
+
+    models: DefaultModels = DefaultModels()
+    collections: dict[str, SearchCollection] = {}
+
+
+def read(path: Path | None) -> McpConfig:
+    """Return the content of the file; defaults without a file. Raises SettingError."""
+    if path is None:
+        return McpConfig()
+    try:
+        config = msgspec.convert(yaml.safe_load(path.read_text("utf-8")) or {}, McpConfig)
+        for collection in config.collections.values():
+            checked_name(collection.collection)
+    except OSError as error:
+        raise SettingError("--config", f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingError("--config", f"{path} is not YAML") from error
+    except (msgspec.ValidationError, StoreError) as error:
+        raise SettingError("--config", f"{path}: {error}") from error
+    return config

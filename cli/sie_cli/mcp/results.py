@@ -1,0 +1,157 @@
+"""Results that are too long for an answer. They stay in memory for a while, and their owner reads them in pages."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE_CHARS = 12_000
+PAGE_NUMBERS = 1024  # numbers of vectors on one page
+TTL_S = 900.0
+MAX_RESULTS = 64  # per owner
+OWNER_BYTES = 16 << 20
+TOTAL_BYTES = 256 << 20
+REFERENCE_BYTES = 16
+
+
+class ResultMissing(Exception):
+    """The caller has no result of this reference: it never had, or the result has expired."""
+
+
+class ResultTooLarge(Exception):
+    """The result is larger than all results of one owner may be."""
+
+
+class Paged(Protocol):
+    """Content that is read in pages."""
+
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def pages(self) -> int: ...
+    def page(self, number: int) -> str:
+        """Return a page; the first is number 1."""
+
+
+class PagedText:
+    """Text in pages of at most PAGE_CHARS. A page ends at the last line break of its last quarter, if there is one."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._starts = [0]
+        while len(text) - self._starts[-1] > PAGE_CHARS:
+            end = self._starts[-1] + PAGE_CHARS
+            line_end = text.rfind("\n", end - PAGE_CHARS // 4, end)
+            self._starts.append(end if line_end < 0 else line_end + 1)
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 * len(self._text)
+
+    @property
+    def pages(self) -> int:
+        return len(self._starts)
+
+    def page(self, number: int) -> str:
+        return self._text[self._starts[number - 1] : (*self._starts, len(self._text))[number]]
+
+
+class PagedVectors:
+    """Dense vectors of one model in pages of whole vectors, one JSON array for each."""
+
+    def __init__(self, model: str, vectors: NDArray[np.float32]) -> None:
+        self.model = model
+        self.vectors = vectors
+        self._per_page: int = max(1, PAGE_NUMBERS // vectors.shape[1])
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.vectors.nbytes)
+
+    @property
+    def pages(self) -> int:
+        return -(-len(self.vectors) // self._per_page)
+
+    def page(self, number: int) -> str:
+        rows = self.vectors[(number - 1) * self._per_page : number * self._per_page]
+        return "\n".join(msgspec.json.encode(numbers(row)).decode() for row in rows)
+
+
+def numbers(vector: NDArray[np.float32]) -> list[float]:
+    """Return a vector as numbers with as many digits as float32 has."""
+    return [float(f"{value:.7g}") for value in vector.tolist()]
+
+
+@dataclass
+class _StoredResult:
+    session: str
+    content: Paged
+    expires_s: float
+
+
+class ResultStore:
+    """Results by owner and reference. An owner above its limits loses its oldest results, and above TOTAL_BYTES the
+    oldest of all go. A result expires TTL_S after its last use.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._owners: dict[str, OrderedDict[str, _StoredResult]] = {}
+
+    def add(self, owner: str, session: str, content: Paged) -> str:
+        """Store a result, and return its reference. Raises ResultTooLarge."""
+        if content.size_bytes > OWNER_BYTES:
+            raise ResultTooLarge
+        self._drop_expired()
+        results = self._owners.setdefault(owner, OrderedDict())
+        while results and (len(results) >= MAX_RESULTS or self._bytes_of(results) + content.size_bytes > OWNER_BYTES):
+            results.popitem(last=False)
+        while self.size_bytes + content.size_bytes > TOTAL_BYTES:
+            self._drop_oldest()
+        reference = secrets.token_urlsafe(REFERENCE_BYTES)
+        # the owner's entry is gone if its last result was dropped
+        self._owners.setdefault(owner, results)[reference] = _StoredResult(session, content, self._clock() + TTL_S)
+        return reference
+
+    def get(self, owner: str, session: str, reference: str) -> Paged:
+        """Return a result. Raises ResultMissing, also for a result of another owner or session."""
+        self._drop_expired()
+        result = self._owners.get(owner, OrderedDict()).get(reference)
+        if result is None or result.session != session:
+            raise ResultMissing
+        self._owners[owner].move_to_end(reference)
+        result.expires_s = self._clock() + TTL_S
+        return result.content
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(map(self._bytes_of, self._owners.values()))
+
+    @staticmethod
+    def _bytes_of(results: OrderedDict[str, _StoredResult]) -> int:
+        return sum(result.content.size_bytes for result in results.values())
+
+    def _drop_oldest(self) -> None:
+        owner = min(
+            (owner for owner, results in self._owners.items() if results),
+            key=lambda owner: next(iter(self._owners[owner].values())).expires_s,
+        )
+        self._owners[owner].popitem(last=False)
+        if not self._owners[owner]:
+            del self._owners[owner]
+
+    def _drop_expired(self) -> None:
+        now_s = self._clock()
+        for owner, results in list(self._owners.items()):
+            while results and next(iter(results.values())).expires_s <= now_s:
+                results.popitem(last=False)
+            if not results:
+                del self._owners[owner]

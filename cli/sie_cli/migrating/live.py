@@ -1,0 +1,473 @@
+"""Migration of a live collection: the store itself has the texts, the vectors of both models, and the progress.
+
+check ──► embed ──► quality ──► flip (store, then alias) ──► rows that were written meanwhile
+                                 back, clean-up
+
+A scan embeds the rows that have no vector of their present text. Scans are repeated until few rows are left, so writes
+that come meanwhile are followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_cli.display import printable
+from sie_cli.migrating.migration import (
+    Aliases,
+    MigrationReport,
+    Present,
+    back,
+    check_encoder,
+    former_target,
+    probe,
+)
+from sie_cli.refusal import CommandRefused
+from sie_client import SIEAsyncClient, SIEClient
+from sie_contracts.settings import SettingError
+from sie_store.datasets.templates import ColumnFault, Template
+from sie_store.object_stores import RetryPolicy, StoreError
+from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, LiveState, Side, opposite
+from sie_store.sinks.opening import opened_live
+from sie_store.sinks.sink import PATIENCE
+
+LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
+SIDES: tuple[Side, Side] = ("old", "new")
+LIVE_STEPS = ("check", "embed", "quality", "flip")
+SINKS = "SIE_JOBS_SINKS"
+IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # of the first connection: the URL may be wrong
+EMBED_ROWS = 1_000  # rows that are encoded and written at a time; as many are lost if the command is killed
+NEIGHBOURS = 10
+SEARCHES = 8  # concurrent searches of the comparison
+FEW_ROWS, FEW_SHARE = 100, 0.001  # the vectors are up to date if a scan finds at most so many rows
+MAX_SCANS = 20
+PROGRESS_S = 10.0
+DRAIN_S = 5.0  # seconds in which writers that hold a vector of the old model write it
+
+
+@dataclass(frozen=True)
+class LivePlan:
+    """User's request to migrate a live collection. `sink`: name and URL of the database. `accepts`: continue despite
+    low agreement or rows without a vector.
+    """
+
+    alias: str
+    model: str
+    sink: str
+    url: str = field(repr=False)
+    collection: str
+    text: Template
+    vector: str
+    id_column: str
+    sample: int
+    min_agreement: float
+    queries: Sequence[str]
+    accepts: bool
+    until: LiveUntil
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """Model of one side, with the width and the fingerprint of its vectors."""
+
+    name: str
+    dims: int
+    fingerprint: str
+
+
+@dataclass
+class Scan:
+    """Result of a scan. `embedded`: rows that got a vector. `gaps`: rows without a vector, by the reason."""
+
+    scanned: int = 0
+    embedded: int = 0
+    gaps: Counter[str] = field(default_factory=Counter)
+
+    def add_embedded(self, count: int) -> None:
+        self.embedded += count
+
+    @property
+    def gaps_text(self) -> str:
+        """Return the gaps as a text for a person."""
+        return "; ".join(f"{count:,} rows: {reason}" for reason, count in self.gaps.most_common())
+
+
+class ScanProgress:
+    """Printer of a line every PROGRESS_S: rows, rows per second, and the remaining time."""
+
+    def __init__(self, total: int, echo: Callable[[str], None]) -> None:
+        self._total = total
+        self._echo = echo
+        self._start_s = self._last_s = time.monotonic()
+
+    def show(self, scan: Scan) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_s < PROGRESS_S:
+            return
+        self._last_s = now_s
+        self._echo(progress_line(scan, self._total, now_s - self._start_s))
+
+
+def progress_line(scan: Scan, total: int, elapsed_s: float) -> str:
+    """Format the progress of a scan as a line for a person."""
+    rate = scan.scanned / elapsed_s if elapsed_s else 0.0
+    left_s = max(0, total - scan.scanned) / rate if rate else 0.0
+    return (
+        f"  {scan.scanned:,} of {total:,} rows, {scan.embedded:,} embedded, {rate:,.0f} rows/s, "
+        f"{int(left_s // 60)}:{int(left_s % 60):02} left"
+    )
+
+
+class LiveMigration:
+    """Migration of a live collection. `encoder`: opens the client that encodes rows. `echo`: prints progress."""
+
+    def __init__(
+        self,
+        client: SIEClient,
+        encoder: Callable[[], SIEAsyncClient],
+        aliases: Aliases,
+        plan: LivePlan,
+        report: MigrationReport,
+        echo: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._encoder = encoder
+        self._aliases = aliases
+        self._plan = plan
+        self._report = report
+        self._echo = echo
+
+    def run(self) -> None:
+        """Run the remaining steps up to the requested one. Raises CommandRefused, and the errors of the client."""
+        try:
+            asyncio.run(self._run())
+        except StoreError as error:
+            raise CommandRefused(f"{self._plan.sink}: {error}") from None
+        except SettingError as error:
+            raise CommandRefused(str(error)) from None
+
+    async def _run(self) -> None:
+        plan, report = self._plan, self._report
+        alias = self._aliases.read(plan.alias)
+        report.begin("check")
+        old = alias.target if alias.target != plan.model else former_target(alias.history)
+        models = {side: self._model(name) for side, name in zip(SIDES, (old, plan.model), strict=True)}
+        fingerprints = {side: model.fingerprint for side, model in models.items()}
+        if fingerprints["old"] == fingerprints["new"]:
+            raise CommandRefused(
+                f"{old} and {plan.model} have the same fingerprint, so the vectors fit: `sie models alias "
+                f"{plan.alias} {plan.model}` flips at once"
+            )
+        source = LiveSource(plan.collection, plan.text, fingerprints, plan.vector, plan.id_column)
+        async with contextlib.AsyncExitStack() as stack:
+            first = opened_live(plan.url, SINKS, source, IMPATIENCE)
+            stack.push_async_callback(first.close)
+            await first.open()
+            live = opened_live(plan.url, SINKS, source, PATIENCE)
+            stack.push_async_callback(live.close)
+            state = await live.open()
+            if alias.target == plan.model and not state.is_begun:
+                self._check_done(models["old"])
+                return
+            model = models[state.in_use]
+            if state.dims and state.dims != model.dims:
+                raise CommandRefused(
+                    f"the vectors of {plan.collection} have {state.dims} dimensions, where {model.name} makes "
+                    f"{model.dims}: is this the index of {plan.alias}, and is --vector its vector?"
+                )
+            report.report_step(
+                f"{plan.alias} names {alias.target}; {plan.collection} of {plan.sink} has {state.rows:,} rows, and its "
+                f"searches use the vectors of {model.name} ({model.dims} wide)",
+                old=old,
+                new=plan.model,
+                dims=[models["old"].dims, models["new"].dims],
+                rows=state.rows,
+                in_use=state.in_use,
+            )
+            async with self._encoder() as encoder:
+                steps = _LiveSteps(encoder, live, state, models, plan, report, self._echo)
+                await self._steps(steps, alias, state)
+
+    def _check_done(self, old: LiveModel) -> None:
+        """Report an alias that has moved and an index without a migration: it is cleaned up. Raises CommandRefused for
+        the way back.
+        """
+        plan = self._plan
+        if plan.until in ("back", "clean-up"):
+            raise CommandRefused(
+                f"{plan.collection} has no vectors of {old.name}: they were removed, or never migrated. A migration to "
+                f"{old.name} writes them"
+            )
+        self._report.report_step(f"{plan.alias} names {plan.model} already, and {plan.collection} has no migration")
+
+    def _model(self, name: str) -> LiveModel:
+        check_encoder(self._client, name)
+        return LiveModel(name, *probe(self._client, name))
+
+    async def _steps(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
+        plan = self._plan
+        if plan.until == "back":
+            await self._back(steps, alias, state)
+        elif plan.until == "clean-up":
+            await self._clean_up(steps, alias, state)
+        elif plan.until != "check":
+            if state.in_use == "old":
+                await steps.embed()
+                await steps.compare()
+            if plan.until == "flip":
+                await self._flip(steps, alias, state)
+
+    async def _flip(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
+        plan, report = self._plan, self._report
+        report.begin("flip")
+        if state.in_use == "old":
+            gaps = await steps.catch_up("new")
+            if gaps and not plan.accepts:
+                raise CommandRefused(
+                    f"{gaps.total():,} rows have no new vector, so searches would not find them; nothing was "
+                    "switched. Give these rows a text or remove them, then run the same command. To switch without "
+                    "them, use --yes"
+                )
+            await steps.switch("new")
+        if alias.target != plan.model:
+            self._aliases.move(alias, plan.model, report)
+        await steps.settle("new")
+
+    async def _back(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
+        plan, report = self._plan, self._report
+        report.begin("flip")
+        if state.in_use == "old" and alias.target != plan.model:
+            raise CommandRefused(
+                f"{plan.alias} names {alias.target} and {plan.collection} has its vectors in use: there is nothing to "
+                "go back from"
+            )
+        if state.in_use == "new":
+            await steps.catch_up("old")
+            await steps.switch("old")
+        if alias.target == plan.model:
+            report.facts["back"] = back(self._aliases, plan.alias, self._echo)
+            self._aliases.wait_for_gateways(plan.alias)
+        if state.is_begun:
+            await steps.settle("old")
+
+    async def _clean_up(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
+        plan, report = self._plan, self._report
+        report.begin("flip")
+        if (alias.target == plan.model) != (state.in_use == "new"):
+            raise CommandRefused(
+                f"the alias and the collection are not at the same model: {plan.alias} names {alias.target}. Run the "
+                "same command with --step flip or --step back first"
+            )
+        await steps.clean_up()
+
+
+class _LiveSteps:
+    """Steps of a migration at an open collection. `models`: of both sides."""
+
+    def __init__(
+        self,
+        encoder: SIEAsyncClient,
+        live: LiveCollection,
+        state: LiveState,
+        models: Mapping[Side, LiveModel],
+        plan: LivePlan,
+        report: MigrationReport,
+        echo: Callable[[str], None],
+    ) -> None:
+        self._encoder = encoder
+        self._live = live
+        self._state = state
+        self._models = models
+        self._plan = plan
+        self._report = report
+        self._echo = echo
+
+    async def embed(self) -> None:
+        """Write the vectors of the new model beside the others, and build their indexes."""
+        self._report.begin("embed")
+        await self._live.begin(self._models["new"].dims)
+        await self.catch_up("new")
+        self._echo("  indexes of the new vectors are built, if the old ones have any")
+        await self._live.build_indexes()
+
+    async def catch_up(self, side: Side) -> Counter[str]:
+        """Scan until the vectors of a side are up to date. Returns the rows without one, by the reason."""
+        start_s, embedded, name = time.monotonic(), 0, self._models[side].name
+        few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
+        for _ in range(MAX_SCANS):
+            scan = await self._scan(side)
+            embedded += scan.embedded
+            if scan.embedded <= few:
+                break
+        else:
+            raise CommandRefused(
+                f"after {MAX_SCANS} scans {scan.embedded:,} rows of the last one still had no vector: writers change "
+                f"rows faster than {name} encodes them. Add workers, or run the command when there are fewer writes"
+            )
+        seconds = time.monotonic() - start_s
+        self._report.report_step(
+            f"{embedded:,} rows were embedded by {name} in {seconds:.0f} s; all {scan.scanned:,} rows are up to date"
+            + (f", except {scan.gaps_text}" if scan.gaps else ""),
+            rows=scan.scanned,
+            embedded=embedded,
+            seconds=round(seconds, 3),
+            gaps=dict(scan.gaps),
+        )
+        return scan.gaps
+
+    async def settle(self, side: Side) -> None:
+        """Embed the rows that writers have written while the store and the alias were switched."""
+        embedded = (await self._scan(side)).embedded
+        await asyncio.sleep(DRAIN_S)
+        embedded += (await self._scan(side)).embedded
+        self._report.report_step(
+            f"{embedded:,} rows that were written during the switch were embedded again", settled=embedded
+        )
+
+    async def switch(self, side: Side) -> None:
+        """Let searches use the vectors of a side."""
+        await self._live.switch(side)
+        self._report.report_step(
+            f"searches of {self._plan.collection} use the vectors of {self._models[side].name}", in_use=side
+        )
+
+    async def clean_up(self) -> None:
+        """Remove the vectors that are not in use."""
+        await self._live.clean_up()
+        away = opposite(self._state.in_use)
+        self._report.report_step(
+            f"the vectors of {self._models[away].name} are removed from {self._plan.collection}: there is no way back",
+            removed=self._models[away].name,
+        )
+
+    async def compare(self) -> None:
+        """Compare the nearest neighbours by both vectors. Raises CommandRefused if they agree too little."""
+        plan, report = self._plan, self._report
+        report.begin("quality")
+        if not plan.sample and not plan.queries:
+            report.report_step("not measured (--sample 0)")
+            return
+        texts, ids = await self._queries()
+        if not texts:
+            raise CommandRefused("no row of the sample has a text: check --text, or use --sample 0")
+        near_old, near_new = [await self._neighbours(side, texts, ids) for side in SIDES]
+        shares = [len(set(old) & set(new)) / len(old) for old, new in zip(near_old, near_new, strict=True) if old]
+        if not shares:
+            raise CommandRefused("the collection has too few rows to compare: use --sample 0")
+        recall = float(np.mean(shares))
+        report.report_step(
+            f"{len(shares)} queries: recall@{NEIGHBOURS} of the old neighbours by the new vectors is {recall:.3f}",
+            queries=len(shares),
+            neighbours=NEIGHBOURS,
+            recall=recall,
+        )
+        if recall >= plan.min_agreement:
+            return
+        below = f"a recall of {recall:.3f} is below --min-agreement {plan.min_agreement:g}"
+        if not plan.accepts:
+            raise CommandRefused(
+                f"{below}; nothing was switched. A search with the new vectors returns other results. To continue, "
+                f"use --yes or a lower bound, such as --min-agreement {int(recall * 100) / 100:g}"
+            )
+        report.report_step(f"{below}, accepted by --yes")
+
+    async def _queries(self) -> tuple[list[str], list[str]]:
+        """Return the texts of queries, and for each the id of the row that it is; empty for queries of the user."""
+        if self._plan.queries:
+            return list(self._plan.queries), [""] * len(self._plan.queries)
+        texts: dict[str, str] = {}
+        for row in await self._live.sample(self._plan.sample):
+            with contextlib.suppress(ColumnFault):
+                texts[self._plan.text.text(row.columns)] = row.id
+        return list(texts), list(texts.values())
+
+    async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str]]:
+        """Return the nearest rows of each query, without the row that the query is."""
+        results = await self._encoded(side, texts, is_query=bool(self._plan.queries))
+        bound = asyncio.Semaphore(SEARCHES)
+
+        async def search(vector: Any, own: str) -> list[str]:
+            async with bound:
+                near = await self._live.nearest(side, vector, NEIGHBOURS + 1)
+            return [row_id for row_id in near if row_id != own][:NEIGHBOURS]
+
+        vectors = [result.get("dense") for result in results]
+        searches = (search(vector, own) for vector, own in zip(vectors, ids, strict=True) if vector is not None)
+        return await asyncio.gather(*searches)
+
+    async def _scan(self, side: Side) -> Scan:
+        """Embed all rows that have no vector of their present text."""
+        scan, progress = Scan(), ScanProgress(self._state.rows, self._echo)
+        waiting: list[tuple[LiveRow, str]] = []
+        async for page in self._live.pending(side):
+            texts, faults = self._texts(page.rows)
+            scan.gaps.update(fault for _, fault in faults)
+            if faults:
+                await self._live.write(side, [row for row, _ in faults], None)
+            waiting += texts
+            while len(waiting) >= EMBED_ROWS:
+                await self._embed(side, waiting[:EMBED_ROWS], scan)
+                del waiting[:EMBED_ROWS]
+                progress.show(scan)
+            scan.scanned += page.scanned
+            progress.show(scan)
+        if waiting:
+            await self._embed(side, waiting, scan)
+        return scan
+
+    def _texts(self, rows: Sequence[LiveRow]) -> tuple[list[tuple[LiveRow, str]], list[tuple[LiveRow, str]]]:
+        """Return the rows with their texts, and the rows without a text, each with the reason."""
+        texts, faults = [], []
+        for row in rows:
+            try:
+                texts.append((row, self._plan.text.text(row.columns)))
+            except ColumnFault as fault:
+                faults.append((row, str(fault)))
+        return texts, faults
+
+    async def _embed(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
+        """Encode the texts of rows and write their vectors. Rows whose text the model refuses are counted as gaps."""
+        model = self._models[side]
+        results = await self._encoded(side, [text for _, text in rows])
+        done, vectors = [], []
+        for (row, _), result in zip(rows, results, strict=True):
+            vector = result.get("dense")
+            if vector is None:
+                error = result.get("error") or {}
+                scan.gaps[printable(f"{model.name} refuses the text ({error.get('code', 'no vector')})")] += 1
+            else:
+                done.append(row)
+                vectors.append(vector)
+        if done:
+            matrix: NDArray[np.float32] = np.stack(vectors).astype(np.float32)
+            await self._live.write(side, done, matrix)
+            scan.add_embedded(len(done))
+
+    async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
+        """Encode texts by the model of a side. Raises CommandRefused if the model has changed since the check, because
+        its vectors do not belong to the others.
+        """
+        model = self._models[side]
+        results = await self._encoder.encode(
+            model.name,
+            texts,
+            is_query=is_query,
+            output_types=["dense"],
+            output_dtype="float32",
+            on_item_error="slot",
+            priority="bulk",
+        )
+        if any(result.get("dense") is not None and result["fingerprint"] != model.fingerprint for result in results):
+            raise CommandRefused(
+                f"{model.name} has changed since the command began. Pin its revision ({model.name}@REVISION), or run "
+                "the command again: it embeds all rows again"
+            )
+        return results

@@ -1,0 +1,67 @@
+"""Bodies and replies of the routes of the cache of answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct
+
+from sie_contracts.api.shapes import MINI, Flag, Text
+
+
+class CachedModel(Struct, kw_only=True):
+    """Answers of one model in the cache of a gateway. `key`: API key that uses them; empty if all keys share them, or
+    without authentication.
+    """
+
+    model: str
+    key: str
+    answers: int
+
+
+class CacheState(Struct, kw_only=True):
+    """Cache of the gateway that replies. All numbers are 0 if it has none. `evictions`: answers that were removed for
+    lack of room. `gateways`: number of gateways, each of which has a cache of its own. `models`: at most 1000, those
+    with the most answers first.
+    """
+
+    EXAMPLE: ClassVar[Any] = {
+        "max_bytes": 268435456,
+        "bytes": 19030400,
+        "answers": 10000,
+        "evictions": 0,
+        "gateways": 2,
+        "models": [{"model": MINI, "key": "", "answers": 10000}],
+    }
+
+    max_bytes: int
+    bytes: int
+    answers: int
+    evictions: int
+    gateways: int
+    models: list[CachedModel]
+
+
+class CacheErasure(Struct, kw_only=True):
+    """Selection of answers to erase, in the caches of all gateways. An answer is erased if it fits each field that is
+    set. At least one field is set.
+    """
+
+    EXAMPLE: ClassVar[Any] = {"model": MINI}
+
+    model: Annotated[Text, Meta(description="Id of a model.")] = ""
+    key: Annotated[Text, Meta(description="API key whose answers are erased: its id, as in metrics.")] = ""
+    text: Annotated[str | None, Meta(description="Text of an input.")] = None
+    query: Annotated[str | None, Meta(description="Query of a score, if `text` is a document.")] = None
+    all: Annotated[Flag, Meta(description="True: every answer.")] = False
+
+
+class CacheErased(Struct, kw_only=True):
+    """Result of an erasure. `answers`: number of answers that the gateway which replies has erased. `gateways`: number
+    of gateways that were told to erase.
+    """
+
+    EXAMPLE: ClassVar[Any] = {"answers": 10000, "gateways": 2}
+
+    answers: int
+    gateways: int

@@ -1,0 +1,118 @@
+"""Interface of live collections: collections in use, beside whose vectors those of a second model are written.
+
+    rows ──pending(side)──► rows without a vector of their present text ──write──► the vectors of that side
+                                 switch ──► searches and writers use the vectors of that side
+
+Each store keeps the progress itself, beside the vectors, so that a migration that was killed continues. A vector counts
+only while it stands for the present text of its row, whoever wrote the row.
+
+The errors are those of sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_store.datasets.templates import Template
+
+# The vectors of a collection: `old` are those before the migration, `new` those of the new model.
+Side = Literal["old", "new"]
+
+
+def opposite(side: Side) -> Side:
+    return "old" if side == "new" else "new"
+
+
+@dataclass(frozen=True)
+class LiveSource:
+    """Description of a live collection. `text`: template of a row's text. `vector`: name of the vector or of its
+    column, `id_column`: column of ids; empty for the store's default. `fingerprints`: those of both models.
+    """
+
+    collection: str
+    text: Template
+    fingerprints: Mapping[Side, str]
+    vector: str = ""
+    id_column: str = ""
+
+    def salt(self, side: Side) -> str:
+        """Return what a vector of this side depends on beside its row: the template, and the model."""
+        pieces = "".join(literal + (f"{{{name}}}" if name is not None else "") for literal, name in self.text.pieces)
+        return f"{self.fingerprints[side]}\0{pieces}".replace("\0", "\n")
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """State of a live collection. `dims`: width of the vectors in use. `in_use`: the side that searches use.
+    `is_begun`: there is a place for vectors of the opposite side.
+    """
+
+    rows: int
+    dims: int
+    in_use: Side
+    is_begun: bool
+
+
+@dataclass(frozen=True)
+class LiveRow:
+    """A row of a live collection. `columns`: those that the template names. `version`: the text that the row had when
+    it was read. `stored`: the row in the form of its store.
+    """
+
+    id: str
+    columns: Mapping[str, Any]
+    version: bytes = b""
+    stored: Any = None
+
+
+@dataclass(frozen=True)
+class ScannedPage:
+    """Some rows of a scan. `rows`: those of the `scanned` rows that have no vector of their present text."""
+
+    scanned: int
+    rows: Sequence[LiveRow]
+
+
+class LiveCollection(Protocol):
+    """A live collection of a store. Every method limits the time of each attempt, repeats a call if another attempt may
+    help, and raises StoreError.
+    """
+
+    async def open(self) -> LiveState:
+        """Read the state, and check everything that can be checked before the first write."""
+
+    async def begin(self, dims: int) -> None:
+        """Create the place for new vectors of `dims` numbers, or check the existing one."""
+
+    def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
+        """Scan all rows for those without a vector of their present text. Other rows are brought up to date without a
+        model, if that is possible.
+        """
+
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
+        """Write the vectors of rows. Rows that have changed since they were read stay pending. `vectors` None: these
+        rows have no text, so the side that is not in use must have no vector of them.
+        """
+
+    async def sample(self, count: int) -> Sequence[LiveRow]:
+        """Return rows that are chosen at random."""
+
+    async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
+        """Return the ids of the nearest rows by the vectors of one side, the nearest first."""
+
+    async def build_indexes(self) -> None:
+        """Build the indexes of the new vectors that the old ones have."""
+
+    async def switch(self, side: Side) -> None:
+        """Let searches and writers use the vectors of this side from now on. Those of the other side stay."""
+
+    async def clean_up(self) -> None:
+        """Remove the vectors that are not in use, and everything else that the migration has created."""
+
+    async def close(self) -> None:
+        """Close the connections to the store."""

@@ -1,0 +1,462 @@
+"""Live table of PostgreSQL with pgvector. For the column `embedding` there are, during a migration:
+
+    embedding           vectors in use
+    embedding_next      new vectors before the switch        embedding_before    old vectors after the switch
+    embedding_marker    digest of the row's text, the model, and the vector that was computed from this text
+
+A row is pending if its marker differs from the digest of what it has now. So no clock, trigger or change log is needed,
+and a writer cannot bypass it. A write compares the text under the lock of the row, and skips rows that others lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
+from sie_store.sinks.pgvector import (
+    MAX_DIMS,
+    SCHEMA_OF_EXTENSION,
+    PostgresDatabase,
+    binary,
+    copy_rows,
+    quoted,
+)
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, CollectionRefused, SinkUnsuitable
+
+DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # as jobs create them
+NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
+MAX_NAME = 63  # bytes of a name in PostgreSQL
+SCAN_ROWS = 2_000
+LOCK_S = 3  # seconds for which a change of the table waits for its lock, and lets later readers and writers wait
+INDEX_S = 24 * 3600.0
+_TYPE = re.compile(r"(?:.*\.)?(vector|halfvec)(?:\((\d+)\))?")
+_OPERATORS = {"vector_l2_ops": "<->", "vector_ip_ops": "<#>", "halfvec_l2_ops": "<->", "halfvec_ip_ops": "<#>"}
+COSINE = "<=>"
+_TABLE = """
+SELECT c.oid, c.relkind = 'r' AS is_table, pg_has_role(c.relowner, 'USAGE') AS is_owner
+FROM pg_class c WHERE c.oid = to_regclass($1)
+"""
+_COLUMNS = """
+SELECT a.attname AS name, format_type(a.atttypid, a.atttypmod) AS type, a.attnotnull AS not_null,
+       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisunique AND i.indimmediate
+               AND i.indpred IS NULL AND i.indnkeyatts = 1 AND i.indkey[0] = a.attnum) AS is_unique,
+       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = a.attrelid AND i.indisprimary AND i.indnkeyatts = 1
+               AND i.indkey[0] = a.attnum) AS is_primary,
+       col_description(a.attrelid, a.attnum) AS comment
+FROM pg_attribute a WHERE a.attrelid = $1 AND a.attnum > 0 AND NOT a.attisdropped
+"""
+_INDEXES = """
+SELECT c.relname AS name, m.amname AS method, o.opcname AS operators, i.indisvalid AS is_valid,
+       n.nspname AS schema, array_to_string(c.reloptions, ', ') AS options
+FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_am m ON m.oid = c.relam
+JOIN pg_opclass o ON o.oid = i.indclass[0] JOIN pg_namespace n ON n.oid = c.relnamespace
+JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0]
+WHERE i.indrelid = to_regclass($1) AND i.indnkeyatts = 1 AND i.indpred IS NULL AND m.amname IN ('hnsw', 'ivfflat')
+      AND a.attname = $2
+"""
+
+
+@dataclass(frozen=True)
+class _TableShape:
+    """Columns of the table. `kind`: type of the vectors, vector or halfvec. `columns`: type by name."""
+
+    extension: str
+    vector: str
+    kind: str
+    id_column: str
+    id_type: str
+    columns: dict[str, str]
+    in_use: Side
+    comment: str
+    is_not_null: bool
+    operator: str  # of distances
+
+    def column(self, side: Side) -> str:
+        """Return the column with the vectors of a side."""
+        if side == self.in_use:
+            return self.vector
+        return self.vector + (NEXT if side == "new" else BEFORE)
+
+    def field(self, name: str) -> str:
+        """Return the expression for a column that the template names, or for a field of the column `payload`."""
+        return f"t.{quoted(name)}" if name in self.columns else f"t.{quoted(PAYLOAD)} -> {_literal(name)}"
+
+    @property
+    def marker(self) -> str:
+        return self.vector + MARKER
+
+    @property
+    def is_begun(self) -> bool:
+        return self.marker in self.columns
+
+    @property
+    def type(self) -> str:
+        """Return the type of vectors, with its schema."""
+        return f"{quoted(self.extension)}.{self.kind}"
+
+
+class _MarkerRecord(msgspec.Struct, frozen=True):
+    """Comment of the column of markers. `new`: fingerprint of the new model."""
+
+    new: str
+    not_null: bool = False
+
+
+class PgvectorLive:
+    """Live table of PostgreSQL."""
+
+    def __init__(self, database: PostgresDatabase, source: LiveSource) -> None:
+        self._database = database
+        self._source = source
+        self._table = ".".join(quoted(part) for part in source.collection.split("."))
+        self._shape: _TableShape | None = None
+
+    async def open(self) -> LiveState:
+        self._shape = shape = await self._database.transaction(self._read_shape)
+        if shape.in_use == "new" and self._record().new != self._source.fingerprints["new"]:
+            vector = shape.vector
+            raise CollectionMismatch(
+                f"the vectors in use of {self._source.collection} are of another migration, or the model has changed "
+                "since. Run the command of that migration with --step clean-up; if its model is not there any more: "
+                f"ALTER TABLE {self._table} DROP COLUMN {quoted(vector + BEFORE)}, DROP COLUMN {quoted(shape.marker)}"
+            )
+        column = quoted(shape.vector)
+        rows, dims = await self._database.transaction(
+            lambda connection: connection.fetchrow(
+                f"SELECT (SELECT count(*) FROM {self._table}), "  # noqa: S608  quoted
+                f"(SELECT {quoted(shape.extension)}.vector_dims({column}) FROM {self._table} "
+                f"WHERE {column} IS NOT NULL LIMIT 1)"
+            )
+        )
+        return LiveState(rows, dims or 0, shape.in_use, shape.is_begun)
+
+    async def _read_shape(self, connection: Any) -> _TableShape:
+        source = self._source
+        extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
+        if extension is None:
+            raise SinkUnsuitable(
+                "the database has no extension vector, so it has no vectors: is it the right database?"
+            )
+        table = await connection.fetchrow(_TABLE, self._table)
+        if table is None:
+            raise CollectionMissing(f"the database has no table {source.collection} in its search path")
+        if not table["is_table"]:
+            raise CollectionMismatch(f"{source.collection} is not a table, or a partitioned one")
+        rows = await connection.fetch(_COLUMNS, table["oid"])
+        columns = {row["name"]: row["type"] for row in rows}
+        vector = source.vector or DEFAULT_VECTOR
+        if len(vector.encode()) + len(MARKER) > MAX_NAME:
+            raise CollectionRefused("the name of the vector column is too long: a migration adds _marker to it")
+        kind = _TYPE.fullmatch(columns.get(vector, ""))
+        if kind is None:
+            vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]
+            raise CollectionMismatch(
+                f"the table {source.collection} has no column {vector} of type vector or halfvec. Name one with "
+                f"--vector: {', '.join(vectors) or 'it has none'}"
+            )
+        has_payload = columns.get(PAYLOAD) == "jsonb"
+        missing = [name for name in source.text.columns if name not in columns and not has_payload]
+        if missing:
+            raise CollectionMismatch(
+                f"the table {source.collection} has no column {missing[0]}, which --text names. It has "
+                f"{', '.join(name for name in columns if name != vector)}"
+            )
+        unique = [row["name"] for row in rows if row["is_unique"]]
+        primary = [row["name"] for row in rows if row["is_primary"]]
+        id_column = source.id_column or (primary or unique or [""])[0]
+        if id_column not in unique:
+            raise CollectionMismatch(
+                f"the table {source.collection} needs a column that alone is its primary key or unique: "
+                f"{id_column or 'it has none'}. --id names one"
+            )
+        if not table["is_owner"]:
+            raise SinkUnsuitable(
+                f"the user of the URL does not own the table {source.collection}, and only an owner adds and renames "
+                "columns: use the URL of the owner, or GRANT the owner's role to the user"
+            )
+        comment = next((row["comment"] for row in rows if row["name"] == vector + MARKER), None)
+        is_not_null = next(row["not_null"] for row in rows if row["name"] == vector)
+        in_use: Side = "new" if vector + BEFORE in columns else "old"
+        indexes = await connection.fetch(_INDEXES, self._table, vector)
+        operator = next((_OPERATORS.get(index["operators"], COSINE) for index in indexes), COSINE)
+        id_type = columns[id_column]
+        return _TableShape(
+            extension, vector, kind[1], id_column, id_type, columns, in_use, comment or "", is_not_null, operator
+        )
+
+    async def begin(self, dims: int) -> None:
+        shape = self._opened()
+        if dims > MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
+        fingerprint = self._source.fingerprints["new"]
+        if not shape.is_begun:
+            if shape.vector + NEXT in shape.columns:
+                raise CollectionMismatch(
+                    f"the table {self._source.collection} has a column {shape.vector + NEXT} that no migration has "
+                    "created: rename or drop it"
+                )
+            record = msgspec.json.encode(_MarkerRecord(fingerprint, shape.is_not_null)).decode()
+            await self._alter(
+                f"ALTER TABLE {self._table} ADD COLUMN {quoted(shape.column('new'))} {shape.type}({dims}), "
+                f"ADD COLUMN {quoted(shape.marker)} bytea",
+                f"COMMENT ON COLUMN {self._table}.{quoted(shape.marker)} IS {_literal(record)}",
+            )
+            return
+        column = shape.column("new")
+        actual = (shape.columns.get(column, "").rpartition(".")[2]) or f"no column {column}"
+        if actual != f"{shape.kind}({dims})" and not (shape.in_use == "new" and actual == shape.kind):
+            raise CollectionMismatch(
+                f"the column {column} of {self._source.collection} has {actual}, where {shape.kind}({dims}) is "
+                "written. It is of another migration: remove it with --step clean-up, or drop it"
+            )
+        if self._record().new != fingerprint:
+            raise CollectionMismatch(
+                f"the column {column} of {self._source.collection} has vectors of another model, or of this one before "
+                "it changed: remove them with --step clean-up first"
+            )
+
+    async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
+        shape = self._opened()
+        after: str | None = None
+        while True:
+            scanned, after, rows, same = await self._database.transaction(
+                functools.partial(self._page, shape=shape, side=side, after=after)
+            )
+            if same:
+                await self._database.transaction(functools.partial(self._adopt, shape=shape, side=side, ids=same))
+            yield ScannedPage(scanned, rows)
+            if scanned < SCAN_ROWS:
+                return
+
+    async def _page(
+        self, connection: Any, shape: _TableShape, side: Side, after: str | None
+    ) -> tuple[int, str | None, list[LiveRow], list[str]]:
+        """Read the next rows. Returns their number, the last id, the pending rows, and the ids of rows whose vector
+        was computed earlier from the same text.
+        """
+        identity, column = f"t.{quoted(shape.id_column)}", f"t.{quoted(shape.column(side))}"
+        key = f"$1::text::{shape.id_type}"
+        span = f"{identity} > {key}" if after is not None else "$1::text IS NULL"
+        ids = await connection.fetch(
+            f"SELECT {identity}::text AS id FROM {self._table} t WHERE {span} ORDER BY {identity} LIMIT {SCAN_ROWS}",  # noqa: S608
+            after,
+        )
+        if not ids:
+            return 0, None, [], []
+        last = ids[-1]["id"]
+        same = (
+            f"{column} IS NOT NULL AND t.{quoted(shape.marker)} = {self._digest(shape, opposite(side))}"
+            if shape.column(opposite(side)) in shape.columns
+            else "false"
+        )
+        fields = ", ".join(f"{_literal(name)}, {shape.field(name)}" for name in self._source.text.columns)
+        stale = await connection.fetch(
+            f"SELECT {identity}::text AS id, {_version(self._source, shape)} AS version, "  # noqa: S608
+            f"{same} AS is_same, jsonb_build_object({fields})::text AS columns "
+            f"FROM {self._table} t WHERE {span} AND {identity} <= $2::text::{shape.id_type} AND "
+            f"({column} IS NULL OR t.{quoted(shape.marker)} IS DISTINCT FROM {self._digest(shape, side)}) "
+            f"ORDER BY {identity}",
+            after,
+            last,
+        )
+        rows = [
+            LiveRow(row["id"], msgspec.json.decode(row["columns"]), row["version"])
+            for row in stale
+            if not row["is_same"]
+        ]
+        return len(ids), last, rows, [row["id"] for row in stale if row["is_same"]]
+
+    async def _adopt(self, connection: Any, shape: _TableShape, side: Side, ids: list[str]) -> None:
+        await connection.execute(
+            f"UPDATE {self._table} t SET {quoted(shape.marker)} = {self._digest(shape, side)} "  # noqa: S608
+            f"WHERE t.{quoted(shape.id_column)} = ANY($1::text[]::{shape.id_type}[]) "
+            f"AND t.{quoted(shape.column(side))} IS NOT NULL AND t.{quoted(shape.marker)} = "
+            f"{self._digest(shape, opposite(side))}",
+            ids,
+        )
+
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
+        shape = self._opened()
+        if vectors is None:
+            if side != shape.in_use:
+                await self._database.transaction(functools.partial(self._cleared, shape=shape, side=side, rows=rows))
+            return
+        encoded = await asyncio.to_thread(lambda: [binary(vector) for vector in vectors])
+        records = [(row.id, vector, row.version) for row, vector in zip(rows, encoded, strict=True)]
+        size = sum(len(row_id) + len(vector) + len(version) for row_id, vector, version in records)
+        await self._database.transaction(
+            functools.partial(self._written, shape=shape, side=side, records=records), size
+        )
+
+    async def _written(
+        self, connection: Any, shape: _TableShape, side: Side, records: Sequence[tuple[str, bytes, bytes]]
+    ) -> None:
+        await copy_rows(connection, shape.extension, "version bytea", records)
+        identity, vector = quoted(shape.id_column), f"fresh.embedding::{shape.type}"
+        changes = [
+            f"{quoted(shape.column(side))} = {vector}",
+            f"{quoted(shape.marker)} = {self._digest(shape, side, vector)}",
+        ]
+        away = shape.column(opposite(side))
+        if side == shape.in_use and away in shape.columns:
+            # a writer has changed this row, so the vector that is not in use stands for an earlier text
+            changes.append(f"{quoted(away)} = NULL")
+        await connection.execute(
+            f"WITH fresh AS (SELECT t.{identity} AS id, r.embedding FROM pg_temp.sie_rows r JOIN {self._table} t "  # noqa: S608
+            f"ON t.{identity} = r.id::{shape.id_type} WHERE {_version(self._source, shape)} = r.version "
+            # a row that another transaction has locked is taken by the next scan, so there are no deadlocks
+            f"FOR UPDATE OF t SKIP LOCKED) "
+            f"UPDATE {self._table} t SET {', '.join(changes)} FROM fresh WHERE t.{identity} = fresh.id"
+        )
+
+    async def _cleared(self, connection: Any, shape: _TableShape, side: Side, rows: Sequence[LiveRow]) -> None:
+        column = quoted(shape.column(side))
+        await connection.execute(
+            f"UPDATE {self._table} t SET {column} = NULL FROM "  # noqa: S608
+            "unnest($1::text[], $2::bytea[]) AS r(id, version) "
+            f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} AND t.{column} IS NOT NULL "
+            f"AND {_version(self._source, shape)} = r.version",
+            [row.id for row in rows],
+            [row.version for row in rows],
+        )
+
+    async def sample(self, count: int) -> Sequence[LiveRow]:
+        shape = self._opened()
+        identity = f"t.{quoted(shape.id_column)}"
+        fields = ", ".join(f"{_literal(name)}, {shape.field(name)}" for name in self._source.text.columns)
+        rows = await self._database.transaction(
+            lambda connection: connection.fetch(
+                f"SELECT {identity}::text AS id, jsonb_build_object({fields})::text AS columns "  # noqa: S608
+                f"FROM {self._table} t WHERE {identity} IN (SELECT {identity} FROM {self._table} t "
+                f"WHERE t.{quoted(shape.vector)} IS NOT NULL ORDER BY random() LIMIT {count})"
+            )
+        )
+        return [LiveRow(row["id"], msgspec.json.decode(row["columns"])) for row in rows]
+
+    async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
+        shape = self._opened()
+        column = f"t.{quoted(shape.column(side))}"
+        near = await self._database.transaction(
+            lambda connection: connection.fetch(
+                f"SELECT t.{quoted(shape.id_column)}::text AS id FROM {self._table} t WHERE {column} IS NOT NULL "  # noqa: S608
+                f"ORDER BY {column} OPERATOR({quoted(shape.extension)}.{shape.operator}) $1::text::{shape.type} "
+                f"LIMIT {count}",
+                str(vector.tolist()),
+            )
+        )
+        return [row["id"] for row in near]
+
+    async def build_indexes(self) -> None:
+        """Build indexes without a lock of writers (CONCURRENTLY). An index that such a build has left invalid is
+        removed first.
+        """
+        shape = self._opened()
+        old, new = await self._database.transaction(
+            lambda connection: _indexes(connection, self._table, shape.column("old"), shape.column("new"))
+        )
+        schema = quoted(old[0]["schema"]) if old else ""
+        for index in new:
+            if not index["is_valid"]:
+                name = quoted(index["name"])
+                await self._database.alone(f"DROP INDEX CONCURRENTLY IF EXISTS {schema}.{name}", INDEX_S)
+        built = {(index["method"], index["operators"]) for index in new if index["is_valid"]}
+        for index in old:
+            if (index["method"], index["operators"]) not in built:
+                options = f" WITH ({index['options']})" if index["options"] else ""
+                await self._database.alone(
+                    f"CREATE INDEX CONCURRENTLY ON {self._table} USING {index['method']} "
+                    f"({quoted(shape.column('new'))} {quoted(shape.extension)}.{index['operators']}){options}",
+                    INDEX_S,
+                )
+
+    async def switch(self, side: Side) -> None:
+        shape = self._opened()
+        if shape.in_use == side:
+            return
+        away = quoted(shape.vector + (BEFORE if side == "new" else NEXT))
+        await self._alter(
+            f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.vector)} TO {away}",
+            f"ALTER TABLE {self._table} RENAME COLUMN {quoted(shape.column(side))} TO {quoted(shape.vector)}",
+            # rows that are written from now on have no vector of the side that is not in use
+            f"ALTER TABLE {self._table} ALTER COLUMN {away} DROP NOT NULL",
+        )
+        await self.open()
+
+    async def clean_up(self) -> None:
+        shape = self._opened()
+        if not shape.is_begun:
+            return
+        away = quoted(shape.column(opposite(shape.in_use)))
+        statements = [
+            f"ALTER TABLE {self._table} DROP COLUMN IF EXISTS {away}, DROP COLUMN {quoted(shape.marker)}",
+        ]
+        if self._record().not_null and not shape.is_not_null and not await self._has_gaps(shape):
+            statements.append(f"ALTER TABLE {self._table} ALTER COLUMN {quoted(shape.vector)} SET NOT NULL")
+        await self._alter(*statements)
+        await self.open()
+
+    async def _has_gaps(self, shape: _TableShape) -> bool:
+        """Return whether a row has no vector in use."""
+        gaps = f"SELECT EXISTS (SELECT FROM {self._table} WHERE {quoted(shape.vector)} IS NULL)"  # noqa: S608
+        return bool(await self._database.transaction(lambda connection: connection.fetchval(gaps)))
+
+    async def close(self) -> None:
+        """Do nothing: there is no open connection between calls."""
+
+    def _opened(self) -> _TableShape:
+        assert self._shape is not None, "open comes first"
+        return self._shape
+
+    def _record(self) -> _MarkerRecord:
+        """Return the comment of the column of markers."""
+        try:
+            return msgspec.json.decode(self._opened().comment, type=_MarkerRecord)
+        except msgspec.DecodeError:
+            raise CollectionMismatch(
+                f"the comment of the column {self._opened().marker} is not one of a migration: drop the column"
+            ) from None
+
+    async def _alter(self, *statements: str) -> None:
+        """Run statements that change the table, in one transaction, and read its columns again."""
+
+        async def run(connection: Any) -> None:
+            await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_S}s'")
+            for statement in statements:
+                await connection.execute(statement)
+
+        await self._database.transaction(run)
+        self._shape = await self._database.transaction(self._read_shape)
+
+    def _digest(self, shape: _TableShape, side: Side, vector: str = "") -> str:
+        """Return the expression for the marker of a row with a current vector of this side: by default the vector that
+        it has.
+        """
+        send = f"{quoted(shape.extension)}.{shape.kind}_send"
+        return (
+            f"sha256(convert_to({_literal(self._source.salt(side))}, 'UTF8') || {_version(self._source, shape)} || "
+            f"{send}({vector or 't.' + quoted(shape.column(side))}))"
+        )
+
+
+async def _indexes(connection: Any, table: str, *columns: str) -> list[list[Any]]:
+    return [list(await connection.fetch(_INDEXES, table, column)) for column in columns]
+
+
+def _version(source: LiveSource, shape: _TableShape) -> str:
+    """Return the expression for the digest of the columns that the template names."""
+    columns = ", ".join(map(shape.field, source.text.columns))
+    return f"sha256(convert_to(jsonb_build_array({columns})::text, 'UTF8'))"
+
+
+def _literal(text: str) -> str:
+    """Return a text as a constant of SQL."""
+    return "E'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"

@@ -1,0 +1,377 @@
+"""Live collection of Qdrant. The name that searches and writers use is an alias of Qdrant, here `docs`:
+
+    docs          ──► the collection in use
+    docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
+    docs--before  ──► the old collection, after the switch
+
+The new collection has the ids, payloads and other vectors of the old one. A point is pending if its copy is missing,
+has another payload, or has a marker of another text or model. The marker is the field `_sie` of the payload. A writer
+that replaces a point removes the marker, and so the point is pending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
+from sie_store.sinks.qdrant import MAX_DIMS, QdrantConnection, point_bodies
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkUnsuitable, checked_name
+
+MARKER = "_sie"
+SCAN_POINTS = 256
+ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points
+# settings of a collection that the new one gets too, by their name in its description
+_PARAMS = ("shard_number", "replication_factor", "write_consistency_factor", "on_disk_payload")
+_CONFIGS = {
+    "hnsw_config": "hnsw_config",
+    "optimizer_config": "optimizers_config",
+    "quantization_config": "quantization_config",
+}
+
+
+class _PayloadIndex(msgspec.Struct, frozen=True):
+    data_type: str
+    params: dict[str, Any] | None = None
+
+
+class _CollectionConfig(msgspec.Struct, frozen=True):
+    params: dict[str, Any]
+    hnsw_config: dict[str, Any] | None = None
+    optimizer_config: dict[str, Any] | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _CollectionInfo(msgspec.Struct, frozen=True):
+    config: _CollectionConfig
+    payload_schema: dict[str, _PayloadIndex] = {}
+
+
+class _Point(msgspec.Struct, frozen=True):
+    id: int | str
+    payload: dict[str, Any] | None = None
+    vector: Any = None
+
+
+class _PointPage(msgspec.Struct, frozen=True):
+    points: tuple[_Point, ...] = ()
+    next_page_offset: int | str | None = None
+
+
+class _PointCount(msgspec.Struct, frozen=True):
+    count: int
+
+
+class _QdrantAlias(msgspec.Struct, frozen=True):
+    alias_name: str
+    collection_name: str
+
+
+class _AliasListing(msgspec.Struct, frozen=True):
+    aliases: tuple[_QdrantAlias, ...] = ()
+
+
+@dataclass(frozen=True)
+class _CollectionPair:
+    """Collections of a migration. `vector`: name of the vector, empty for one without a name. `more_vectors`: names of
+    the rest.
+    """
+
+    names: Mapping[Side, str]
+    in_use: Side
+    is_begun: bool
+    info: _CollectionInfo
+    vector: str
+    params: dict[str, Any]
+    more_vectors: tuple[str, ...]
+
+
+class QdrantLive:
+    """Live collection of Qdrant."""
+
+    def __init__(self, server: QdrantConnection, source: LiveSource) -> None:
+        self._server = server
+        self._source = source
+        self._alias = source.collection
+        self._before = f"{source.collection}--before"
+        self._layout: _CollectionPair | None = None
+
+    async def open(self) -> LiveState:
+        checked_name(self._alias)
+        aliases = await self._aliases()
+        target = aliases.get(self._alias)
+        if target is None:
+            if await self._server.send("GET", _path(self._alias), missing=True) is None:
+                raise CollectionMissing(f"Qdrant has no alias {self._alias}")
+            raise CollectionMismatch(
+                f"{self._alias} is a collection of Qdrant and not an alias, so searches cannot be switched. Create an "
+                "alias for it (POST /collections/aliases), let searches and writers use the alias, and name it with "
+                "--collection"
+            )
+        new = f"{self._alias}--{self._source.fingerprints['new'][:8]}"
+        in_use: Side = "new" if target == new else "old"
+        old = aliases.get(self._before, "") if in_use == "new" else target
+        if in_use == "old" and self._before in aliases:
+            raise CollectionMismatch(
+                f"an earlier migration of {self._alias} is not cleaned up: the alias {self._before} still names the "
+                f"collection {aliases[self._before]}. Remove both, or run the command of that migration with "
+                "--step clean-up"
+            )
+        info = await self._read("GET", _path(target), _CollectionInfo)
+        vector, params, more_vectors = self._vectors(info)
+        if info.config.params.get("sharding_method") == "custom":
+            raise CollectionMismatch(f"the collection {target} has shards by key, which are not migrated")
+        if in_use == "new":
+            is_begun = bool(old)  # otherwise it is cleaned up
+        else:
+            is_begun = await self._server.send("GET", _path(new), missing=True) is not None
+        self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
+        counted = await self._read("POST", _path(target, "/points/count"), _PointCount, {"exact": True})
+        return LiveState(counted.count, int(params["size"]), in_use, is_begun)
+
+    def _vectors(self, info: _CollectionInfo) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+        """Return the name and the parameters of the vector to migrate, and the names of the other vectors."""
+        vectors = info.config.params.get("vectors") or {}
+        sparse = tuple(info.config.params.get("sparse_vectors") or {})
+        named = {"": vectors} if "size" in vectors else vectors
+        vector = self._source.vector or (next(iter(named)) if len(named) == 1 else "")
+        params = named.get(vector)
+        if not isinstance(params, dict) or not isinstance(params.get("size"), int):
+            raise CollectionMismatch(
+                f"the collection {self._alias} has the vectors {', '.join(name or '(no name)' for name in named)}: "
+                "--vector names the one to migrate"
+            )
+        if params.get("multivector_config"):
+            raise CollectionMismatch(f"the vector {vector} of {self._alias} is a multivector, which is not migrated")
+        return vector, params, (*(name for name in named if name != vector), *sparse)
+
+    async def begin(self, dims: int) -> None:
+        layout = self._opened()
+        name = layout.names["new"]
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
+        if not layout.is_begun:
+            config = layout.info.config
+            params = {**layout.params, "size": dims}
+            vectors: Any = config.params["vectors"]
+            settings = {
+                "vectors": params if layout.vector == "" else {**vectors, layout.vector: params},
+                **{key: config.params[key] for key in ("sparse_vectors", *_PARAMS) if config.params.get(key)},
+                **{key: getattr(config, own) for own, key in _CONFIGS.items() if getattr(config, own)},
+            }
+            await self._server.send("PUT", _path(name), msgspec.json.encode(settings), exists=True)
+        for field, index in layout.info.payload_schema.items():
+            body = {"field_name": field, "field_schema": index.params or index.data_type}
+            await self._server.send("PUT", _path(name, "/index?wait=true"), msgspec.json.encode(body))
+        created = await self._read("GET", _path(name), _CollectionInfo)
+        _, params, _ = self._vectors(created)
+        if params["size"] != dims:
+            raise CollectionMismatch(
+                f"the collection {name} has {params['size']} dimensions, where {dims} are written: no migration of "
+                "this model has created it. Delete it"
+            )
+        await self.open()
+
+    async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
+        layout = self._opened()
+        source, copies = layout.names[layout.in_use], layout.names[side]
+        async for points in self._scroll(
+            source, with_vector=list(layout.more_vectors) if side != layout.in_use else False
+        ):
+            if side == layout.in_use:
+                stored = {point.id: point for point in points}
+            else:
+                stored = await self._points(copies, [point.id for point in points])
+            rows = [
+                LiveRow(str(point.id), _plain(point), stored=point)
+                for point in points
+                if not self._is_current(side, point, stored.get(point.id))
+            ]
+            yield ScannedPage(len(points), rows)
+        if side != layout.in_use:
+            await self._remove_deleted(source, copies)
+
+    def _is_current(self, side: Side, point: _Point, copy: _Point | None) -> bool:
+        """Return whether the copy of a point has its payload, and a vector of this payload's text."""
+        if copy is None or _plain(copy) != _plain(point):
+            return False
+        marker = (copy.payload or {}).get(MARKER)
+        # old points have no marker, because only the application has written them
+        return marker == self._marker(side, point) or (side == "old" and marker is None)
+
+    async def _remove_deleted(self, source: str, copies: str) -> None:
+        """Remove the copies of points that were deleted."""
+        async for points in self._scroll(copies, with_payload=False):
+            ids = [point.id for point in points]
+            present = await self._points(source, ids, with_payload=False)
+            if deleted := [point_id for point_id in ids if point_id not in present]:
+                await self._check_in_use()
+                body = msgspec.json.encode({"points": deleted})
+                await self._server.send("POST", _path(copies, "/points/delete?wait=true"), body)
+
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
+        layout = self._opened()
+        if side == layout.in_use:
+            if vectors is not None:
+                await self._replace_vectors(rows, vectors)
+            return
+        await self._check_in_use()
+        points = (
+            self._copy(row.stored, side, None if vectors is None else vectors[number])
+            for number, row in enumerate(rows)
+        )
+        bodies = point_bodies(points)
+        # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
+        while body := await asyncio.to_thread(next, bodies, b""):
+            await self._server.send("PUT", self._points_path(side, "?wait=true"), body, completed=True)
+
+    def _copy(self, point: _Point, side: Side, vector: NDArray[np.float32] | None) -> dict[str, Any]:
+        """Return the copy of a point for a side, with its other vectors; without a vector it has no marker."""
+        name = self._opened().vector
+        content: Any = dict(point.vector) if isinstance(point.vector, dict) else {}
+        payload = _plain(point)
+        if vector is not None:
+            content = {**content, name: vector.tolist()} if name or content else vector.tolist()
+            payload[MARKER] = self._marker(side, point)
+        return {"id": point.id, "vector": content, "payload": payload}
+
+    async def _replace_vectors(self, rows: Sequence[LiveRow], vectors: NDArray[np.float32]) -> None:
+        """Write vectors and markers to the collection in use. If a writer replaces a point before this, the marker is
+        of another text; if afterwards, it is gone: in both cases the point is pending.
+        """
+        layout = self._opened()
+        name = layout.names[layout.in_use]
+        for row, vector in zip(rows, vectors, strict=True):
+            point_id, content = row.stored.id, vector.tolist()
+            marker = self._marker(layout.in_use, row.stored)
+            point = {"id": point_id, "vector": {layout.vector: content} if layout.vector else content}
+            operations = [
+                {"update_vectors": {"points": [point]}},
+                {"set_payload": {"payload": {MARKER: marker}, "points": [point_id]}},
+            ]
+            try:
+                body = msgspec.json.encode({"operations": operations})
+                await self._server.send("POST", _path(name, "/points/batch?wait=true"), body)
+            except CollectionMissing:
+                # the point was deleted meanwhile, or the collection: then the scan refuses it
+                continue
+
+    async def sample(self, count: int) -> Sequence[LiveRow]:
+        body = {"query": {"sample": "random"}, "limit": count, "with_payload": True}
+        page = await self._read("POST", self._points_path(self._opened().in_use, "/query"), _PointPage, body)
+        return [LiveRow(str(point.id), _plain(point)) for point in page.points]
+
+    async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
+        name = self._opened().vector
+        body = {"query": vector.tolist(), "limit": count, "with_payload": False, **({"using": name} if name else {})}
+        page = await self._read("POST", self._points_path(side, "/query"), _PointPage, body)
+        return [str(point.id) for point in page.points]
+
+    async def build_indexes(self) -> None:
+        """Do nothing: Qdrant builds its indexes itself."""
+
+    async def switch(self, side: Side) -> None:
+        layout = self._opened()
+        if layout.in_use == side:
+            return
+        actions: list[dict[str, Any]] = [
+            {"delete_alias": {"alias_name": self._alias}},
+            {"create_alias": {"alias_name": self._alias, "collection_name": layout.names[side]}},
+            {"create_alias": {"alias_name": self._before, "collection_name": layout.names["old"]}}
+            if side == "new"
+            else {"delete_alias": {"alias_name": self._before}},
+        ]
+        await self._change_aliases(actions)
+        await self.open()
+
+    async def clean_up(self) -> None:
+        layout = self._opened()
+        body = msgspec.json.encode({"keys": [MARKER], "filter": {}})
+        await self._server.send("POST", self._points_path(layout.in_use, "/payload/delete?wait=true"), body)
+        if layout.is_begun:
+            # last, because the alias of the old collection, which ends with it, says that there is something to remove
+            await self._server.send("DELETE", _path(layout.names[opposite(layout.in_use)]), missing=True)
+
+    async def close(self) -> None:
+        await self._server.close()
+
+    def _opened(self) -> _CollectionPair:
+        assert self._layout is not None, "open comes first"
+        return self._layout
+
+    def _points_path(self, side: Side, suffix: str) -> str:
+        return _path(self._opened().names[side], f"/points{suffix}")
+
+    def _marker(self, side: Side, point: _Point) -> str:
+        """Return the digest of a point's text and of the model."""
+        payload = point.payload or {}
+        text = msgspec.json.encode([payload.get(name) for name in self._source.text.columns])
+        return hashlib.sha256(self._source.salt(side).encode() + b"\0" + text).hexdigest()[:32]
+
+    async def _aliases(self) -> dict[str, str]:
+        """Return the collection of each alias."""
+        listed = await self._read("GET", "/aliases", _AliasListing)
+        return {alias.alias_name: alias.collection_name for alias in listed.aliases}
+
+    async def _check_in_use(self) -> None:
+        """Raise CollectionMismatch if another command has switched the collection: what are copies for this one would
+        be in use.
+        """
+        layout = self._opened()
+        if (await self._aliases()).get(self._alias) != layout.names[layout.in_use]:
+            raise CollectionMismatch(f"another command has switched {self._alias} meanwhile: run one at a time")
+
+    async def _change_aliases(self, actions: Iterable[Mapping[str, Any]]) -> None:
+        await self._server.send("POST", "/collections/aliases", msgspec.json.encode({"actions": list(actions)}))
+
+    async def _scroll(
+        self, collection: str, *, with_payload: bool = True, with_vector: Any = False
+    ) -> AsyncIterator[tuple[_Point, ...]]:
+        """Yield all points, ordered by id."""
+        offset: int | str | None = None
+        while True:
+            body = {
+                "limit": SCAN_POINTS,
+                "offset": offset,
+                "with_payload": with_payload,
+                "with_vector": with_vector or False,
+            }
+            page = await self._read("POST", _path(collection, "/points/scroll"), _PointPage, body)
+            if page.points:
+                yield page.points
+            offset = page.next_page_offset
+            if offset is None:
+                return
+
+    async def _points(
+        self, collection: str, ids: Sequence[int | str], *, with_payload: bool = True
+    ) -> dict[int | str, _Point]:
+        """Read points by id. Missing ones are left out."""
+        body = {"ids": list(ids), "with_payload": with_payload, "with_vector": False}
+        points = await self._read("POST", _path(collection, "/points"), tuple[_Point, ...], body)
+        return {point.id: point for point in points}
+
+    async def _read(self, method: str, path: str, type: Any, body: Any = None) -> Any:
+        """Send a request and return its decoded result. Raises SinkUnsuitable for a reply of another form."""
+        result = await self._server.send(method, path, None if body is None else msgspec.json.encode(body))
+        try:
+            return msgspec.convert(result, type)
+        except msgspec.ValidationError:
+            raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+
+
+def _path(collection: str, suffix: str = "") -> str:
+    return f"/collections/{quote(collection, safe='')}{suffix}"
+
+
+def _plain(point: _Point) -> dict[str, Any]:
+    """Return the payload of a point without the marker."""
+    return {name: value for name, value in (point.payload or {}).items() if name != MARKER}

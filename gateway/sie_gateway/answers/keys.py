@@ -1,0 +1,37 @@
+"""Keys of cached answers. A key has two parts: the space, which stands for everything that determines the numbers
+except the input, and the digest of the input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sie_contracts.wire import messages
+from sie_contracts.wire.messages import Operation, RunOptions
+from sie_gateway.inference.body import RequestItem, input_of
+
+DIGEST_BYTES = 16
+
+
+def space_of(owner: str, fingerprint: str, operation: Operation, run: RunOptions) -> str:
+    """Return the name of a space.
+
+    `owner`: API key whose requests use the answers; empty if all keys share them. `fingerprint`: fingerprint of the
+    answers. All fields of `run` are part of the name, so a new option separates answers without a change here.
+    """
+    key = msgspec.json.encode([owner, fingerprint, operation, run], order="sorted")
+    return hashlib.sha256(key).hexdigest()[:32]
+
+
+def digests_of(items: Sequence[RequestItem], query: RequestItem | None = None) -> Iterator[bytes]:
+    """Yield the digest of each input: of all that a worker reads of it, and of the query of a score."""
+    start = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    if query is not None:
+        start.update(b"query" + hashlib.blake2b(messages.encode(input_of(query))).digest())
+    for item in items:
+        digest = start.copy()
+        digest.update(messages.encode(input_of(item)))
+        yield digest.digest()

@@ -1,0 +1,158 @@
+"""Tier of cached answers in the memory of a gateway, bounded in bytes.
+
+    computed ──► first ──used again──► protected, at most PROTECTED_SHARE of the memory
+                   │  ◄── least recently used ──┘
+                   └ least recently used: removed
+
+So many inputs that occur once remove no answer that is used again and again (segmented LRU).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sie_contracts.wire.heartbeats import AnswerErasure
+from sie_gateway.answers.keys import DIGEST_BYTES
+
+ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
+SPACE_BYTES = 400  # bytes of memory that a space takes
+STEP = 10_000  # answers after which the event loop may run other tasks
+PROTECTED_SHARE = 0.8
+LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
+
+
+class AnswerSpace(NamedTuple):
+    """Answers of one model to one API key with the same options. `name`: see `keys.space_of`. `owner`: name of the API
+    key in metrics; empty if all keys share the answers.
+    """
+
+    name: str
+    model: str
+    owner: str
+
+    def key(self, digest: bytes) -> bytes:
+        """Return the key of the answer to the input with this digest."""
+        return bytes.fromhex(self.name) + digest
+
+
+@dataclass(slots=True)
+class _CachedAnswer:
+    space: AnswerSpace
+    value: bytes
+    until_s: float
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that count for the answer."""
+        return ENTRY_BYTES + len(self.value)
+
+
+class AnswerMemory:
+    """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each answer and SPACE_BYTES for each
+    space. An answer is removed `ttl_s` seconds after it was computed.
+    """
+
+    def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self.erasures = 0  # an answer whose computation began before the last erasure is not cached
+        self.evictions = 0  # answers that were removed for lack of room
+        self._ttl_s = ttl_s
+        self._clock = clock
+        # the least recently used first
+        self._first: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
+        self._protected: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
+        self._protected_bytes = 0
+        self._spaces: dict[str, tuple[AnswerSpace, int]] = {}  # by name, with the number of answers
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._protected)
+
+    def find(self, key: bytes) -> bytes | None:
+        """Return the packed answer with this key; None if there is none."""
+        answer = self._protected.get(key) or self._first.get(key)
+        if answer is None:
+            return None
+        if answer.until_s <= self._clock():
+            self._remove(key)
+            return None
+        if key in self._protected:
+            self._protected.move_to_end(key)
+        else:
+            self._protect(key, self._first.pop(key))
+        return answer.value
+
+    def _protect(self, key: bytes, answer: _CachedAnswer) -> None:
+        self._protected[key] = answer
+        self._protected_bytes += answer.size
+        while self._protected_bytes > PROTECTED_SHARE * self.max_bytes:
+            oldest, answer = self._protected.popitem(last=False)
+            self._protected_bytes -= answer.size
+            self._first[oldest] = answer
+
+    def keep(self, space: AnswerSpace, key: bytes, value: bytes) -> None:
+        """Cache a packed answer, and remove others if there is no room for it."""
+        answer = _CachedAnswer(space, value, self._clock() + self._ttl_s)
+        if answer.size * LARGEST_SHARE > self.max_bytes:
+            return
+        if key in self._first or key in self._protected:
+            self._remove(key)
+        # all answers of a space refer to the same object
+        answer.space, count = self._spaces.get(space.name, (space, 0))
+        if not count:
+            self.held_bytes += SPACE_BYTES
+        self._spaces[space.name] = answer.space, count + 1
+        self._first[key] = answer
+        self.held_bytes += answer.size
+        while self.held_bytes > self.max_bytes:
+            self._remove(next(iter(self._first)))
+            self.evictions += 1
+
+    async def erase(self, erasure: AnswerErasure) -> int:
+        """Remove the answers that fit. Answers of requests that run now are not cached any more. Return how many were
+        removed.
+        """
+        self.erasures += 1
+        count = 0
+        for number, key in enumerate([*self._first, *self._protected]):
+            answer = self._first.get(key) or self._protected.get(key)
+            if answer is not None and _fits(erasure, answer.space, key):
+                self._remove(key)
+                count += 1
+            if number % STEP == STEP - 1:
+                await asyncio.sleep(0)
+        return count
+
+    def counts(self) -> list[tuple[tuple[str, str], int]]:
+        """Return the number of answers by model and owner, the largest first."""
+        totals = Counter[tuple[str, str]]()
+        for space, count in self._spaces.values():
+            totals[space.model, space.owner] += count
+        return totals.most_common()
+
+    def _remove(self, key: bytes) -> None:
+        answer = self._first.pop(key, None)
+        if answer is None:
+            answer = self._protected.pop(key)
+            self._protected_bytes -= answer.size
+        self.held_bytes -= answer.size
+        name = answer.space.name
+        space, count = self._spaces[name]
+        if count == 1:
+            del self._spaces[name]
+            self.held_bytes -= SPACE_BYTES
+        else:
+            self._spaces[name] = space, count - 1
+
+
+def _fits(erasure: AnswerErasure, space: AnswerSpace, key: bytes) -> bool:
+    return (
+        erasure.model in ("", space.model)
+        and erasure.key in ("", space.owner)
+        and erasure.digest in (b"", key[-DIGEST_BYTES:])
+    )

@@ -1,0 +1,84 @@
+"""Form of a cached answer: msgpack with the bytes of each array, the score or the maps of an extraction, and the tokens
+that the model read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sie_contracts.wire.messages import ArraySlice, Ok, WorkResult
+from sie_gateway.inference.reply import array_of
+from sie_store.datasets.answers import RowAnswer
+
+
+class PackedAnswer(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
+    """An answer without an error. `arrays`: dtype, shape and bytes by name."""
+
+    arrays: dict[str, tuple[str, tuple[int, ...], bytes]]
+    score: float | None = None
+    data: dict[str, Any] | None = None
+    tokens: int = 0
+    truncated: bool = False
+    first_of_several: bool = False
+    sound_s: float = 0.0
+
+
+_decode = msgspec.msgpack.Decoder(PackedAnswer).decode
+
+
+def pack_row(answer: RowAnswer) -> bytes:
+    """Encode the answer to a row of a job."""
+    arrays = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in answer.arrays.items()}
+    return msgspec.msgpack.encode(PackedAnswer(arrays, answer.score, answer.data, answer.tokens, answer.truncated))
+
+
+def unpack_row(packed: bytes) -> RowAnswer:
+    """Decode the answer to a row of a job. Raises ValueError."""
+    decoded = _decode(packed)
+    arrays = {
+        name: np.frombuffer(data, dtype=dtype).reshape(shape) for name, (dtype, shape, data) in decoded.arrays.items()
+    }
+    return RowAnswer(None, decoded.tokens, decoded.truncated, arrays, decoded.score, decoded.data)
+
+
+def pack(result: WorkResult, outcome: Ok) -> bytes:
+    """Encode the answer to one input of a request. The bytes of its arrays are copied out of the worker's result."""
+    arrays = {
+        name: (piece.dtype, piece.shape, array_of(result, outcome, name).tobytes())
+        for name, piece in outcome.outputs.items()
+    }
+    return msgspec.msgpack.encode(
+        PackedAnswer(
+            arrays,
+            outcome.score,
+            outcome.data,
+            outcome.tokens,
+            outcome.truncated,
+            outcome.first_of_several,
+            outcome.sound_s,
+        )
+    )
+
+
+def unpack(packed: bytes, fingerprint: str) -> WorkResult:
+    """Decode an answer as the result of a chunk with one input that no worker ran."""
+    decoded = _decode(packed)
+    outputs: dict[str, ArraySlice] = {}
+    size = 0
+    for name, (dtype, shape, data) in decoded.arrays.items():
+        outputs[name] = ArraySlice(dtype, shape, size)
+        size += len(data)
+    block = b"".join([data for _, _, data in decoded.arrays.values()])
+    outcome = Ok(
+        outputs,
+        decoded.tokens,
+        decoded.truncated,
+        decoded.score,
+        decoded.data,
+        decoded.first_of_several,
+        decoded.sound_s,
+    )
+    return WorkResult("", -1, "", (outcome,), block, fingerprint=fingerprint)

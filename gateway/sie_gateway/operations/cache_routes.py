@@ -1,0 +1,104 @@
+"""Routes of `/v1/cache` and their handlers, for administrators: what the cache of answers has, and its erasure.
+
+POST /v1/cache/erase ──► AnswerErasure ──► memory of this gateway
+                             └──► announcement ──► memory of each other gateway
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from sie_broker import BrokerError
+from sie_contracts.api import cache as api
+from sie_contracts.errors import InvalidInput, QueueUnavailable
+from sie_contracts.wire.heartbeats import AnswerErasure
+from sie_gateway.answers.keys import digests_of
+from sie_gateway.http.route_kinds import GatewayRoute, control
+from sie_gateway.inference.body import RequestItem, utf8
+from sie_gateway.operations.handlers import json_response
+
+if TYPE_CHECKING:
+    from sie_gateway.state import Gateway
+
+PATH = "/v1/cache"
+MAX_LISTED = 1000
+_logger = logging.getLogger("sie.gateway.cache")
+_decode = msgspec.json.Decoder(api.CacheErasure).decode
+
+
+async def show(gateway: Gateway, request: Request) -> Response:
+    """Return the size of the cache of this gateway, and its answers by model and key."""
+    memory = gateway.memory
+    models = [api.CachedModel(model=model, key=owner, answers=count) for (model, owner), count in memory.counts()]
+    return json_response(
+        api.CacheState(
+            max_bytes=memory.max_bytes,
+            bytes=memory.held_bytes,
+            answers=len(memory),
+            evictions=memory.evictions,
+            gateways=gateway.peers.count(),
+            models=models[:MAX_LISTED],
+        )
+    )
+
+
+async def erase(gateway: Gateway, request: Request) -> Response:
+    """Erase the selected answers here and at all other gateways. Raises InvalidInput, QueueUnavailable."""
+    erasure = _erasure(await request.body())
+    count = await gateway.memory.erase(erasure)
+    try:
+        await gateway.peers.announce(erasure)
+    except BrokerError as error:
+        message = f"{count} answers are erased here, but the other gateways cannot be reached: send the request again"
+        raise QueueUnavailable(message) from error
+    selected = ", ".join(name for name in ("model", "key", "digest") if getattr(erasure, name)) or "everything"
+    _logger.info("%s erased %d cached answers by %s", request.scope["sie.call"].grant.name, count, selected)
+    return json_response(api.CacheErased(answers=count, gateways=gateway.peers.count()))
+
+
+def _erasure(body: bytes) -> AnswerErasure:
+    """Return the erasure that a body describes. Raises InvalidInput."""
+    try:
+        selection = _decode(body)
+    except msgspec.DecodeError as error:
+        message = "body: expected a map with model, key, text, query or all"
+        raise InvalidInput(message, reason="schema", param="body") from error
+    model, key = selection.model or "", selection.key or ""
+    if selection.query is not None and selection.text is None:
+        raise InvalidInput("text: missing, it is the document of the query", reason="schema", param="text")
+    digest = b""
+    if selection.text is not None:
+        query = None if selection.query is None else RequestItem(utf8(selection.query, "query"))
+        (digest,) = digests_of((RequestItem(utf8(selection.text, "text")),), query)
+    if (selection.all is True) == bool(model or key or digest):
+        message = "all: expected true to erase every answer, or else one of model, key, text"
+        raise InvalidInput(message, reason="schema", param="all")
+    return AnswerErasure(model, key, digest)
+
+
+CACHE: tuple[GatewayRoute, ...] = (
+    control(
+        "GET",
+        PATH,
+        "other",
+        show,
+        ("Operations", "The cache of answers of this gateway"),
+        api.CacheState,
+        scope="admin",
+    ),
+    control(
+        "POST",
+        f"{PATH}/erase",
+        "other",
+        erase,
+        ("Operations", "Erase cached answers, at all gateways"),
+        api.CacheErased,
+        scope="admin",
+        body=api.CacheErasure,
+    ),
+)

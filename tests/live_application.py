@@ -1,0 +1,246 @@
+"""Applications that search and write a collection in use, each in its own words: PostgreSQL, and Qdrant's client.
+
+Application ──► rows of (text, vector)          found ──► what searches would see        other ──► what lies beside
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import asyncpg
+import numpy as np
+from postgres_server import PostgresServer
+from qdrant_server import QdrantServer
+
+from sie_store.sinks.live import Side
+
+Stored = Mapping[str, tuple[str | None, list[float] | None]]  # id -> text and vector
+
+
+class Application(Protocol):
+    url: str
+    collection: str  # the name that it uses
+
+    async def create(self, dims: int) -> None: ...
+    async def write(self, rows: Stored) -> None: ...
+    async def change_text(self, row_id: str, text: str) -> None: ...
+    async def delete(self, *ids: str) -> None: ...
+    async def found(self) -> Stored: ...
+    async def beside(self, side: Side) -> Stored: ...
+    async def new_vectors(self) -> int: ...
+    async def is_clean(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Table:
+    """A table of its own form: an integer as the key, columns that no migration knows."""
+
+    def __init__(self, server: PostgresServer, collection: str) -> None:
+        self.server = server
+        self.url = server.url()
+        self.collection = collection
+
+    def close(self) -> None:
+        """Nothing: each statement has a connection of its own."""
+
+    async def run(self, statement: str, *values: Any) -> list[Any]:
+        connection = await asyncpg.connect(self.url)
+        try:
+            return list(await connection.fetch(statement, *values))
+        finally:
+            await connection.close()
+
+    async def create(self, dims: int) -> None:
+        await self.run(
+            f'CREATE TABLE "{self.collection}" (number bigint PRIMARY KEY, body text, price numeric DEFAULT 1, '
+            f"embedding vector({dims}) NOT NULL)"
+        )
+
+    async def write(self, rows: Stored) -> None:
+        connection = await asyncpg.connect(self.url)
+        try:
+            await connection.executemany(
+                f'INSERT INTO "{self.collection}" (number, body, embedding) VALUES ($1, $2, $3::text::vector) '
+                "ON CONFLICT (number) DO UPDATE SET body = EXCLUDED.body, embedding = EXCLUDED.embedding",
+                [(int(row_id), text, vector and json.dumps(vector)) for row_id, (text, vector) in rows.items()],
+            )
+        finally:
+            await connection.close()
+
+    async def change_text(self, row_id: str, text: str) -> None:
+        await self.run(f'UPDATE "{self.collection}" SET body = $2 WHERE number = $1', int(row_id), text)
+
+    async def delete(self, *ids: str) -> None:
+        await self.run(f'DELETE FROM "{self.collection}" WHERE number = ANY($1::bigint[])', [*map(int, ids)])
+
+    async def _rows(self, column: str) -> Stored:
+        rows = await self.run(f'SELECT number, body, {column}::text AS vector FROM "{self.collection}"')
+        return {str(row["number"]): (row["body"], row["vector"] and json.loads(row["vector"])) for row in rows}
+
+    async def found(self) -> Stored:
+        return await self._rows("embedding")
+
+    async def beside(self, side: Side) -> Stored:
+        return await self._rows("embedding_next" if side == "new" else "embedding_before")
+
+    async def new_vectors(self) -> int:
+        """How many rows have one so far; 0 before there is a place for them."""
+        try:
+            (row,) = await self.run(f'SELECT count(embedding_next) AS count FROM "{self.collection}"')
+        except asyncpg.UndefinedColumnError:
+            return 0
+        return int(row["count"])
+
+    async def is_clean(self) -> bool:
+        rows = await self.run(
+            "SELECT attname, attnotnull FROM pg_attribute WHERE attrelid = to_regclass($1) AND attnum > 0 "
+            "AND NOT attisdropped",
+            f'"{self.collection}"',
+        )
+        columns = {row["attname"]: row["attnotnull"] for row in rows}
+        return columns.keys() == {"number", "body", "price", "embedding"}
+
+
+class Points:
+    """Points behind an alias, with a sparse vector that no migration changes if `is_hybrid`."""
+
+    def __init__(self, server: QdrantServer, collection: str, *, is_hybrid: bool = False) -> None:
+        self.server = server
+        self.url = server.url
+        self.collection = collection
+        self.first = f"{collection}-1"
+        self.is_hybrid = is_hybrid
+        self._client: Any = None
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def client(self) -> Any:
+        if self._client is not None:
+            return self._client
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its dependencies
+            from qdrant_client import QdrantClient
+        key = self.server.url.rpartition("@")[0].removeprefix("qdrant://") or None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a key without TLS
+            self._client = QdrantClient(
+                host="127.0.0.1",
+                port=self.server.port,
+                api_key=key,
+                https=False,
+                check_compatibility=False,
+                trust_env=False,
+            )
+        return self._client
+
+    def _create(self, dims: int) -> None:
+        from qdrant_client import models
+
+        client = self.client()
+        vector = models.VectorParams(size=dims, distance=models.Distance.COSINE)
+        if self.is_hybrid:
+            client.create_collection(
+                self.first, {"text": vector}, sparse_vectors_config={"words": models.SparseVectorParams()}
+            )
+        else:
+            client.create_collection(self.first, vector)
+        client.create_payload_index(self.first, "price", models.PayloadSchemaType.INTEGER)
+        alias = models.CreateAlias(collection_name=self.first, alias_name=self.collection)
+        client.update_collection_aliases([models.CreateAliasOperation(create_alias=alias)])
+
+    async def create(self, dims: int) -> None:
+        await asyncio.to_thread(self._create, dims)
+
+    def _write(self, rows: Stored) -> None:
+        from qdrant_client import models
+
+        points = []
+        for row_id, (text, vector) in rows.items():
+            content: Any = vector
+            if self.is_hybrid:
+                content = {"words": models.SparseVector(indices=[int(row_id), 7000], values=[0.5, 0.25])}
+                if vector is not None:
+                    content["text"] = vector
+            payload = {"price": int(row_id), **({} if text is None else {"body": text})}
+            points.append(models.PointStruct(id=int(row_id), vector=content or {}, payload=payload))
+        client = self.client()
+        for start in range(0, len(points), 500):
+            client.upsert(self.collection, points[start : start + 500])
+
+    async def write(self, rows: Stored) -> None:
+        await asyncio.to_thread(self._write, rows)
+
+    async def change_text(self, row_id: str, text: str) -> None:
+        client = self.client()
+        await asyncio.to_thread(client.set_payload, self.collection, {"body": text}, [int(row_id)])
+
+    async def delete(self, *ids: str) -> None:
+        client = self.client()
+        await asyncio.to_thread(client.delete, self.collection, [*map(int, ids)])
+
+    def _rows(self, name: str) -> Stored:
+        client = self.client()
+        rows: dict[str, tuple[str | None, list[float] | None]] = {}
+        following = None
+        while True:
+            page, following = client.scroll(name, limit=1000, offset=following, with_vectors=True)
+            for point in page:
+                vector = point.vector
+                if self.is_hybrid:
+                    assert vector["words"].indices == sorted([point.id, 7000]), point
+                    vector = vector.get("text")
+                assert point.payload["price"] == point.id
+                rows[str(point.id)] = (point.payload.get("body"), vector or None)
+            if following is None:
+                return rows
+
+    def names(self) -> dict[str, str]:
+        """Collections by alias."""
+        client = self.client()
+        return {each.alias_name: each.collection_name for each in client.get_aliases().aliases}
+
+    async def found(self) -> Stored:
+        return await asyncio.to_thread(self._rows, self.collection)
+
+    async def beside(self, side: Side) -> Stored:
+        if side == "old":
+            return await asyncio.to_thread(self._rows, self.names()[f"{self.collection}--before"])
+        (name,) = self.unnamed()
+        return await asyncio.to_thread(self._rows, name)
+
+    def unnamed(self) -> list[str]:
+        """Collections of a migration that no alias names."""
+        client = self.client()
+        names = [each.name for each in client.get_collections().collections]
+        in_use = self.names().values()
+        return [name for name in names if name.startswith(f"{self.collection}--") and name not in in_use]
+
+    async def new_vectors(self) -> int:
+        """How many rows have one so far; 0 before there is a place for them."""
+        client = self.client()
+        counts = [client.count(name, exact=True).count for name in self.unnamed()]
+        return sum(counts)
+
+    async def is_clean(self) -> bool:
+        client = self.client()
+        points, _ = client.scroll(self.collection, limit=10_000)
+        count = sum(each.name.startswith(self.collection) for each in client.get_collections().collections)
+        return (
+            count == 1
+            and not any("_sie" in point.payload for point in points)
+            and f"{self.collection}--before" not in self.names()
+        )
+
+
+def is_close(stored: list[float] | None, vector: Any) -> bool:
+    """Whether a stored vector has the direction of another one. Qdrant stores vectors of length 1."""
+    if stored is None or len(stored) != len(vector):
+        return False
+    left, right = np.array(stored), np.array(vector)
+    return bool(left @ right / (np.linalg.norm(left) * np.linalg.norm(right)) > 0.9999)

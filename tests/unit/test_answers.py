@@ -1,0 +1,282 @@
+"""Keys, values and memory of the cache of answers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from sie_contracts.media.documents import DocumentFile
+from sie_contracts.models.muvera import Muvera
+from sie_contracts.wire.heartbeats import AnswerErasure
+from sie_contracts.wire.messages import ArraySlice, Input, Mention, Ok, RunOptions, TextChunks, WorkResult
+from sie_gateway.answers import memory as memories
+from sie_gateway.answers.keys import digests_of, space_of
+from sie_gateway.answers.memory import ENTRY_BYTES, AnswerMemory, AnswerSpace
+from sie_gateway.answers.values import pack, pack_row, unpack, unpack_row
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.reply import array_of
+
+# a value of each field of the options that differs from its default
+OPTIONS: dict[str, Any] = {
+    "outputs": ("sparse",),
+    "prefix": "query: ",
+    "suffix": " end",
+    "truncate": "START",
+    "pooling": "cls",
+    "normalize": False,
+    "dimensions": 4,
+    "max_tokens": 7,
+    "lora": "org/x",
+    "dtype": "float16",
+    "is_query": True,
+    "muvera": Muvera(),
+    "pieces": (("a", "query"),),
+    "query_prefix": "q",
+    "query_suffix": "s",
+    "instruction": "find",
+    "labels": ("person",),
+    "threshold": 0.5,
+    "parameters": {"flat": True},
+    "document_tokens": 3,
+    "variant": "0f",
+    "sound_from_s": 1.0,
+}
+ITEMS: dict[str, RequestItem] = {
+    "text": RequestItem("b"),
+    "tokens": RequestItem(None, tokens=(1, 2)),
+    "pair": RequestItem("a", pair="b"),
+    "vectors": RequestItem("a", vectors=np.ones((1, 2), np.float32)),
+    "images": RequestItem("a", images=(b"png",)),
+    "mentions": RequestItem("a", mentions=(Mention("x", 0, 1),)),
+    "audio": RequestItem("a", audio=b"wav"),
+    "document": RequestItem("a", document=DocumentFile(b"pdf")),
+    "chunks": RequestItem("a", chunks=TextChunks(spans=bytes(8))),
+}
+
+
+def digest_of(item: RequestItem, query: RequestItem | None = None) -> bytes:
+    (digest,) = digests_of((item,), query)
+    return digest
+
+
+def test_each_option_is_part_of_the_key() -> None:
+    """A field that is new needs a value in OPTIONS here, and nothing in the product."""
+    assert OPTIONS.keys() == set(RunOptions.__struct_fields__)
+    runs = [RunOptions(), *(msgspec.structs.replace(RunOptions(), **{name: OPTIONS[name]}) for name in OPTIONS)]
+    assert len({space_of("k", "f", "encode", run) for run in runs}) == len(runs)
+
+
+def test_owner_fingerprint_and_operation_are_part_of_the_key() -> None:
+    spaces = {
+        space_of(owner, fingerprint, operation, RunOptions())
+        for owner in ("", "k", "l")
+        for fingerprint in ("f", "g")
+        for operation in ("encode", "score", "extract")
+    }
+    assert len(spaces) == 18
+    assert space_of("k", "f", "encode", RunOptions()) in spaces
+
+
+def test_each_field_of_an_input_is_part_of_the_digest() -> None:
+    assert ITEMS.keys() == set(Input.__struct_fields__)
+    items = [RequestItem("a"), *ITEMS.values()]
+    assert len({digest_of(item) for item in items}) == len(items)
+
+
+def test_a_score_is_cached_for_its_pair_of_query_and_document() -> None:
+    first, second = RequestItem("first"), RequestItem("second")
+    pairs = [(first, None), (first, second), (second, first), (first, first), (second, None)]
+    assert len({digest_of(document, query) for document, query in pairs}) == len(pairs)
+    both = list(digests_of((first, second), RequestItem("q")))
+    assert both == [digest_of(first, RequestItem("q")), digest_of(second, RequestItem("q"))]
+
+
+def test_fields_that_no_worker_reads_are_not_part_of_the_digest() -> None:
+    assert digest_of(RequestItem("a", id="1", metadata={"b": 2})) == digest_of(RequestItem("a"))
+
+
+def test_an_answer_is_given_back_bit_by_bit() -> None:
+    vectors = np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32)
+    scales = np.array([0.5, 2.0], np.float16)
+    block = b"before" + vectors.tobytes() + scales.tobytes()
+    outcome = Ok(
+        {"multivector": ArraySlice("<f4", (2, 8), 6), "multivector.scale": ArraySlice("<f2", (2,), 6 + 64)},
+        tokens=9,
+        truncated=True,
+        score=0.25,
+        data={"entities": [{"text": "x", "start": 0}]},
+        first_of_several=True,
+        sound_s=1.5,
+    )
+    cached = unpack(pack(WorkResult("r", 0, "w", (outcome,), block), outcome), "f")
+    (answer,) = cached.outcomes
+    assert isinstance(answer, Ok)
+    assert array_of(cached, answer, "multivector").tobytes() == vectors.tobytes()
+    assert array_of(cached, answer, "multivector.scale").tobytes() == scales.tobytes()
+    assert msgspec.structs.replace(answer, outputs=outcome.outputs) == outcome
+    assert (cached.fingerprint, cached.worker, cached.chunk) == ("f", "", -1)
+
+
+def test_requests_and_jobs_cache_the_same_bytes() -> None:
+    block = np.arange(4, dtype="<f4").tobytes()
+    outcome = Ok({"dense": ArraySlice("<f4", (4,), 0)}, 3)
+    packed = pack(WorkResult("r", 0, "w", (outcome,), block), outcome)
+    assert pack_row(unpack_row(packed)) == packed
+
+
+SPACE = AnswerSpace("00" * 16, "m", "k")
+VALUE = bytes(1000)
+SIZE = len(VALUE) + ENTRY_BYTES
+
+
+def memory_of(answers: int, ttl_s: float = 60.0, clock: Any = lambda: 0.0) -> AnswerMemory:
+    return AnswerMemory(answers * SIZE + memories.SPACE_BYTES, ttl_s, clock)
+
+
+def key(number: int) -> bytes:
+    return SPACE.key(number.to_bytes(16, "big"))
+
+
+def test_the_least_recently_used_answer_leaves_first() -> None:
+    memory = memory_of(10)
+    for number in range(10):
+        memory.keep(SPACE, key(number), VALUE)
+    assert memory.find(key(0)) == VALUE
+    memory.keep(SPACE, key(10), VALUE)
+    assert (memory.find(key(1)), memory.find(key(0)), len(memory), memory.evictions) == (None, VALUE, 10, 1)
+
+
+def test_answers_that_are_used_again_stay_beside_many_that_are_not() -> None:
+    memory = memory_of(10)
+    for number in (1, 2, 3):
+        memory.keep(SPACE, key(number), VALUE)
+        assert memory.find(key(number)) == VALUE
+    for number in range(100, 200):
+        memory.keep(SPACE, key(number), VALUE)
+    assert [memory.find(key(number)) for number in (1, 2, 3)] == [VALUE] * 3
+    assert len(memory) == 10
+
+
+def test_protected_answers_leave_when_others_are_used() -> None:
+    memory = memory_of(10)
+    for number in range(100):
+        memory.keep(SPACE, key(number), VALUE)
+        memory.find(key(number))
+    assert memory.find(key(0)) is None
+    assert memory.find(key(99)) == VALUE
+    assert len(memory) == 10
+
+
+def test_an_answer_ends_after_its_time() -> None:
+    now_s = [0.0]
+    memory = memory_of(10, ttl_s=5.0, clock=lambda: now_s[0])
+    memory.keep(SPACE, key(1), VALUE)
+    now_s[0] = 4.9
+    assert memory.find(key(1)) == VALUE
+    now_s[0] = 5.0
+    assert memory.find(key(1)) is None
+    assert (len(memory), memory.held_bytes) == (0, 0)
+
+
+def test_an_answer_that_would_take_much_of_the_memory_is_not_cached() -> None:
+    memory = memory_of(8)
+    memory.keep(SPACE, key(1), VALUE)
+    memory.keep(SPACE, key(2), VALUE + bytes(100))
+    assert (memory.find(key(1)), memory.find(key(2))) == (VALUE, None)
+
+
+def test_an_answer_that_is_computed_again_replaces_the_first() -> None:
+    memory = memory_of(10)
+    memory.keep(SPACE, key(1), VALUE)
+    memory.keep(SPACE, key(1), b"new")
+    assert (memory.find(key(1)), len(memory), memory.held_bytes) == (b"new", 1, 3 + ENTRY_BYTES + memories.SPACE_BYTES)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_holds_and_the_bytes_are_those_of_the_answers(seed: int) -> None:
+    draw, now_s = random.Random(seed), [0.0]
+    memory = memory_of(20, ttl_s=3.0, clock=lambda: now_s[0])
+    for _ in range(3000):
+        now_s[0] += draw.random() / 10
+        number = draw.randrange(60)
+        if draw.random() < 0.5:
+            memory.find(key(number))
+        else:
+            memory.keep(AnswerSpace(f"{number % 7:032x}", "m", "k"), key(number), bytes(draw.randrange(2000)))
+        assert memory.held_bytes <= memory.max_bytes
+        assert memory._protected_bytes <= memories.PROTECTED_SHARE * memory.max_bytes
+    held = [sum(answer.size for answer in part.values()) for part in (memory._first, memory._protected)]
+    assert sum(held) + memories.SPACE_BYTES * len(memory._spaces) == memory.held_bytes
+    assert held[1] == memory._protected_bytes
+    assert sum(count for _, count in memory._spaces.values()) == len(memory)
+
+
+def test_the_bytes_of_an_entry_are_counted_as_what_python_takes() -> None:
+    """Measured with tracemalloc: entry, key, order and table."""
+    import tracemalloc
+
+    memory, count = AnswerMemory(1 << 30, 60.0), 20_000
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(count):
+        memory.keep(SPACE, key(number), number.to_bytes(64, "big"))
+        if number % 2:
+            memory.find(key(number))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    measured = (after - before) / count - 64
+    assert 0.5 * memories.ENTRY_BYTES < measured <= memories.ENTRY_BYTES
+
+
+def test_the_bytes_of_a_space_are_counted_as_what_python_takes() -> None:
+    """A client that changes its options with each input makes a space for each answer."""
+    import tracemalloc
+
+    memory, count = AnswerMemory(1 << 30, 60.0), 20_000
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(count):
+        space = AnswerSpace(f"{number:032x}", "m", "k")
+        memory.keep(space, space.key(bytes(16)), number.to_bytes(64, "big"))
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before <= memory.held_bytes
+
+
+async def test_answers_are_erased_by_model_key_and_digest() -> None:
+    spaces = [
+        AnswerSpace(f"{number:032x}", model, owner)
+        for number, (model, owner) in enumerate([("a", "k"), ("a", "l"), ("b", "k")])
+    ]
+    digests = [bytes([number]) * 16 for number in range(3)]
+
+    def filled() -> AnswerMemory:
+        memory = memory_of(100)
+        for space in spaces:
+            for digest in digests:
+                memory.keep(space, space.key(digest), VALUE)
+        return memory
+
+    for erasure, count in (
+        (AnswerErasure(), 9),
+        (AnswerErasure(model="a"), 6),
+        (AnswerErasure(key="k"), 6),
+        (AnswerErasure(digest=digests[1]), 3),
+        (AnswerErasure(model="a", key="k"), 3),
+        (AnswerErasure("a", "k", digests[2]), 1),
+        (AnswerErasure(model="c"), 0),
+    ):
+        memory = filled()
+        assert await memory.erase(erasure) == count
+        assert len(memory) == 9 - count
+        left = [(space, digest) for space in spaces for digest in digests if memory.find(space.key(digest)) is not None]
+        assert all(
+            (erasure.model or space.model, erasure.key or space.owner, erasure.digest or digest)
+            != (space.model, space.owner, digest)
+            for space, digest in left
+        )
+        assert sum(number for _, number in memory.counts()) == len(left)

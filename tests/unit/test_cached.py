@@ -1,0 +1,680 @@
+"""Requests with the cache of answers: what is computed once, what is never mixed, and what a key learns of others."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
+from inprocess import GatewayProcess, InProcess, until, until_told
+
+from sie_cli.main import main
+from sie_contracts.errors import ErrorInfo, GatewayTimeout, NotFound, QueueFull
+from sie_contracts.models.catalogue import Catalogue, answer_fingerprint, fingerprint, profile_fingerprint
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.models.options import RequestOptions
+from sie_contracts.wire.heartbeats import AnswerErasure, ModelStatus, ServedEngine, ServedLora, ServedPrecision
+from sie_contracts.wire.messages import ArraySlice, Failed, Ok, Priority, RunOptions, WorkResult
+from sie_contracts.wire.topology import Lane
+from sie_gateway.admission.grant import Grant
+from sie_gateway.answers.memory import AnswerMemory
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference import reply
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.cached import CachedRuns, CachePolicy
+from sie_gateway.inference.call import Call
+from sie_gateway.inference.chunk import Chunk
+from sie_gateway.inference.results import PlannedRequest, RequestResult
+from sie_gateway.metrics import Metrics
+
+LANE = Lane("_default", "cpu", "default")
+MODEL = "toy/one"
+CACHE = {"SIE_CACHE_BYTES": str(1 << 20)}
+KEYS = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two-token-of-a-test"}
+
+
+SEPARATE = CachePolicy(False, frozenset())  # keys do not share answers
+
+
+# ---- one gateway, workers that a test drives
+
+
+def vector(signed: str, text: str) -> bytes:
+    return hashlib.sha256(f"{signed} {text}".encode()).digest()
+
+
+class Worker:
+    """All workers of a lane: an entry, a precision, digests of LoRAs. Heartbeats have them after `report`."""
+
+    def __init__(self, entry: ModelEntry) -> None:
+        self.entry = entry
+        self.precision = "float32"
+        self.loras: dict[str, str] = {"org/x": "1"}
+        self.reported: list[ModelStatus] = []
+        self.report()
+
+    def report(self) -> None:
+        self.reported = [self._status()]
+
+    def _status(self) -> ModelStatus:
+        resolved = Catalogue.resolve_profile(self.entry, "default", self.entry.id)
+        return ModelStatus(
+            self.entry.id,
+            "loaded",
+            fingerprint=fingerprint(self.entry, resolved.load, self.precision),
+            precision=ServedPrecision(self.precision),
+            engine=ServedEngine("torch"),
+            loras=tuple(ServedLora(name, digest) for name, digest in self.loras.items()),
+        )
+
+    def signed(self, run: RunOptions) -> str:
+        """The fingerprint of an answer that is computed now."""
+        own = profile_fingerprint(self._status().fingerprint, self.entry, "default")
+        return answer_fingerprint(own, self.loras[run.lora] if run.lora else "", run.variant)
+
+
+class Cluster:
+    """`CachedRuns` before a worker. A request's inputs wait at the worker until `go` is set."""
+
+    def __init__(self, entry: ModelEntry | None = None, policy: CachePolicy = SEPARATE) -> None:
+        self.worker = Worker(entry or toy_entry())
+        self.memory = AnswerMemory(1 << 20, 60.0)
+        fleet = cast("Fleet", SimpleNamespace(loaded=lambda lane, residency: self.worker.reported))
+        self.metrics = Metrics()
+        self.runs = CachedRuns(self.memory, policy, fleet, self.metrics)
+        self.go = asyncio.Event()
+        self.go.set()
+        self.computed: list[list[str]] = []
+        self.failures: dict[str, ErrorInfo] = {}
+        self.errors: list[Exception] = []
+
+    async def compute(
+        self, call: Call, positions: list[int], items: Sequence[RequestItem], finished: RequestResult
+    ) -> list[WorkResult]:
+        texts = [item.text or "" for item in items]
+        self.computed.append(texts)
+        await self.go.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        signed = self.worker.signed(finished.request.options.run)
+        outcomes = tuple(
+            Failed(self.failures[text])
+            if text in self.failures
+            else Ok({"dense": ArraySlice("|u1", (32,), 32 * at)}, 3)
+            for at, text in enumerate(texts)
+        )
+        block = b"".join(vector(signed, text) for text in texts)
+        results = [WorkResult(call.work_id, 0, "w", outcomes, block, fingerprint=signed)]
+        finished.add_results(positions, [Chunk(0, len(items), 1)], results, [1.0])
+        return results
+
+    def request(self, *texts: str, lora: str = "", priority: Priority = "interactive") -> PlannedRequest:
+        resolved = Catalogue.resolve_profile(self.worker.entry, "default", self.worker.entry.id)
+        items = tuple(RequestItem(text) for text in texts)
+        options = RequestOptions(RunOptions(lora=lora))
+        return PlannedRequest("encode", resolved, options, items, None, LANE, priority)
+
+    async def run(
+        self,
+        *texts: str,
+        key: str = "",
+        budget_s: float = 5.0,
+        request: PlannedRequest | None = None,
+        cache: str = "",
+        **more: Any,
+    ) -> RequestResult:
+        request = request or self.request(*texts, **more)
+        headers = {"x-sie-cache": cache} if cache else {}
+        call = Call("r", time.perf_counter(), headers, grant=Grant(key), budget_s=budget_s)
+        return await self.runs.run(call, request, {}, list(range(len(request.items))), request.items, self.compute)
+
+    def start(self, *texts: str, **more: Any) -> asyncio.Task[RequestResult]:
+        return asyncio.create_task(self.run(*texts, **more))
+
+    async def until_computed(self, count: int) -> None:
+        await until(lambda: len(self.computed) >= count, f"{count} calls of compute")
+
+
+def vectors(finished: RequestResult) -> list[bytes]:
+    values = []
+    for result, outcome in finished.outcomes:
+        assert isinstance(outcome, Ok), outcome
+        values.append(reply.array_of(result, outcome, "dense").tobytes())
+    return values
+
+
+async def test_inputs_that_are_cached_are_not_computed_and_answers_stay_in_order() -> None:
+    cluster = Cluster()
+    first = await cluster.run("a", "b")
+    second = await cluster.run("c", "b", "d", "a")
+    assert cluster.computed == [["a", "b"], ["c", "d"]]
+    signed = first.fingerprint
+    assert vectors(second) == [vector(signed, text) for text in ("c", "b", "d", "a")]
+    assert (first.cache_status, second.cache_status) == ("miss", "partial")
+    assert second.usage == {
+        "prompt_tokens": 12,
+        "total_tokens": 12,
+        "truncated_items": [],
+        "cached_items": 2,
+        "cached_tokens": 6,
+    }
+    third = await cluster.run("a", "d")
+    assert (third.cache_status, third.fingerprint, third.worker_results) == ("hit", signed, [])
+    assert third.headers(third.timing(time.perf_counter()))["X-SIE-Cache-Status"] == "hit"
+
+
+async def test_equal_inputs_at_the_same_time_are_computed_once() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    runs = [cluster.start("a", str(number)) for number in range(5)]
+    await cluster.until_computed(5)
+    cluster.go.set()
+    results = [await run for run in runs]
+    assert sorted(text for texts in cluster.computed for text in texts) == ["0", "1", "2", "3", "4", "a"]
+    assert {vectors(result)[0] for result in results} == {vector(results[0].fingerprint, "a")}
+    assert [result.cache_status for result in results] == ["miss", *["partial"] * 4]
+    assert not cluster.runs._flights
+
+
+async def test_an_input_that_a_request_has_twice_is_computed_once() -> None:
+    cluster = Cluster()
+    finished = await cluster.run("a", "b", "a")
+    assert cluster.computed == [["a", "b"]]
+    assert vectors(finished) == [vector(finished.fingerprint, text) for text in "aba"]
+
+
+async def test_waiting_requests_go_on_when_the_first_one_is_cancelled() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    first = cluster.start("a")
+    await cluster.until_computed(1)
+    waiting = [cluster.start("a"), cluster.start("a")]
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await cluster.until_computed(2)
+    cluster.go.set()
+    results = [await run for run in waiting]
+    assert first.cancelled()
+    assert {vectors(result)[0] for result in results} == {vector(results[0].fingerprint, "a")}
+    assert not cluster.runs._flights
+
+
+async def test_an_error_of_the_first_request_is_its_own() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    cluster.errors = [QueueFull("no room")]
+    first = cluster.start("a")
+    await cluster.until_computed(1)
+    second = cluster.start("a")
+    await asyncio.sleep(0)
+    cluster.go.set()
+    with pytest.raises(QueueFull):
+        await first
+    assert vectors(await second) == [vector((await second).fingerprint, "a")]
+    assert cluster.computed == [["a"], ["a"]]
+
+
+async def test_an_error_of_the_input_ends_all_requests_that_have_it() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    cluster.failures = {"bad": ErrorInfo("INVALID_INPUT", "text: too long", reason="too_long")}
+    runs = [cluster.start("bad", "good") for _ in range(3)]
+    await cluster.until_computed(1)
+    await asyncio.sleep(0)
+    cluster.go.set()
+    for finished in [await run for run in runs]:
+        assert [type(outcome) for _, outcome in finished.outcomes] == [Failed, Ok]
+    assert cluster.computed == [["bad", "good"]]
+    await cluster.run("bad")  # an error is not cached
+    assert cluster.computed[-1] == ["bad"]
+
+
+async def test_a_failure_of_a_worker_is_not_the_fault_of_the_input() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    cluster.failures = {"a": ErrorInfo("RESOURCE_EXHAUSTED", "no memory")}
+    runs = [cluster.start("a") for _ in range(2)]
+    await cluster.until_computed(1)
+    await asyncio.sleep(0)
+    cluster.go.set()
+    await asyncio.gather(*runs)
+    assert cluster.computed == [["a"], ["a"]]
+
+
+async def test_each_waiting_request_has_its_own_deadline() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    first = cluster.start("a")
+    await cluster.until_computed(1)
+    hasty, patient = cluster.start("a", budget_s=0.02), cluster.start("a")
+    with pytest.raises(GatewayTimeout):
+        await hasty
+    cluster.go.set()
+    assert vectors(await first) == vectors(await patient)
+    assert cluster.computed == [["a"]]
+
+
+async def test_interactive_work_does_not_wait_for_bulk_work() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    bulk = cluster.start("a", priority="bulk")
+    await cluster.until_computed(1)
+    interactive, beside = cluster.start("a"), cluster.start("a", priority="bulk")
+    await cluster.until_computed(2)
+    cluster.go.set()
+    await asyncio.gather(bulk, interactive, beside)
+    assert cluster.computed == [["a"], ["a"]]
+
+
+async def test_only_gives_cached_answers_and_computes_nothing() -> None:
+    cluster = Cluster()
+    with pytest.raises(NotFound) as caught:
+        await cluster.run("a", "b", cache="only")
+    assert (caught.value.reason, caught.value.status) == ("not_cached", 404)
+    await cluster.run("a")
+    with pytest.raises(NotFound, match="1 inputs"):
+        await cluster.run("a", "b", cache="only")
+    assert (await cluster.run("a", cache="only")).cache_status == "hit"
+    assert cluster.computed == [["a"]]
+
+
+async def test_no_store_reads_and_writes_nothing() -> None:
+    cluster = Cluster()
+    assert (await cluster.run("a", cache="no-store")).cache_status == "off"
+    assert len(cluster.memory) == 0
+    await cluster.run("a")
+    await cluster.run("a", cache="no-store")
+    assert cluster.computed == [["a"]] * 3
+
+
+async def test_keys_do_not_share_answers_or_computations_unless_they_may() -> None:
+    for is_shared, count in ((False, 2), (True, 1)):
+        cluster = Cluster(policy=CachePolicy(is_shared, frozenset()))
+        await cluster.run("a", key="one")
+        assert (await cluster.run("a", key="two")).cache_status == ("hit" if is_shared else "miss")
+        cluster.go.clear()
+        cluster.computed.clear()
+        runs = [cluster.start("b", key="one"), cluster.start("b", key="two")]
+        await cluster.until_computed(count)
+        cluster.go.set()
+        await asyncio.gather(*runs)
+        assert cluster.computed == [["b"]] * count
+
+
+@pytest.mark.parametrize("policy", [CachePolicy(False, frozenset({MODEL})), CachePolicy(True, frozenset({MODEL}))])
+async def test_answers_of_an_excluded_model_are_not_cached(policy: CachePolicy) -> None:
+    cluster = Cluster(policy=policy)
+    assert (await cluster.run("a")).cache_status == (await cluster.run("a")).cache_status == "off"
+    assert len(cluster.memory) == 0
+
+
+def test_answers_to_a_key_without_the_cache_are_not_cached() -> None:
+    policy = SEPARATE
+    assert policy.owner(Grant("k"), MODEL) == "k"
+    assert policy.owner(Grant("k", caches=False), MODEL) is None
+
+
+async def test_workers_that_differ_or_are_unknown_are_not_cached() -> None:
+    cluster = Cluster()
+    (float32,) = cluster.worker.reported
+    cluster.worker.precision = "bfloat16"
+    cluster.worker.report()
+    (bfloat16,) = cluster.worker.reported
+    unknown = msgspec.structs.replace(float32, fingerprint="0123456789abcdef")
+    for reported in ([float32, bfloat16], [unknown], [float32, unknown], []):
+        cluster.worker.reported = reported
+        assert (await cluster.run("a")).cache_status == "off", reported
+    cluster.worker.reported = [bfloat16, bfloat16]
+    assert (await cluster.run("a")).cache_status == "miss"
+
+
+async def test_a_lora_is_cached_by_the_digest_of_its_files() -> None:
+    cluster = Cluster()
+    first = await cluster.run("a", lora="org/x")
+    assert (await cluster.run("a", lora="org/x")).cache_status == "hit"
+    cluster.worker.loras["org/x"] = "2"
+    cluster.worker.report()
+    second = await cluster.run("a", lora="org/x")
+    assert second.cache_status == "miss"
+    assert vectors(first) != vectors(second)
+    assert (await cluster.run("a")).cache_status == "miss"
+    del cluster.worker.loras["org/x"]
+    cluster.worker.report()
+    cluster.worker.loras["org/x"] = "2"  # loaded since the last heartbeat
+    assert (await cluster.run("a", lora="org/x")).cache_status == "off"
+
+
+async def test_cached_answers_do_not_stand_beside_those_of_a_worker_that_has_changed() -> None:
+    """The worker restarts with another precision, and its heartbeat is late."""
+    cluster = Cluster()
+    await cluster.run("a")
+    cluster.worker.precision = "bfloat16"
+    finished = await cluster.run("a", "b")
+    signed = cluster.worker.signed(RunOptions())
+    assert vectors(finished) == [vector(signed, "a"), vector(signed, "b")]
+    assert (finished.cache_status, finished.fingerprint) == ("miss", signed)
+    assert cluster.computed == [["a"], ["b"], ["a", "b"]]
+    assert len(cluster.memory) == 1, "an answer with an unexpected fingerprint is not cached"
+
+
+PROMPTS = ("query: ", "passage: ", "")
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_no_answer_is_stale_or_mixed_in_any_interleaving(seed: int) -> None:
+    """Entries, precisions, LoRAs and reports change while requests are under way. Each reply has the vectors of one
+    fingerprint, and this fingerprint was in use at some time between the request and its reply, or at the last report
+    before the request.
+    """
+    draw = random.Random(seed)
+    cluster = Cluster()
+    worker = cluster.worker
+    history: list[set[str]] = []  # fingerprints by time, with each LoRA
+    runs: list[tuple[asyncio.Task[RequestResult], int, str, list[str]]] = []
+
+    def state() -> None:
+        known = {worker.signed(RunOptions(lora=lora)) for lora in ("", "org/x")}
+        status = worker.reported[0]
+        reported = profile_fingerprint(status.fingerprint, worker.entry, "default")
+        known |= {reported, answer_fingerprint(reported, status.loras[0].digest, "")}
+        history.append(known)
+
+    async def one_by_one() -> None:
+        for _ in range(draw.randrange(6)):
+            await asyncio.sleep(0)
+
+    state()
+    for _ in range(120):
+        match draw.choice(("request", "request", "request", "entry", "precision", "lora", "report", "go", "cancel")):
+            case "request":
+                texts = [draw.choice("abcdef") for _ in range(draw.randint(1, 4))]
+                lora = draw.choice(("", "org/x"))
+                runs.append((cluster.start(*texts, lora=lora, key=draw.choice("kl")), len(history) - 1, lora, texts))
+            case "entry":
+                prompts = {"query": draw.choice(PROMPTS)}
+                worker.entry = msgspec.structs.replace(worker.entry, prompts=prompts)
+                worker.report()
+            case "precision":
+                worker.precision = draw.choice(("float32", "bfloat16"))
+            case "lora":
+                worker.loras["org/x"] = draw.choice("123")
+            case "report":
+                worker.report()
+            case "go":
+                cluster.go.set()
+                await one_by_one()
+                cluster.go.clear()
+            case "cancel" if runs:
+                draw.choice(runs)[0].cancel()
+        state()
+        await one_by_one()
+    cluster.go.set()
+    await asyncio.gather(*(run for run, *_ in runs), return_exceptions=True)
+    hits = 0
+    for run, began, lora, texts in runs:
+        if run.cancelled():
+            continue
+        finished = run.result()
+        hits += finished.cached_items
+        signed = finished.fingerprint
+        assert vectors(finished) == [vector(signed, text) for text in texts], "mixed"
+        assert any(signed in known for known in history[began:]), ("stale", lora)
+    assert hits
+    assert not cluster.runs._flights
+
+
+# ---- a whole cluster
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
+    entries = (toy_entry(family="text-encoder"), toy_entry("toy/two", family="text-encoder"))
+    async with InProcess(tmp_path, *entries) as cluster:
+        yield cluster
+
+
+async def started(cluster: InProcess, **environ: str) -> tuple[FakeAdapter, GatewayProcess]:
+    """A gateway with a cache, and a worker whose heartbeats say that the model is loaded."""
+    adapter, gateway = await cluster.adapter(), await cluster.gateway(**{**CACHE, **environ})
+    await cluster.sidecar(adapter)
+    if "SIE_AUTH_MODE" in environ:
+        gateway.client.headers["authorization"] = "Bearer one-token-of-a-test"
+    number = 0
+
+    async def is_cached() -> bool:
+        nonlocal number
+        number += 1
+        return (await gateway.encode(f"warm {number}")).headers.get("x-sie-cache-status") == "miss"
+
+    await until_told(is_cached, "a heartbeat with the loaded model")
+    return adapter, gateway
+
+
+def rows(adapter: FakeAdapter) -> int:
+    return sum(len(batch.lengths) // 4 for batch in adapter.batches)
+
+
+def is_right(answer: httpx.Response, *texts: str) -> bool:
+    slots = answer.json()["items"]
+    return all(
+        np.allclose(slot["dense"]["values"], vector_of(ids_of(text)), atol=1e-6)
+        for slot, text in zip(slots, texts, strict=True)
+    )
+
+
+async def test_a_gateway_answers_repeated_inputs_without_a_worker(cluster: InProcess) -> None:
+    """SIE_CACHE_BYTES."""
+    adapter, gateway = await started(cluster)
+    first = await gateway.encode("a", "b")
+    before = rows(adapter)
+    second, third = await gateway.encode("b", "a"), await gateway.encode("b", "c")
+    assert rows(adapter) == before + 1
+    assert is_right(second, "b", "a")
+    assert is_right(third, "b", "c")
+    assert (
+        second.headers["x-sie-fingerprint"] == third.headers["x-sie-fingerprint"] == first.headers["x-sie-fingerprint"]
+    )
+    statuses = [answer.headers["x-sie-cache-status"] for answer in (first, second, third)]
+    assert statuses == ["miss", "hit", "partial"]
+    assert (second.json()["usage"]["cached_items"], third.json()["usage"]["cached_items"]) == (2, 1)
+    assert first.json()["usage"]["total_tokens"] == second.json()["usage"]["total_tokens"]
+    assert "cached_items" not in first.json()["usage"]
+    hits = await gateway.metric("sie_gateway_cache_inputs_total", result="hit")
+    assert hits == 3
+    assert await gateway.metric("sie_gateway_cache_bytes") > 0
+
+
+async def test_a_gateway_without_a_cache_computes_each_input(cluster: InProcess) -> None:
+    adapter, gateway = await cluster.adapter(), await cluster.gateway()
+    await cluster.sidecar(adapter)
+    answers = [await gateway.encode("a") for _ in range(2)]
+    assert rows(adapter) == 2
+    assert all("x-sie-cache-status" not in answer.headers for answer in answers)
+    refused = await gateway.encode("a", x_sie_cache="only")
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (404, "not_cached")
+    wrong = await gateway.encode("a", x_sie_cache="yes")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-SIE-Cache")
+
+
+async def test_a_changed_entry_has_answers_of_its_own(cluster: InProcess) -> None:
+    _, gateway = await started(cluster)
+    before = await gateway.encode("a")
+    assert (await gateway.encode("a")).headers["x-sie-cache-status"] == "hit"
+    cluster.source.put(toy_entry(family="text-encoder", run={"normalize": False}))
+
+    async def changed() -> bool:
+        answer = await gateway.encode("a")
+        is_new = answer.headers["x-sie-fingerprint"] != before.headers["x-sie-fingerprint"]
+        assert is_new or answer.headers["x-sie-cache-status"] != "miss", "an old answer is computed no more"
+        return is_new
+
+    await until_told(changed, "the new entry")
+    answers = [await gateway.encode("a") for _ in range(3)]
+    assert before.headers["x-sie-fingerprint"] not in {answer.headers["x-sie-fingerprint"] for answer in answers}
+
+
+async def test_an_answer_is_computed_again_after_its_time(cluster: InProcess) -> None:
+    """SIE_CACHE_TTL_S."""
+    _, gateway = await started(cluster, SIE_CACHE_TTL_S="1")
+    await gateway.encode("a")
+
+    async def is_computed() -> bool:
+        answer = await gateway.encode("a", x_sie_cache="only")
+        return answer.status_code == 404
+
+    await until_told(is_computed, "the end of the answer")
+
+
+async def test_answers_of_an_excluded_model_are_computed_each_time(cluster: InProcess) -> None:
+    """SIE_CACHE_EXCLUDED_MODELS."""
+    adapter, gateway = await started(cluster, SIE_CACHE_EXCLUDED_MODELS="toy/two")
+    await gateway.encode("a", model="toy/two")
+    before = rows(adapter)
+    answer = await gateway.encode("a", model="toy/two")
+    assert (rows(adapter), answer.headers["x-sie-cache-status"]) == (before + 1, "off")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_key_cannot_see_what_another_key_has_sent(cluster: InProcess, shared: bool) -> None:
+    """SIE_CACHE_SHARED. The evidence is whether the input runs again, the headers and the body, but no time: an input
+    of another key is handled in all of them like an input that nobody has sent.
+    """
+    adapter, gateway = await started(cluster, SIE_CACHE_SHARED=str(shared).lower(), **KEYS)
+    await gateway.encode("a secret")
+    assert (await gateway.encode("a secret")).headers["x-sie-cache-status"] == "hit"
+    gateway.client.headers["authorization"] = "Bearer two-token-of-a-test"
+    before = rows(adapter)
+
+    def evidence(answer: httpx.Response) -> tuple[Any, ...]:
+        names = [name for name in answer.headers if "time" not in name and "id" not in name and name != "date"]
+        headers = {name: answer.headers[name] for name in names if name != "content-length"}
+        body = answer.json()
+        return headers, sorted(body), body.get("usage"), body.get("error", {}).get("message")
+
+    probe = await gateway.encode("a secret", x_sie_cache="only")
+    assert probe.status_code == (200 if shared else 404)
+    guess, new = await gateway.encode("a secret"), await gateway.encode("a secreT")
+    only = [await gateway.encode(text, x_sie_cache="only") for text in ("a secret 2", "b secret 2")]
+    assert rows(adapter) == before + (1 if shared else 2)
+    assert (evidence(guess) == evidence(new)) is not shared
+    assert evidence(only[0]) == evidence(only[1])
+
+
+async def test_tokens_of_cached_inputs_are_not_charged(cluster: InProcess) -> None:
+    _, gateway = await started(cluster, **KEYS)
+    await gateway.encode("a")
+    before = await gateway.metric("sie_gateway_key_tokens_total")
+    answer = await gateway.encode("a")
+    assert answer.json()["usage"]["total_tokens"] == 3
+    assert await gateway.metric("sie_gateway_key_tokens_total") == before
+
+
+async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(cluster: InProcess) -> None:
+    adapter, gateway = await started(cluster)
+    adapter.hold_batches = True
+    first = asyncio.create_task(gateway.encode("a"))
+    before = len(adapter.batches)
+    await adapter.until(lambda adapter: len(adapter.batches) > before, "the batch of the first request")
+    second = asyncio.create_task(gateway.encode("a"))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    adapter.let_go()
+    answer = await second
+    assert is_right(answer, "a")
+    assert len(adapter.batches) == before + 1
+
+
+async def test_a_bad_input_fails_alone_beside_cached_inputs(cluster: InProcess) -> None:
+    _, gateway = await started(cluster)
+    await gateway.encode("a")
+    body = {"items": ["a", {"images": ["aGk="]}, "b"]}
+    answer = await gateway.client.post(f"/v1/encode/{MODEL}", json=body)
+    assert answer.status_code == 200, answer.text
+    slots = answer.json()["items"]
+    assert ["error" in slot for slot in slots] == [False, True, False]
+    assert answer.headers["x-sie-cache-status"] == "partial"
+
+
+async def test_answers_of_requests_that_run_during_an_erasure_are_not_cached() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    run = cluster.start("a")
+    await cluster.until_computed(1)
+    await cluster.memory.erase(AnswerErasure())
+    cluster.go.set()
+    await run
+    assert len(cluster.memory) == 0
+
+
+async def test_an_administrator_sees_and_erases_answers_at_all_gateways(cluster: InProcess) -> None:
+    tokens = {**KEYS, "SIE_ADMIN_TOKEN": "admin-token-of-a-test"}
+    _, first = await started(cluster, **tokens)
+    second = await cluster.gateway(**CACHE, **tokens)
+    second.client.headers["authorization"] = first.client.headers["authorization"]
+    admin = {"authorization": "Bearer admin-token-of-a-test"}
+
+    async def state(gateway: GatewayProcess) -> dict[str, Any]:
+        return dict((await gateway.client.get("/v1/cache", headers=admin)).json())
+
+    async def erase(**selection: Any) -> httpx.Response:
+        return await first.client.post("/v1/cache/erase", json=selection, headers=admin)
+
+    async def is_known() -> bool:
+        return (await state(first))["gateways"] == 2
+
+    await until_told(is_known, "the second gateway")
+    for gateway in (first, second):
+
+        async def is_hit(gateway: GatewayProcess = gateway) -> bool:
+            return (await gateway.encode("a", "b")).headers["x-sie-cache-status"] == "hit"
+
+        await until_told(is_hit, "a hit")
+    shown = (await state(second))["models"]
+    assert shown == [{"model": MODEL, "key": "static-1", "answers": 2}]
+    assert (await erase(text="b")).json() == {"answers": 1, "gateways": 2}
+
+    async def is_erased(count: int) -> bool:
+        return (await state(second))["answers"] == count
+
+    await until_told(lambda: is_erased(1), "the erasure at the second gateway")
+    assert (await second.encode("a", "b")).headers["x-sie-cache-status"] == "partial"
+    assert (await erase(key="static-2")).json()["answers"] == 0
+    assert (await erase(model=MODEL, key="static-1")).json()["answers"] > 0
+    await until_told(lambda: is_erased(0), "the erasure at the second gateway")
+    for wrong in ({}, {"all": True, "model": MODEL}, {"query": "q"}, {"text": 1}):
+        refused = await erase(**wrong)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "INVALID_INPUT"), wrong
+    assert (await first.client.get("/v1/cache")).status_code == 403
+    assert (await first.client.post("/v1/cache/erase", json={"all": True})).status_code == 403
+
+
+async def test_the_command_shows_and_erases_cached_answers(cluster: InProcess) -> None:
+    _, gateway = await started(cluster, SIE_ADMIN_TOKEN="admin-token-of-a-test")
+    await gateway.encode("a")
+    environ = {"SIE_ADMIN_TOKEN": "admin-token-of-a-test"}
+
+    async def sie(*words: str) -> Result:
+        argv = ["cache", *words, "--url", gateway.url]
+        return await asyncio.to_thread(CliRunner(env=environ).invoke, main, argv)
+
+    shown = await sie("status")
+    assert shown.exit_code == 0, shown.output
+    assert MODEL in shown.output
+    erased = await sie("erase", "--text", "a")
+    assert erased.output.startswith("1 answers erased at "), erased.output
+    assert (await sie("erase")).exit_code == 2
+    assert (await sie("erase", "--all", "--model", MODEL)).exit_code == 2
+    assert (await gateway.encode("a")).headers["x-sie-cache-status"] == "miss"
