@@ -50,8 +50,8 @@ def keep_serving(count: int = 1, died: Callable[[int], None] = lambda number: No
     caller then serves. In the parent, return after all children have ended: each has drained its batches, or one
     refused its settings, or a signal ended them.
 
-    If this process cannot fork, it is the only child itself. `died` is called with the number of a dead child before a
-    new one is forked.
+    If this process cannot fork and `count` is 1, it serves itself, as child 0. `died` is called with the number of a
+    dead child before a new one is forked.
 
     Call this while the process has only one thread, with SIGNALS blocked; they are blocked in the children too.
     """
@@ -116,7 +116,9 @@ class _Children:
             failpoints.arm("")
 
     def not_forked(self, number: int) -> None:
-        """Try the fork again later if other children run. If none runs, end: several devices need a process each."""
+        """Try the fork again later if other children run. If none runs, end with an error, because without a fork only
+        one of the devices could be served.
+        """
         if self._running:
             self._due_s[number] = time.monotonic() + LONGEST_PAUSE_S
             return

@@ -34,7 +34,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     admin_token: str = ""
     metrics_urls: tuple[str, ...] = ()  # base addresses of metrics and probes: gateways, then workers
     models_dir: str = ""  # folder or bucket of the served models
-    # name of a stream whose files the broker has been reading for a long time, else empty
+    # name of a stream that the starting broker is still reading from disk after a long time, else empty
     unread_stream: str = ""
 
     def __repr__(self) -> str:

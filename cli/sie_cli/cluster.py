@@ -73,9 +73,9 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings and of the `sie serve` with the data directory `named`; without `named`,
-        and with `looks_around`, the default one. Raises SettingError if the file of a `sie serve` cannot be read, or if
-        `required` and no `sie serve` runs with `named`.
+        """Return the cluster of these settings and of a running `sie serve`. `named`: its data directory. If None, it
+        is the default directory, or with `looks_around` False, no `sie serve` is used. Raises SettingError if the file
+        of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)
@@ -242,8 +242,9 @@ def _credentials(name: str, written: Access) -> dict[str, object]:
 
 
 def cluster_options(address: str, *settings: str, looks_around: bool = True, required: bool = True) -> Callable[[F], F]:
-    """Give a command the Cluster as its first argument, from --url for the setting `address`, --data-dir, and one
-    option for each of these settings. `required`: a `sie serve` must run with that data directory.
+    """Give a command the Cluster as its first argument, and the options that describe it: --url for the setting
+    `address`, --data-dir, and an option for each name in `settings`. `required`: a `sie serve` must run with that data
+    directory.
     """
     names = (address, *settings)
 

@@ -47,8 +47,8 @@ def settle(environ: MutableMapping[str, str]) -> None:
 
 
 def _is_usable(home: str) -> bool:
-    """Return whether the user may enter this folder, or it can be created. Parts of a read-only folder may be writable
-    volumes. The root, which containers use as home of unknown users, is not usable.
+    """Return whether the user may enter this folder, or it can be created. A read-only folder is usable too, because
+    parts of it may be writable volumes. The root, which containers use as home of unknown users, is not usable.
     """
     if not os.path.isabs(home):
         return False

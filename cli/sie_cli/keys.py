@@ -95,6 +95,11 @@ def keys() -> None:
 @click.option(
     "--tokens-per-minute", "rate", type=click.IntRange(1), help="Tokens, over all gateways.  [default: no limit]"
 )
+@click.option(
+    "--remote",
+    is_flag=True,
+    help="Its inputs may be sent to the remote servers of SIE_REMOTES.  [default: never]",
+)
 @click.option("--no-cache", is_flag=True, help="Answers to this key are not cached (SIE_CACHE_BYTES).")
 @click.option("--json", "as_json", is_flag=True, help="The key and its token as JSON.")
 @_options
@@ -106,6 +111,7 @@ def create(
     body_bytes: int | None,
     items: int | None,
     rate: int | None,
+    remote: bool,
     no_cache: bool,
     as_json: bool,
 ) -> None:
@@ -122,7 +128,9 @@ def create(
     async def body(broker: Broker) -> tuple[Key, str, float]:
         buckets, now_s = await _opened(broker, cluster)
         expires_s = expires.after(now_s) if expires is not None else 0.0
-        key, token = records.create(name, scopes, now_s=now_s, expires_s=expires_s, limits=limits, caches=not no_cache)
+        key, token = records.create(
+            name, scopes, now_s=now_s, expires_s=expires_s, limits=limits, caches=not no_cache, remote=remote
+        )
         keys = [present for present, _ in await buckets.read()]
         if len(keys) >= MAX_KEYS:
             raise CommandRefused(
@@ -256,6 +264,7 @@ def _plain(key: Key) -> dict[str, Any]:
         "max_body_bytes": key.limits.body_bytes or None,
         "max_items": key.limits.items or None,
         "tokens_per_minute": key.limits.tokens_per_minute or None,
+        "remote": key.remote,
         "caches": key.caches,
     }
 
@@ -274,6 +283,7 @@ def _limits(key: Key) -> str:
         f"{limits.body_bytes:,} bytes" if limits.body_bytes else "",
         f"{limits.items:,} items" if limits.items else "",
         f"{limits.tokens_per_minute:,} tokens/min" if limits.tokens_per_minute else "",
+        "may use remote servers" if key.remote else "",
         "" if key.caches else "no cache",
     ]
     return ", ".join(filter(None, parts)) or "-"

@@ -36,7 +36,9 @@ from sie_runtime.process import run as run_process
 
 
 class _Program(AnyPosition):
-    """Group of all commands. A call ends the process at once; `main`, which tests call, raises SystemExit."""
+    """Group of all commands. Calling the group ends the process by `os._exit`. Tests call its method `main`, which
+    raises SystemExit instead.
+    """
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the command. Raises UsageError, which suggests a group that has a command of this name."""

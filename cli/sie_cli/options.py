@@ -60,7 +60,9 @@ _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--
 
 
 def url_option(name: str, subject: str) -> Callable[[F], F]:
-    """Add --url, the address of the server that a command calls. The flag of its setting is a synonym."""
+    """Add --url, the address of the server that a command calls. The option named after the address's setting, for
+    example --gateway-url, means the same.
+    """
     row = BY_NAME[name]
     return click.option(
         "--url", row.flag, row.field, metavar="URL", default=None, help=URL.format(what=subject, name=name)

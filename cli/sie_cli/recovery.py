@@ -1,8 +1,8 @@
 """`sie backup` and `sie restore` for the control plane (one file), and `sie repair` for streams with damaged files.
 
-sie backup FILE ◄── keys, changes of the catalogue over the API, jobs, shards, files ── buckets of the broker
+sie backup FILE ◄── keys, changes of the catalogue over the API, records of jobs and files ── buckets of the broker
 sie restore FILE ──► missing entries are written; existing entries stay, and a revocation is never undone
-sie repair STREAM ──► the stream is created again, with its readable entries, or the entries of its copy
+sie repair STREAM ──► the stream is created again, with its readable entries, or those of its copy in another bucket
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def restore(cluster: Cluster, file: Path) -> None:
 
 
 async def _write_keys(buckets: KeyBuckets, keys: list[Key]) -> int:
-    """Write keys to both buckets; of two records, the stricter wins. Return the number written to the main bucket."""
+    """Write keys to the bucket of keys and to its copy. Of two records of a key, keep the one that permits less
+    (revoked, earlier expiry). Return the number written to the main bucket.
+    """
     written = 0
     for bucket in (buckets.copy, buckets.bucket):
         present = {key.id: (key, revision) for key, revision in key_records.readable(await bucket.entries())}

@@ -132,7 +132,7 @@ async def steps_at(broker: NatsBroker, settings: Settings) -> list[Step]:
     own = {names.pool_name("default"), settings.pool}
     steps: list[Step] = []
     for pool in sorted({name.removeprefix(_WORK) for name in present if name.startswith(_WORK)} | own):
-        # the pool of a reservation has no stream of its own for dead letters
+        # a pool that a client reserved over the API has no stream of its own for dead letters
         reserved = pool not in own and f"DEAD_{pool}" not in present
         facts = await read_facts(broker, names.stream_name(pool))
         steps += plan(facts, work_spec(settings, pool, reserved=reserved), float(settings.ack_wait_s))

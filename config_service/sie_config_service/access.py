@@ -66,7 +66,7 @@ class ConfigGate:
 
     def _key_with(self, token: str, scope: str, is_known: bool) -> Key | None:
         """Return the key with this token; None for an unknown token. Raises PermissionDenied for a key without the
-        scope, Unauthenticated for an ended key, NotReady while the keys have not been read.
+        scope, Unauthenticated for a key that is revoked or has expired, NotReady while the keys have not been read.
         """
         if not self._by_key or not token or is_known:
             return None

@@ -50,7 +50,7 @@ class AliasIndex:
         return sorted(alias for alias, models in self.models.items() if folded in map(model_of, models))
 
     def written(self, changes: Mapping[str, Alias | None] | None = None) -> Write:
-        """Return the write of the index after these changes: a new or changed alias, or None for a removed one."""
+        """Return the write that stores the index after `changes`: for each name the new alias, or None to remove it."""
         models = dict(self.models)
         for name, alias in (changes or {}).items():
             models.pop(name, None)
@@ -80,8 +80,8 @@ async def guard(
     force: bool,
 ) -> GuardedWrite:
     """Check a write of a model or alias before it is stored. `entry`: the new document, or None for a removal. `held`:
-    the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: returns the whole
-    parsed catalogue, which only error texts need.
+    the stored model that it replaces. `index`, `read`: the current index and models. `catalogue`: a function that
+    parses the whole catalogue. It is slow, so it is called only to suggest names in an error.
 
     With `force`, the write of a model may make an alias invalid. Raises ValidationFailed for an invalid alias, and
     ContentConflict, which names the aliases that need the model.
@@ -150,7 +150,9 @@ def _entry_of(entry: dict[str, Any] | None) -> ModelEntry | Alias | None:
 
 
 def _broken(present: Catalogue, named: list[str], model: str, after: ModelEntry | None) -> dict[str, str]:
-    """Return, by alias, why those in `named` that are valid now would be invalid with the model `after`."""
+    """Return, for each alias in `named` that is valid now, the reason why it would be invalid if the model were
+    `after`. Aliases that stay valid are left out.
+    """
     changed = present.with_model(model, after, 0, "")
     problems = {}
     for name in named:
@@ -183,7 +185,9 @@ def _fault(alias: Alias, catalogue: Catalogue) -> str | None:
 
 
 def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
-    """Check the aliases in the folders. Raises ValidationFailed, which names the alias and the fault."""
+    """Check the aliases in the model folders, which are read at the start. Raises ValidationFailed, which names the
+    alias and the fault.
+    """
     catalogue = Catalogue.from_documents(documents, {}, {}, "")
     for name, alias in sorted(catalogue.aliases.items()):
         if (why := _fault(alias, catalogue)) is not None:

@@ -123,8 +123,8 @@ def invalid(loc: str, message: str, line: int | None = None) -> ValidationFailed
 
 
 def checked(raw: Any, document: ParsedDocument) -> ModelEntry | Alias:
-    """Parse and return the entry `raw`, which is the value of `document`, a part of it, or the result of merging it
-    into a stored entry. `document` has the lines for error texts. Raises ValidationFailed.
+    """Parse and return the entry `raw`. It comes from `document`: the whole value, a part, or the value merged into a
+    stored entry. `document` itself is read only for the line numbers of errors. Raises ValidationFailed.
     """
     entry = _parsed(raw, document, parse_document, Alias if is_alias(raw) else ModelEntry)
     revision = entry.weights.revision if isinstance(entry, ModelEntry) and entry.weights.hub else ""
@@ -150,7 +150,9 @@ def _parsed(raw: Any, document: ParsedDocument, parse: Callable[[Any], T], kind:
 
 
 def _value_at(value: Any, path: str, message: str) -> str:
-    """Return the value at a path as the end of the error text `message`; empty unless the type is wrong."""
+    """Return the text to append to the error text `message`: the value at the path if its type is wrong, else an empty
+    string.
+    """
     if not _GOT.search(message):
         return ""
     while path:

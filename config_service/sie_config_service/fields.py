@@ -80,7 +80,9 @@ def _names(node: inspect.Type | None) -> list[str]:
 
 
 def _node(node: Any, path: str) -> inspect.Type | None:
-    """Return the type of the field at a path, or None. Each dot may end a map key, because keys may contain dots."""
+    """Return the type of the field at a path, or None. A dot may separate two keys or be part of a key of a map, so
+    both readings are tried.
+    """
     if not path:
         current: inspect.Type | None = node
         return current

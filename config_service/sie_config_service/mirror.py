@@ -2,15 +2,15 @@
 a read of ten thousand models costs as much as a read of one.
 
     bucket ── all models, at first ──► Mirror ◄── later writes, in order ── bucket
-                                         └─► CatalogueSnapshot: all models at one epoch, and the number of the
-                                             last write that concerned each bundle
+                                         └─► CatalogueSnapshot: all models at one epoch, and for each bundle (set of
+                                             families of one worker image) the last write that concerned it
 
 `sie_broker.record.Record` may be behind its bucket for a moment, so it is not used here: the config service's reply to
 a write must contain that write. Each read asks the bucket's leader for its last revision, then for the writes up to it,
 and applies all of them or none.
 
 The epoch has two parts: the time when the bucket was created, and the number of the last write of the catalogue in it.
-The write of a stored reply does not change the epoch.
+The bucket also stores replies for requests with an Idempotency-Key; their writes do not change the epoch.
 
 A mirror belongs to one bucket. If the broker loses the bucket (memory storage, or a user deletes it), a new, empty one
 is created. The mirror refuses to read the new bucket; `is_lost` stays True.
@@ -75,8 +75,8 @@ class HeldModel:
 
     @property
     def written(self) -> int:
-        """Return the number of the model's last write for epochs. That is the number of the record in the history,
-        which the same batch writes directly after the model.
+        """Return the write number that epochs contain for this model. Each batch writes the model and then its record
+        in the history; the number is that of the history record.
         """
         return self.sequence + 1
 
@@ -185,8 +185,8 @@ class Mirror:
         return self._now if self._now.epoch else None
 
     async def snapshot(self) -> CatalogueSnapshot:
-        """Return all models at the newest write at the broker's leader. Raises BrokerError; NotReady for an unreadable
-        record or a lost bucket.
+        """Return all models as they are after the newest write that the broker's leader has. Raises BrokerError;
+        NotReady for an unreadable record or a lost bucket.
         """
         async with self._lock:
             try:
@@ -262,7 +262,9 @@ class Mirror:
         )
 
     async def _since(self, last: int) -> list[Entry]:
-        """Return the writes after the last read, up to `last` or later; without `last` if the bucket has lost it."""
+        """Return the writes after the last read, at least up to number `last`. If the bucket has lost write `last`, the
+        result ends before it.
+        """
         entries: list[Entry] = []
         for _ in range(int(BEHIND_S / _PAUSE_S)):
             entries = await self._bucket.use(lambda bucket: bucket.since(self._read))

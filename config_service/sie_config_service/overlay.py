@@ -38,7 +38,8 @@ from sie_store.models_folder import MAX_FILE_BYTES, SUFFIXES, examined, in_use
 BUNDLES = "bundles"
 MAX_TOLD = 20
 _logger = logging.getLogger("sie.config")
-PLUG_INS = "sie.adapters"  # group of entry points under which other distributions register families
+# group of entry points under which other distributions register families (code for one model architecture)
+PLUG_INS = "sie.adapters"
 
 Signature = Mapping[str, tuple[int, int, int]]
 """State of each file, by its path in the folder: (time of the last change, size, number of the file or its tag)."""
@@ -181,7 +182,9 @@ def _in_file(error: ValidationFailed, path: str) -> ValidationFailed:
 
 
 def _with_plug_ins(bundle: BundleEntry) -> BundleEntry:
-    """Add families of other installed distributions to the packaged bundle: on one machine, workers can import them."""
+    """Add the model families of other installed distributions to the packaged bundle. Use this only if workers run in
+    the same Python environment, as with `sie serve`, and so can import them.
+    """
     plugged_in = {point.name for point in metadata.entry_points(group=PLUG_INS)} - set(bundle.families)
     return (
         msgspec.structs.replace(bundle, families=(*bundle.families, *sorted(plugged_in))) if bundle.families else bundle

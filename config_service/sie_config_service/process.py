@@ -181,7 +181,7 @@ async def run(
     if on_listening is not None:
         on_listening(server.port)
     tasks = Tasks(_logger, stop.request)
-    served = Stop()  # stop of the background tasks: they must run until the last request has ended
+    served = Stop()  # set after the last request has ended; then the background tasks end
     try:
         if settings.nats_streams_password is not None:
             tasks.start(_make_streams(settings, served), "streams")

@@ -1,8 +1,8 @@
 """Watch of SIE_MODELS_DIR: changed files become writes of source `overlay`, without a restart.
 
-    look ──changed, and equal at the next look──► all files read and checked ──► seeded ──► read back, logged
-      ▲            └ one is invalid: no change, the log names file, field and line                 │
-      └── until workers have it, or WATCHED_S have passed: logged ◄───────────────────────────────────┘
+    look ──changed, and equal at the next look──► all files read and checked ──► written to the bucket, logged
+      ▲            └ one is invalid: no change, the log names file, field and line               │
+      └── all gateways and workers have it, or WATCHED_S have passed: log which lack it ◄────────┘
 
 Names, sizes and times of the files are compared, which also works on file systems without events. The pauses are long
 enough that the comparisons take at most a hundredth of the time.

@@ -258,9 +258,9 @@ class Edits:
         return edit
 
     async def public(self, document: ParsedDocument, model: str = "") -> tuple[ParsedDocument, tuple[str, ...]]:
-        """Translate a model file of the public SIE into a document of this catalogue. Return it, and the names of
-        ignored fields. `model`: its id if the file has none. A document in another format is returned unchanged. Raises
-        ValidationFailed.
+        """Translate a model file of the open-source SIE project into a document of this catalogue. Return it, and the
+        names of ignored fields. `model`: its id if the file has none. A document in another format is returned
+        unchanged. Raises ValidationFailed.
         """
         if not is_public(document.value):
             return document, ()
@@ -296,7 +296,7 @@ class Edits:
 
     def delete(self, model: str) -> Edit:
         async def edit(held: HeldModel) -> None:
-            if held.stored is None:  # no error for a model that was removed earlier: it stays removed
+            if held.stored is None:  # an error only if the model never existed; a second removal is no error
                 raise await self._store.not_found(model)
 
         return edit

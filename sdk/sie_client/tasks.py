@@ -54,7 +54,9 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: items of the call. `send` is called instead of HTTP requests."""
+        """Run a plan (the requests of one call) and return its result. `total`: items of the call. `send`: called with
+        each request instead of sending it over HTTP.
+        """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 

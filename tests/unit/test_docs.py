@@ -152,7 +152,7 @@ def test_no_page_names_a_metric_that_no_process_exports() -> None:
     # of the distribution, the broker's buckets, packages and recorded names
     others = re.compile(
         r"sie_(cli|client|sdk|contracts|broker|runtime|store|gateway|sidecar|adapter|config|config_service)(?![a-z_])"
-        r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|shards)(_copy)?(?![a-z_])"
+        r"|sie_(catalogue|demand|jobs|keys|leases|placement|poison|pools|remotes|shards)(_copy)?(?![a-z_])"
     )
     wrong = [
         (page.name, name)

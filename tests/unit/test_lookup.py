@@ -128,7 +128,7 @@ def test_a_model_that_wants_a_token_says_so(gated: bool, says: str, hub: HubStub
 def test_a_bucket_of_models_is_not_written_to(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sie_cli.models.lookup._catalogue", lambda _: Catalogue())
     settings = load(environ={"SIE_MODELS_DIR": "s3://bucket/models"}).settings
-    with pytest.raises(CommandRefused, match="nothing is written to s3://bucket/models"):
+    with pytest.raises(CommandRefused, match="nothing is written to the bucket s3://bucket/models"):
         look_up(settings, "org/mini")
 
 

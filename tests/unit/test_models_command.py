@@ -635,7 +635,10 @@ def test_each_error_of_the_api_says_what_is_expected(name: str, one: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("add", "some/model"), "the commit of some/model: some/model could not be downloaded: ConnectError"),
+        (
+            ("add", "some/model"),
+            "the commit of some/model could not be looked up: some/model could not be downloaded: ConnectError",
+        ),
         (
             ("add", "some/model", "--revision", "a" * 40),
             "or put it into SIE_LOCAL_CACHE, or name a folder",

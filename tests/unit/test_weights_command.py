@@ -167,12 +167,12 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
         (
             ["push", "/no/such/folder"],
             1,
-            "there is no folder /no/such/folder, and it is no id of the hub, which has the form org",
+            "there is no folder /no/such/folder, and it is no id of the hub: such an id has the form org",
         ),
         (
             ["push", "org/none"],
             1,
-            "which commit of org/none? Say org/none@COMMIT: neither the catalogue nor the cache knows one",
+            "the commit of org/none is not known here: name it as org/none@COMMIT; neither the catalogue nor the cache",
         ),
         (["push", f"org/none@{COMMIT}"], 1, "downloads are off (SIE_HF_FALLBACK)"),
         (

@@ -41,10 +41,12 @@ from sie_contracts.models.load_errors import load_failed
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
 _SPACES = str.maketrans(".?", "  ")
-# Changes to the model's configuration. It declares an encoder-decoder, which affects only generation. It allows custom
-# kernels, which transformers would download from the hub.
+# Changes to the model's configuration. The original declares an encoder-decoder, which affects only generation, but
+# `checkpoint` refuses such models here. The original also allows custom kernels, which transformers would download from
+# the hub.
 _CHANGES: Mapping[str, Any] = MappingProxyType({"is_encoder_decoder": False, "disable_custom_kernels": True})
-# divisor of the positions in an image's feature maps: 4 of them take about as long as one token of a text encoder
+# The cost of an image in tokens is the number of positions in its feature maps, divided by this number: 4 positions
+# take about as long as one token of a text encoder.
 _PLACES_PER_TOKEN = 4
 
 
@@ -79,8 +81,8 @@ class _CachedBackbone(nn.Module):  # type: ignore[misc]  # the type checker skip
 
 
 class GroundingDino:
-    """A `detector._DetectorKind` that always computes in float32, because two parts of the model do: scores are clamped
-    at 50,000, near the largest float16, where text and image are combined; and the sampling points are float32.
+    """A `detector._DetectorKind` that always computes in float32, because two parts of the model need it. The attention
+    between text and image clamps its scores at 50,000, near the largest float16. The sampling points are float32.
     """
 
     thresholds: ClassVar[Mapping[str, float]] = {"box_threshold": 0.25, "text_threshold": 0.25}
@@ -122,7 +124,9 @@ class GroundingDino:
         )
 
     def prompt(self, labels: Sequence[str]) -> _LabelPrompt:
-        """Return one prompt with all labels, and the tokens of each label in it. Raises InvalidInput, reason labels."""
+        """Return one prompt with all labels, and the tokens of each label in it. Raises InvalidInput with the reason
+        `labels`.
+        """
         cleaned = [" ".join(label.lower().translate(_SPACES).split()) for label in labels]
         if not cleaned:
             raise labels_refused("expected at least one")
@@ -175,7 +179,7 @@ class GroundingDino:
         return Sight(output.pred_boxes.float(), scores)
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
-        """Return the feature maps of each image, [width, rows, columns] each."""
+        """Return the feature maps of each image, [channels, rows, columns] each."""
         levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
         output = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
         return list(zip(*output.feature_maps, strict=True))

@@ -37,9 +37,9 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# Largest edge of a submitted image, as a multiple of the edge of the model's images.
-# A larger image is scaled down before it is sent to the adapter, which changes the model's pixels slightly
-# (tests/parity/test_detector.py has the figures).
+# Largest edge of a submitted image, as a multiple of the edge of the model's images. The sidecar scales a larger image
+# down to this edge before the adapter gets it, which changes the pixels that the model reads slightly (figures:
+# tests/parity/test_detector.py).
 _OVERSAMPLED = 3
 _TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standard deviations
 _KEPT_LABELS = 4096
@@ -85,8 +85,8 @@ class Owlv2:
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
     def prompt(self, labels: Sequence[str]) -> Tensor:
-        """Return the vector of each label, float32 [labels, width]. Call it under inference mode. Raises InvalidInput,
-        reason labels.
+        """Return the vector of each label, float32 [labels, width]. Call it under inference mode. Raises InvalidInput
+        with the reason `labels`.
         """
         if not labels:
             raise labels_refused("expected at least one")
@@ -128,8 +128,8 @@ class Owlv2:
         return [(row,) for row in grid]
 
     def _square(self, image: Shown) -> Tensor:
-        """Return the image as the model's image processor scales it, float32 [3, side, side], not yet normalised. It is
-        not padded: pixels of the padding are black (0), so they add nothing to a weighted sum.
+        """Return the image as the model's image processor scales it, float32 [3, side, side], not yet normalised. The
+        padding that makes it square is not stored: its pixels are black (0), so they add nothing to a weighted sum.
         """
         height, width, _ = image.pixels.shape
         sampling = _sampling(self._side, max(height, width), max(image.height, image.width))
@@ -144,7 +144,8 @@ class Owlv2:
 
 def _sampling(side: int, size: int, submitted: int) -> Float32:
     """Return the matrix that resamples a row of `size` pixels to `side` pixels, float32 [side, size]: linear
-    interpolation and the blur for scaling `submitted` pixels down to `side`. Beyond its edge the image is mirrored.
+    interpolation, and a blur. `submitted`: longer edge of the submitted image in pixels; `submitted` / `side` sets the
+    strength of the blur. Beyond its edge the image is mirrored.
 
     Source: transformers, Owlv2ImageProcessorPil.resize (scipy's gaussian_filter and zoom).
     """
@@ -173,8 +174,8 @@ def _cutting(tokenizer: Any, limit: int) -> Any:
 
 
 def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Sequence[float], Sequence[float]]:
-    """Return the factor for uint8 pixels, and the mean and standard deviation of each channel. Raises ModelLoadFailed
-    for a processor that this module does not reproduce.
+    """Return the factor by which uint8 pixels are multiplied (rescale_factor), and the mean and standard deviation of
+    each channel. Raises ModelLoadFailed for a processor that this module does not reproduce.
     """
     config = read_processor(folder, "image_processor")
     if not config:

@@ -29,12 +29,12 @@ from sie_contracts.wire.ipc import Rows
 
 
 class DoclingModel:
-    """Parser processes of one model, one for each core. Several threads may use the objects of `reading` at the same
-    time.
+    """Parser processes of one model, one for each core. Several threads may use the objects that `reading` returns at
+    the same time.
 
     A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. An input gets an InvalidInput if it
-    has no document, or if the document is refused (reason invalid_media; the message begins with the cause). Texts are
-    not read.
+    has no document, or if the document is refused (reason `invalid_media`; the message begins with the cause). Texts
+    are not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -44,7 +44,7 @@ class DoclingModel:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         """Start the first parser process. Raises ModelLoadFailed."""
         self.max_tokens = entry.max_tokens
-        # the model reads no texts, so its tokenizer makes one token of any text
+        # the sidecar needs a tokenizer for every model; this model reads no texts, so any text becomes one token
         self.tokenizer: bytes = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).to_str().encode()  # noqa: S106
         try:
             self._parsers = Parsers(usable_cores())
@@ -71,8 +71,8 @@ class DoclingCall:
     def extract(
         self, texts: Sequence[str], options: Sequence[ExtractOptions], documents: Sequence[DocumentFile | None]
     ) -> list[Result]:
-        """Return the content of each document, or its error. Raises InternalFailure, reason cancelled, if the client
-        has disconnected.
+        """Return the content of each document, or its error. Raises InternalFailure with the reason `cancelled` if the
+        client has disconnected.
         """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [

@@ -48,8 +48,8 @@ class DoclingParser:
         )
 
     def parse(self, job: ParseJob) -> Parsed:
-        """Return the content of one document. Raises InvalidInput, reason invalid_media, for a document that cannot be
-        parsed; its message begins with the cause.
+        """Return the content of one document. Raises InvalidInput with the reason `invalid_media` for a document that
+        cannot be parsed; its message begins with the cause.
         """
         kind = format_of(job.document)
         try:

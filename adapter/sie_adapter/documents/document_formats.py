@@ -39,7 +39,9 @@ _READ = ", ".join(FORMATS)
 
 
 def format_of(document: DocumentFile) -> str:
-    """Return the format of a document, one of FORMATS. Raises InvalidInput, reason invalid_media, for other formats."""
+    """Return the format of a document, one of FORMATS. Raises InvalidInput with the reason `invalid_media` for other
+    formats.
+    """
     data, format_name = document.data, document.format
     head = data[:_HEAD]
     if not data:

@@ -87,8 +87,8 @@ class Parsers:
         """Return each parsed document, or an error. The error of an unusable document is an InvalidInput, reason
         invalid_media, whose message begins with the cause. Other errors are not caused by the document.
 
-        When `is_gone`, which is called repeatedly, returns True, parsing stops and InternalFailure, reason cancelled,
-        is raised.
+        When `is_gone`, which is called repeatedly, returns True, parsing stops and InternalFailure with the reason
+        `cancelled` is raised.
         """
         call = _ParseCall()
         left = futures = [self._threads.submit(self._parse, document, call) for document in documents]
@@ -151,7 +151,8 @@ class Parsers:
                 raise cancelled() from error
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}: {error}"
             _logger.warning("the parsing process %d %s", process.pid, how)
-            # this pool did not send SIGKILL, so the kernel did for lack of memory, and the file may be valid
+            # this pool did not send the SIGKILL, so the kernel's OOM killer sent it: no InvalidInput, since the
+            # document may be valid
             if status == -signal.SIGKILL:
                 message = "the process that parsed the document was killed, as when a machine runs out of memory"
                 raise ResourceExhausted(message) from error
@@ -178,7 +179,9 @@ class _ParseCall:
 
     @contextlib.contextmanager
     def running(self, process: _ParserProcess) -> Iterator[None]:
-        """Count this process as one of the call. Raises InternalFailure, reason cancelled, if the call has ended."""
+        """Register this process with the call while it parses, so that `end` can kill it. Raises InternalFailure with
+        the reason `cancelled` if the call has ended.
+        """
         with self._lock:
             if self.is_over:
                 raise cancelled()

@@ -42,7 +42,8 @@ _MAPPED_BYTES = 32 << 20
 _APART_BYTES = 1 << 20
 # number of loads in progress, and its lock, which the capture of a CUDA graph holds
 _apart, _apart_lock = 0, threading.Lock()
-# bytes that `claim` adds: several times the memory that oneDNN allocates for one new shape, about 1 MB
+# bytes that `claim` allocates in addition to those of its caller: several times the 1 MB or so that oneDNN allocates
+# for a new shape
 _CLAIM_BYTES = 8 << 20
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt in malloc.h
 
@@ -129,11 +130,11 @@ def resolve_device(name: str) -> torch.device:
 class Compute:
     """Settings for the weights and forward passes of one model on this device.
 
-    `requested`: the precision in the model's entry, else the default. `precision_reason`: the reason why `dtype` is
-    another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the model, by
-    which its engine is chosen. `engine`: the chosen engine; if it does not support the model, torch replaces it, unless
-    the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None for the
-    system's folder. `int8`: weights are stored in 8 bits.
+    `requested`: the precision in the model's catalogue entry, else the default. `precision_reason`: the reason why
+    `dtype` is another precision, else empty. `outputs`: the cache of outputs of image towers. `model`: facts about the
+    model, by which its engine is chosen. `engine`: the chosen engine; if it does not support the model, torch replaces
+    it, unless the entry demands the engine (`Choice.demand`). `scratch`: the folder for temporary files of a load, None
+    for the system's folder. `int8`: weights are stored in 8 bits.
     """
 
     device: torch.device
@@ -375,9 +376,10 @@ def keep_freed_memory() -> None:
     layer's states to the kernel, and the page faults take 12 to 15 % of a forward pass on a CPU (bench/engine.py).
     `give_memory_back` still returns all freed memory.
 
-    Under RLIMIT_DATA, allocations of 1 MiB and more get pages of their own, because holes in the heap count as data:
-    after some thousand batches, no tensor of one item fitted into 150 MiB of holes. The heap then grows by 1 MiB at a
-    time: with steps of 64 MiB, a small allocation could exceed the limit.
+    Under RLIMIT_DATA, allocations of 1 MiB and more get pages of their own, because freed memory inside the heap still
+    counts as data: after some thousand batches, 150 MiB of freed memory lay in holes too small for the tensors of a
+    single item. The heap then grows by 1 MiB at a time, because with steps of 64 MiB a small allocation near the limit
+    would fail.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -416,7 +418,7 @@ def _count_apart(more: int) -> None:
 
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
-    """Yield whether no load is in progress. Until the context ends, no load begins and no memory is returned to the
+    """Yield True if no load is in progress. Until the context ends, no load begins and no memory is returned to the
     system: both synchronise the device, which would make the capture of a CUDA graph fail.
     """
     with _apart_lock:

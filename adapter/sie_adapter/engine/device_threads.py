@@ -28,8 +28,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class DeviceJob:
-    """A batch, and `answer`, which sends its replies. `finished` is set after the last one. `run`: called instead of
-    `execute`. `is_started`: the reply BatchStarted was sent already.
+    """A batch, and `answer`, which sends its replies. `finished` is set after the last one. `run`: if set, the thread
+    calls it instead of the engine's `execute`. `is_started`: the reply BatchStarted was sent already.
     """
 
     message: RunBatch
@@ -100,7 +100,7 @@ class DeviceThreads:
         deadline_s = time.monotonic() + timeout_s
         for number in range(len(self._threads)):
             ended = None
-            # an unusable thread may start its successor during this wait; the successor must end too
+            # a thread on which oneDNN can run no new shapes may start a new thread during this wait, which must end too
             while ended is not self._threads[number]:
                 ended = self._threads[number]
                 ended.join(max(0.0, deadline_s - time.monotonic()))

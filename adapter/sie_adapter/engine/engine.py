@@ -205,9 +205,9 @@ class AdapterEngine:
         """Run a batch on the calling thread, under inference mode. Return BatchDone or Refused, with the models that
         were unloaded for it. Evict models if memory is above the threshold afterwards. Never raises.
 
-        `preparation`: the result of the family's `prepare`. `permission`: which models this batch may evict, as of its
-        arrival. `is_gone`: returns True if no client waits any more; a model that generates text then stops between two
-        tokens.
+        `preparation`: the result of the family's `prepare`. `permission`: the models that this batch may evict,
+        determined when the batch arrived. `is_gone`: returns True if no client waits any more; a model that generates
+        text then stops between two tokens.
         """
         permission = permission or self.residency.permission(message.may_drop)
         reply = self._run(message, functools.partial(self.residency.make_room, permission), preparation, is_gone)
@@ -223,7 +223,8 @@ class AdapterEngine:
     ) -> BatchDone | Refused:
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
-                weights: Any = resident.weights  # a TextModel, or a VerbModel of the module `raw`
+                # a TextModel, or a model with the methods encode, score or extract (`raw.VerbModel`)
+                weights: Any = resident.weights
                 count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
                 if rows is not None and rows.writes:
@@ -326,7 +327,7 @@ def prepare_process() -> None:
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     devices.keep_freed_memory()
-    # oneDNN, and torch in each thread, cache data for products of each size: by default 1,024 entries of half a
+    # oneDNN, and torch in each thread, cache data for matrix products of each size: by default 1,024 entries of half a
     # megabyte each (bench/results/memory.md)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.putenv(name, _KEPT_PRODUCTS)
@@ -387,8 +388,8 @@ class BatchRun:
 
         `batch_limits`: the measured limits for the tokens of a pass, under `key` for this model. `make_room`: called if
         memory runs out; it frees memory and returns how, or None if nothing can be freed. `count_remedy`: called with
-        each way in which memory was freed. `pass_records`: names the running pass on disk, for the next process if the
-        pass ends this one.
+        each way in which memory was freed. `pass_records`: writes to disk which pass is running. If the pass kills this
+        process, the next process reads it.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")

@@ -10,8 +10,8 @@ family, device, precision, LoRAs, what is installed ──► RULES, in order: t
   torch       the packed path of `backbone`                                    everything
 
 The measurements behind the rules are in bench/results/engine.md. SGLang has none: an operator chooses it by a setting
-with the path of its environment. An engine whose states differ from those of the stock path is not used, even if the
-rules select it (`backbone`).
+with the path of its environment. An engine whose states differ from those of the unchanged transformers model is not
+used, even if the rules select it (`backbone`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class EngineFacts:
     process. `attention`: the attention backend in use. `sglang`: the Python of an environment with SGLang, empty if no
     setting names one. `int8`: the entry requests weights in 8 bits.
 
-    From the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a window.
-    `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model, empty if it can.
+    From the model's files: `hides_tokens`: some tokens of queries are masked, and some layers attend only to a window;
+    OpenVINO cannot run such a model. `beyond_sglang`: the reason why SGLang cannot compute the vectors of this model,
+    empty if it can.
     """
 
     device: str
@@ -84,10 +85,11 @@ class Unserved(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """Conditions of one engine. `why`: the measured result. `package`: the package that must be installed; the extra
-    has the same name. `obstacle`: returns the reason why the engine cannot run a model, empty if it can. `unasked`:
-    returns the reason why the engine is not chosen unless the entry demands it, empty if it may be chosen.
-    `held_bytes`: returns the largest number of bytes in memory while a model with weights of this size is loaded.
+    """Conditions of one engine. `why`: the measured result. `package`: the package that must be installed; the pip
+    extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model, empty if
+    it can. `unasked`: returns the reason why the engine is used only for an entry that demands it, empty if it may be
+    chosen for any. `held_bytes`: returns the largest number of bytes in memory while a model with weights of this size
+    is loaded.
     """
 
     why: str
@@ -177,8 +179,8 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
-    """Return the engine that runs a batch. Torch runs a LoRA that a request selects, and all outputs except normalised
-    vectors of the last token if the model's engine is SGLang.
+    """Return the engine that runs a batch. Torch runs the batch if its requests select a LoRA. If the model's engine is
+    SGLang, torch also runs all outputs except normalised vectors of the last token.
     """
     if batch.lora:
         return TORCH.engine

@@ -183,7 +183,7 @@ def groups(lengths: Int64, max_tokens: int, max_filling: int = sys.maxsize) -> l
     own = lengths.tolist()
     columns = [filled_length(length, max_tokens, max_filling) for length in own]
     least = [0]  # least[n]: shortest total time of the first n sequences
-    # starts[n - 1]: first sequence of the last group, if the first n sequences take the shortest time
+    # starts[n - 1]: first sequence of the last group, in the fastest grouping of the first n sequences
     starts: list[int] = []
     first = 0  # first sequence that may be in one group with the last sequence so far (stop - 1)
     for stop, width in enumerate(columns, 1):
@@ -226,7 +226,8 @@ def most_filling(config: PretrainedConfig) -> int:
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    # half of the window, because some model classes count the keys on each side, others the keys on both sides
+    # Some model classes count the window's keys on one side, others on both sides together. Half of it is safe for
+    # both, less the token itself.
     return max(0, window // 2 - 1)
 
 
@@ -273,7 +274,7 @@ def compress(graph: Any) -> int:
         if source.get_type_name() != "Constant" or len(source.shape) != 2:
             continue
         weight = source.data
-        # the axis along which the inputs of the layer are counted
+        # the axis of the weight that has the layer's input features
         axis = 1 if product.get_attributes()["transpose_b"] else 0
         scale = np.maximum(np.abs(weight).max(axis, keepdims=True) / 127, np.finfo(np.float32).tiny).astype(np.float32)
         quantized = opset13.constant(np.rint(weight / scale).astype(np.int8))

@@ -1,9 +1,9 @@
 """Results of inputs, computed from the rows of the heads. The output options of a request are applied here, per work
-item, so they never split a batch.
+item, so requests with different options can share a batch.
 
     rows of a work item ──► cut, normalise, MUVERA, dtype ──► arrays                  encode
-                        ──► row of the query against rows of documents ──► scores    score of vectors (sides)
-                        ──► activation of logits ──► scores, classes                 pair, pieces, hypotheses
+                        ──► row of the query against rows of documents ──► scores    score of stored vectors
+                        ──► activation of logits ──► scores, classes                 score of pairs, classes, labels
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def batch_reply(
     padding: int = 0,
     engine: Engine = "torch",
 ) -> BatchDone:
-    """Return the reply to a batch, from each input's answer and the number of tokens that ran for it. `started_s`: the
-    time when the epilogues began.
+    """Return the reply to a batch, from each input's answer and the number of tokens that ran for it. `started_s`: when
+    the conversion of results began, in seconds of `time.monotonic`.
     """
     outcomes: list[Outcome] = []
     blocks: list[bytes] = []
@@ -287,7 +287,7 @@ def _late_scores(query: Row, documents: Sequence[Row]) -> Tensor:
 
 def _late_scores_at_once(query: Tensor, documents: Sequence[Row]) -> Tensor:
     """Return the scores of `_late_scores`, by one matrix product for all documents. `query`: [rows, width], normalised.
-    The product is split by offsets, because torch's own split would check lengths on the host.
+    The product is split by offsets, because torch checks lengths on the host, which would wait for the device.
     """
     lengths = np.array([len(document) for document in documents], np.int64)
     if any(isinstance(document, ClientVectors) for document in documents):
@@ -308,7 +308,8 @@ def _scores(values: Tensor) -> ItemResults:
 
 
 def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
-    """Return the score of each pair, from float32 logits [1], or the probability of the last class from [labels].
+    """Return the score of each pair from its float32 logits. For one logit, the score is its sigmoid (with the
+    activation `identity`, the logit itself); for several labels, the softmax probability of the last one.
 
     With `raw_scores` a score is the logit, or with two classes the difference of both logits, as Text Embeddings
     Inference and Infinity return it.
@@ -369,7 +370,8 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
     """Return the probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of
-    the label). The labels of the request precede those of its schema, whose answers are in `data`.
+    the label). In `logits`, the labels of the request come before those of its schema; the answers to the schema are
+    returned in `data`.
 
     If exactly one of several labels applies, the score is the softmax of the entailment logits over the labels. If
     several may apply, or there is only one label, it is the softmax of contradiction and entailment, for each label

@@ -4,7 +4,8 @@ in several windows of the text; the tokens of a chunk in one window are a segmen
     states of a pass ──► those of each segment, side by side ──► heads ──► a part for each segment
     parts of all passes ──► joined by chunk ──► rows after those of the batch ──► results, as of any row
 
-Heads compute nothing for the row of a window. The rows of chunks are numbered after all rows of the batch.
+Heads skip the row of a window, because only its segments have results. The rows of chunks are numbered after all rows
+of the batch.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ class LateChunks:
         return rows
 
     def units(self, group: Group) -> list[tuple[list[int], list[int]]]:
-        """Return for each input of a work item its rows of texts in the batch, and the rows of its results."""
+        """Return for each input of a work item the rows of the batch that have its texts, and the rows that have its
+        results: for a text in windows, those of its chunks.
+        """
         units = []
         row = group.start
         for described in group.chunked:

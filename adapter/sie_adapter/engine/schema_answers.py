@@ -15,7 +15,9 @@ from typing import Any, TypedDict
 
 from sie_contracts.models.output_schemas import Decision, Scalar, SchemaPart, TextField, TextRecord
 
-LEAST = 0.5  # default threshold for the score of true, of one of many labels, and of a value drawn from a text
+# default threshold for scores: that a statement is true, that a label applies (several may), that a span of the text is
+# a value
+LEAST = 0.5
 _MAX_DIGITS = 64  # largest number of characters of a text that is read as a number
 _MAX_WHOLE = 1 << 53
 _NUMBER = re.compile(r"(?:(?<!\w)[-+\u2212])?\d[\d.,'\u2019\u00a0\u202f ]*")

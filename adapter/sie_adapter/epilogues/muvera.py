@@ -124,8 +124,9 @@ def _aggregate(
     vectors: Tensor, bag_of: Tensor, bags: int, repeats: int, parameters: Muvera, *, is_query: bool
 ) -> Tensor:
     """Return the sum or the mean of the vectors in each bag, [bags, cell]. A bag has the tokens of an item that are in
-    one partition of one repetition. `bag_of` [entries]: the bag of each entry, a token in one repetition, whose vector
-    is row entry // `repeats`. The entries of an item are in the order of its tokens.
+    one partition of one repetition. An entry is one token in one of `repeats` repetitions; entry e has the vector in
+    row e // `repeats`. `bag_of` [entries]: the bag of each entry. The entries of an item are in the order of its
+    tokens.
     """
     order = bag_of.sort(stable=True)[1]
     counts = torch.zeros(bags, dtype=torch.int64, device=bag_of.device).index_add_(0, bag_of, torch.ones_like(bag_of))
@@ -140,9 +141,10 @@ def _aggregate(
 
 
 def _nearest(order: Tensor, counts: Tensor, bounds: Tensor, projections: int) -> Tensor:
-    """Return for each bag the nearest entry of its item, the first of equals, int64 [bags]; -1 if the item has no
-    entry. The distance is the Hamming distance between the bits of the bag's partition and the entry's: a sum over
-    bits, so the minimum is found one bit at a time, without a comparison of each token with each partition.
+    """Return for each bag the nearest entry of its item, int64 [bags]: of entries at equal distance, the first; -1 if
+    the item has no entry. The distance is the Hamming distance between the bits of the bag's partition and the entry's:
+    a sum over bits. So the bits are processed one by one: after each, `best` has the minimum over the bits so far. This
+    needs no comparison of each token with each partition.
     """
     entries = len(order)
     far = (projections + 1) * entries
@@ -169,7 +171,9 @@ class _Sketch:
     signs: Tensor
 
     def add(self, result: Tensor, values: Tensor, start: int, stop: int) -> None:
-        """Add inputs `start` to `stop` [items, stop - start] to `result` [items, buckets]. Overwrites `values`."""
+        """Add inputs `start` to `stop` [items, stop - start] to `result` [items, buckets]. `values`: the inputs; they
+        are overwritten by the signed values.
+        """
         result.index_add_(1, self.columns[start:stop], values.mul_(self.signs[start:stop]))
 
 
@@ -182,7 +186,9 @@ class _Inner:
     cell: int
 
     def projected(self, tokens: Tensor, first: int, last: int) -> Tensor:
-        """Return `tokens` [tokens, dim] by the sketches `first` to `last` - 1: [tokens, (last - first) * cell]."""
+        """Return `tokens` [tokens, dim] projected by the sketches `first` to `last` - 1: [tokens, (last - first) *
+        cell].
+        """
         count = last - first
         columns = self.columns[first:last] + self.cell * torch.arange(count, device=tokens.device)[:, None]
         values = tokens[:, None] * self.signs[first:last]

@@ -21,7 +21,8 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.wire.ipc import Rows
 
 _PAGE_PROMPT = "<bos>Describe the image.\n"  # prompt after the image. Source: transformers, ColPaliProcessor
-# divisor of an image's patches: 4 of them take about as long in the image encoder as one token in the language model
+# The cost of an image in tokens is the number of its patches, divided by this number: 4 patches take about as long in
+# the image encoder as one token in the language model.
 _PATCHES_PER_TOKEN = 4
 
 
@@ -79,7 +80,7 @@ def late_rows(width: int, images: Recipe, tokens: ImageTokens) -> dict[str, Rows
 
 
 def _attend_both_ways(language: Any) -> None:
-    """Let each token attend to all tokens of its sequence, as in transformers if the processor sets token types."""
+    """Let each token attend to its whole sequence. In transformers, token types from the processor have this effect."""
     language.config.is_causal = False
     for module in language.modules():
         if hasattr(module, "is_causal"):

@@ -55,8 +55,9 @@ class ExtractOptions:
     default of the entry or the model.
 
     `parameters`: options of the family, merged with the options of the entry; their types are checked. `mentions`:
-    ranges of the text that the client names. `instruction`: the prompt of a reader. `parts`: the parts of a schema to
-    answer, in addition to the labels. `part`: the one part that these options are for (`by_part`).
+    ranges of the text that the client names. `instruction`: the prompt of a model that generates its answer. `parts`:
+    the parts of a schema to answer, in addition to the labels. `part`: the one part that these options are for
+    (`by_part`).
     """
 
     labels: tuple[str, ...]
@@ -129,8 +130,9 @@ class Preparation:
 
 
 class Extractor(ABC, Generic[M]):
-    """Base of extraction families, which tokenise texts themselves instead of in the sidecar: `_make` on the host, then
-    `_extract` on the device, each with texts of equal options. `max_tokens`: tokens of one sequence, labels included.
+    """Base of extraction families. Their texts are tokenised here, not in the sidecar: by `_make` on the host. Then
+    `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: tokens of one sequence, labels
+    included.
     """
 
     max_tokens: int
@@ -425,8 +427,8 @@ def without_remote_code(config: dict[str, Any] | None, *, trusted: bool) -> None
 
 def describe_backbone(raw: dict[str, Any], name: str, part: str, folder: Path, entry: ModelEntry) -> None:
     """Replace the name of a backbone, `raw[name]`, by the path of its folder below the model's folder, or else in the
-    hub cache. Read its configuration `raw[part]` from there if missing. Raises ModelLoadFailed NOT_FOUND without such a
-    folder.
+    hub cache. If `raw` has no configuration of the backbone (`raw[part]`), read it from this folder. Raises
+    ModelLoadFailed NOT_FOUND without such a folder.
     """
     backbone = folder / raw[name]
     if not backbone.is_dir():
@@ -491,8 +493,8 @@ def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: Mod
 
 
 def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE if `names` has keys of weights other than those of a pooler, which never runs,
-    and of position ids. `misfit`: the fault of the keys, for the message.
+    """Raise ModelLoadFailed INCOMPATIBLE unless each key of weights in `names` belongs to a pooler, which never runs,
+    or to position ids. `misfit`: the fault of the keys, for the message.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
         raise load_failed(

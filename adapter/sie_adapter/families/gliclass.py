@@ -48,8 +48,9 @@ _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut o
 
 @dataclass(frozen=True)
 class GliclassTexts:
-    """Tokenised texts. `results`: a result for each text, until a pass replaces it. `passes`: for each pass the indices
-    of its texts, and their padded ids. `padding`: number of positions without a token.
+    """Tokenised texts. `results`: for each text an error or an empty result; a pass replaces the empty results of its
+    texts. `passes`: for each pass the indices of its texts, and their padded ids. `padding`: number of positions
+    without a token.
     """
 
     results: list[Result]
@@ -128,8 +129,8 @@ class GliclassModel(Extractor[GliclassTexts]):
         return results
 
     def _passes(self, lengths: list[int]) -> list[list[int]]:
-        """Return the texts of each pass, as indices. They have one length, because the package pools padding too; with
-        the pooling `first` it does not, and lengths may differ.
+        """Return the texts of each pass, as indices. The texts of a pass have equal lengths, because the package's
+        pooling includes padding. Only with the pooling `first`, which reads no padding, may lengths differ.
         """
         chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
         if self._model.config.pooling_strategy == "first":

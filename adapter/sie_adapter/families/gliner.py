@@ -49,12 +49,14 @@ from sie_contracts.models.load_errors import load_failed
 # about 0.2 MB per word at a width of 512
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
-# a word is cut to this number of characters per token of a pass, since the model reads only its first token
+# The longest word in characters is this number times `max_tokens`. The rest is cut, since the model reads only the
+# first token of a word.
 _CHARACTERS_PER_TOKEN = 16
-# limit for the candidates of a window that are decoded, best first: the decoder compares each with all selected ones,
-# or in a token-level model each start with each end
+# limit for the candidates of a window that are decoded, best first: the time of the decoder grows with the square of
+# their number, since it compares each with all selected ones, or in a token-level model each start with each end
 _CANDIDATES = 2048
-# the same limit for flat entities with one label each, of which the decoder selects few
+# the same limit for entities that have one label each and may not overlap: the decoder selects few, so it has little to
+# compare
 _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024
 _LABELS_KEPT = 4096
@@ -125,8 +127,8 @@ class GlinerModel(Extractor[GlinerTexts]):
             return_tokens=True,
             return_id_to_classes=True,
             prepare_labels=False,
-            # the collator must also prepare labels for a token-level bi-encoder, which does not read them: the
-            # processor counts them
+            # also for a token-level bi-encoder: the model does not read these labels, but the package's processor
+            # counts them
             prepare_entities=self._is_token_level,
         )
         layers = self._gliner.model.token_rep_layer

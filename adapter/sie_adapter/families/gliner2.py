@@ -66,7 +66,7 @@ from sie_store.folder_files import read_json
 # about 0.1 MB per word at a width of 768
 _TOKENS_PER_PASS = {"cpu": 2048}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
-_CHARACTERS_PER_TOKEN = 16  # a word is cut to this number of characters per token of a pass
+_CHARACTERS_PER_TOKEN = 16  # the longest word in characters is this number times `max_tokens`; the rest is cut
 _CANDIDATES = 16384  # largest number of candidate entities of a window; the best are kept
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
@@ -77,8 +77,8 @@ _TASK = "category"  # name of the classification task if neither the request nor
 @dataclass(frozen=True)
 class _Gliner2Words:
     """Words of one text that have tokens. Word i has the tokens `ids[places[i]:places[i + 1]]` and the characters
-    `starts[i]` to `ends[i]`. `closed`: whether it ends a sentence. `is_stopped`: a full stop is added after the last
-    word.
+    `starts[i]` to `ends[i]`. `closed`: True for a word that ends with a punctuation mark of _ENDS. `is_stopped`: the
+    package added a full stop after the text.
     """
 
     ids: NDArray[np.int32]
@@ -91,10 +91,11 @@ class _Gliner2Words:
 
 @dataclass(frozen=True)
 class _Gliner2Prompt:
-    """Tokens before each text. `kind`: the package's name of the task. `marks`: the positions of the tokens whose
-    states represent the task and the labels. `words`: the prompt as words. `owners`: the index of the word of each
-    token. `before`: the tokens of the words with choices, which precede the words of a text. `choices`: for each label
-    the positions of its choices among these words.
+    """Tokens before each text. `kind`: the package's name of the task. `words`: the prompt as words, for example ( [P]
+    entities ( [E] city [E] person ) ). `marks`: the positions of the words [P] and [E], whose states represent the task
+    and the labels. `owners`: for each token of the prompt, the index of its word. `before`: the tokens of the words
+    with choices, which precede the words of a text. `choices`: for each label the positions of its choices among these
+    words.
     """
 
     kind: Kind
@@ -291,7 +292,9 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         choices: Sequence[list[int]] = (),
         descriptions: int = 0,
     ) -> _Gliner2Prompt:
-        """Return the prompt; `descriptions` of its words have a mark. Raises InvalidInput for unusable labels."""
+        """Return the prompt. `descriptions`: the number of descriptions in it, before each of which the package puts a
+        special token. Raises InvalidInput for unusable labels.
+        """
         parts = self._ids([*words, self._processor.SEP_TEXT])
         words_before = self._ids(before) if before else []
         places = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).tolist()
@@ -325,7 +328,8 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         """Split a text into words in the same way as the package, in lower case."""
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         split = list(self._processor.word_splitter(self._processor._normalize_text(text), lower=True))
-        # only words that begin in the text: the full stop that the package adds is a separate word, or part of a URL
+        # The full stop that the package adds may become a separate word, which is dropped, or the end of a URL, which
+        # is cut.
         inside = [(word, start, min(end, len(text))) for word, start, end in split if start < len(text)]
         ids, sizes, words = words_with_tokens(self._counter, inside, longest)
         return _Gliner2Words(
@@ -465,7 +469,8 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
         model = SpanExtractor(config, encoder_config=described, tokenizer=tokenizer, use_flashdeberta=False)
     table = model.encoder.get_input_embeddings()
     [name] = [name for name, parameter in model.named_parameters() if parameter is table.weight]
-    # a table with more rows than tokens is accepted; `fault_of_files` reports one with too few rows
+    # Give the model's table of embeddings as many rows as the weights have. More rows than tokens are normal;
+    # `fault_of_files` reports too few.
     if name in weights and len(weights[name]) != len(table.weight):
         rows = nn.Embedding(len(weights[name]), table.embedding_dim, padding_idx=table.padding_idx)
         model.encoder.set_input_embeddings(rows)

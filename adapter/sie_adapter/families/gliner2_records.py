@@ -1,4 +1,5 @@
-"""Records of a schema by GLiNER2: the words of their choices before the text, and the candidates for their properties.
+"""Records of a schema, which GLiNER2 fills from a text. A record is an object with named properties. This module builds
+the words of a record's choices, which come before the text, and reads the candidates of each property from the logits.
 
 logits [objects, properties, words, widths] ──► choices: the score of their word
                                             └─► spans of the text at least at the threshold, best first, no overlap
@@ -63,8 +64,8 @@ def window_objects(
     thresholds: Sequence[float],
 ) -> list[FieldCandidates] | SIEError:
     """Return the candidates of each object in one window. `logits`: [objects, properties, words, widths], None if the
-    model predicts no object. The first `before` words are those of the choices, whose positions are `choices`; a full
-    stop may follow the words of the window.
+    model predicts no object. The first `before` words are the choices of the record. `choices`: for each property the
+    positions of its choices. A full stop may follow the words of the window.
     """
     if logits is None:
         return []
@@ -82,7 +83,7 @@ def window_objects(
             else _spans(text_field, own_spans[index], text, words, at, thresholds[index])
             for index, text_field in enumerate(record.fields)
         }
-        if record.path:  # for a record without a path, the best value of a property may lie in another window
+        if record.path:  # without a path all candidates stay, because the best value may lie in another window
             for text_field in record.fields:
                 candidates[text_field.name] = candidates[text_field.name][: None if text_field.is_list else 1]
         if any(candidates.values()):
@@ -91,7 +92,9 @@ def window_objects(
 
 
 def _chosen(text_field: TextField, scores: list[float], least: float) -> list[FieldSpan]:
-    """Return the choices whose score reaches the threshold, best first, or in the order of the schema for a list."""
+    """Return the choices whose score reaches the threshold, best first, or for a property that is a list, in the order
+    of the schema.
+    """
     rows: list[FieldSpan] = [
         {"text": label, "score": score, "start": None, "end": None}
         for label, score in zip(text_field.labels, scores, strict=True)

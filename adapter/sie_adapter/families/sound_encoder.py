@@ -172,7 +172,8 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
             "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
         )
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
-    # side of the square of positions in the last stage of the sound tower, whose states are the widest
+    # The last stage of the sound tower has edge x edge positions. They set the cost of a sound, because states are
+    # widest there.
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
     try:
         recipe = from_extractor(config, positions=edge * edge)

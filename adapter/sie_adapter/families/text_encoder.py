@@ -44,8 +44,8 @@ from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
 
-# Number of additional short sequences for the comparison of the packed path with the stock path at load, for a model
-# that ranks or has int8 weights: its scores are also compared by rank, which needs many sequences.
+# Number of additional short sequences for the comparison of the packed path with the unchanged transformers model at
+# load, for a model that ranks or has int8 weights: its scores are also compared by rank, which needs many sequences.
 _RANKED_SAMPLES = 45
 
 
@@ -126,7 +126,9 @@ class PackedModel:
 
 
 def samples_of(family: str, compute: Compute) -> int:
-    """Return the number of additional sequences in the trial of a model of this family (`Backbone`)."""
+    """Return the number of additional sequences for a model of this family in the trial at load, in which `Backbone`
+    compares the packed path with the unchanged model.
+    """
     return 0 if families.row(family).gives_vectors and not compute.int8 else _RANKED_SAMPLES
 
 

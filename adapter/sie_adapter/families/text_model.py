@@ -66,8 +66,8 @@ class Parts:
     texts of an input become rows of ids.
 
     A model whose outputs are vectors has a head for each; `per_row` is the argument of `item_results.side_scores`.
-    Other models have `finish`, which computes answers from the results of the heads that `reads` names for an
-    operation, or else of the first head.
+    Other models have `finish`, which computes answers from the results of heads. `reads`: for an operation the names of
+    these heads; without an entry, it is the first head.
     """
 
     heads: dict[str, Head]
@@ -286,7 +286,9 @@ class Builder:
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
-        """Return the ids of words that are one token, and the unknown token's id only for that token itself."""
+        """Return the ids of the words that are one token. A word outside the vocabulary has no id; only the unknown
+        token itself has the unknown id.
+        """
         unknown = _special(self.modules.folder, "unk_token")
         ids = {word: self.tokenizer.token_to_id(word) for word in words}
         outside = None if unknown in ids else self.tokenizer.token_to_id(unknown)

@@ -73,10 +73,14 @@ class VisionLanguageKind(Protocol):
         """Return the tokenizer with the special tokens that the model expects before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return an image's ids in the prompt: the id that its features replace, their number, the ids around them."""
+        """Return an image's ids in the prompt: the placeholder id that features replace, the number of placeholders,
+        and the ids before and after them.
+        """
 
     def priced(self, recipe: Recipe) -> Recipe:
-        """Return the recipe with the cost of an image, in tokens of the language model."""
+        """Return `recipe` (how images are prepared) with its field `tokens` set: the cost of an image, in tokens of the
+        language model.
+        """
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         """Return for each operation how inputs become rows of token ids."""

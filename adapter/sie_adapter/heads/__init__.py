@@ -74,7 +74,7 @@ class JoiningHead(Head, Protocol):
     """Head whose result for a chunk of a text can be joined from parts, each from the chunk's tokens in one window."""
 
     def parts(self, states: States, sequences: Int64) -> Reduced:
-        """Return the part of the output for each sequence, a segment of a chunk."""
+        """Return for each sequence, which is a segment of a chunk, its part of the chunk's output."""
 
     def join(self, parts: Sequence[Sequence[Row]], lengths: Sequence[Int64], pooling: str) -> Sequence[Row]:
         """Return the result of each chunk from its parts. `lengths`: the number of tokens of each part. `pooling`: the

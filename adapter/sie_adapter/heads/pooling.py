@@ -31,7 +31,7 @@ def pool(hidden: Tensor, packed: PackedBatch, pooling: Pooling) -> Tensor:
         return hidden[to_device(packed.bounds[1:], hidden.device).long() - 1].float()
     if (
         pooling in ("mean", "max") and hidden.device.type == "cuda"
-    ):  # one kernel for all sequences; other devices lack it, or are faster with a view per length
+    ):  # CUDA has a kernel for all sequences at once; other devices have none, or are faster with a view per length
         return torch.segment_reduce(hidden.float(), pooling, offsets=to_device(packed.bounds, hidden.device).long())
     pooled = []
     for first, sequences, length, *_ in packed.groups.tolist():

@@ -116,8 +116,8 @@ class MaskedLanguageHead:
 
 
 def _rows_at_once(vocabulary: int) -> int:
-    """Return how many rows are searched for nonzero entries in one call: a result has 16 bytes per entry, and may need
-    twice BLOCK_BYTES.
+    """Return how many rows are searched for nonzero entries in one call. `torch.nonzero` returns two int64 (16 bytes)
+    per entry; its result may have up to twice BLOCK_BYTES.
     """
     return max(1, 2 * BLOCK_BYTES // (16 * vocabulary))
 

@@ -36,12 +36,11 @@ from sie_contracts.models.catalogue import Resolved, packaged_folder
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import load_failed
 from sie_contracts.models.options import TOKEN_STATES
+from sie_contracts.models.parity import COSINE_8, COSINE_16, COSINE_32
 from sie_store import entry_faults
 from sie_store.folder_files import read_json
 
-COSINE = {torch.float32: 0.9999}
-COSINE_16 = 0.999
-COSINE_8 = 0.99
+COSINE = {torch.float32: COSINE_32}
 TAU, TAU_8 = 0.98, 0.95
 
 
@@ -134,7 +133,7 @@ def _check_direction(model: Any, resolved: Resolved) -> None:
 
 def _check_packed(model: Any, entry: ModelEntry, compute: Compute) -> dict[str, float]:
     """Run the sequences of the backbone's trial on the packed path, and compare each output of the model with that of
-    the stock path, which is padded and ran at load. Return the lowest cosine of each output.
+    the unchanged transformers model, which ran with padding at load. Return the lowest cosine of each output.
     """
     packed, reference = model.backbone.take_trial()
     states = model.backbone.forward(packed)

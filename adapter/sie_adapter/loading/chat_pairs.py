@@ -51,7 +51,7 @@ def _rendered(tokenizer: Any, options: Mapping[str, Any], instructed: bool, stru
         text = _render(tokenizer, {role: side.strip() for role, side in sides.items()}, options, instructed, structured)
     except Exception:  # noqa: BLE001  a template may raise anything; then it does not have this form
         return ""
-    # a template for plain strings prints structured content as Python's repr, with 'type' in it
+    # a template that expects plain strings prints structured content as Python's repr: then the text contains 'type'
     shown = all(text.count(field) == 1 and f" {field} " in spaced for field in _FIELDS) and "'type'" not in text
     return text if shown and text.count("{instruction}") == (1 if instructed else 0) else ""
 

@@ -11,8 +11,8 @@ from sie_store.folder_files import read_json
 # tokens above which a limit in a file means no limit: transformers writes 10^30 if a tokenizer has none
 UNLIMITED = 1 << 24
 _GLINER_WORDS = 384
-# tokens assumed per word, for the longest window of words if the encoder has no limit; the package has none either, and
-# counts a Chinese clause as one word
+# If the encoder has no limit, a window of words may have up to this number of tokens per word. The package sets no
+# limit on tokens, although it counts a Chinese clause, which has many, as one word.
 TOKENS_PER_WORD = 8
 _WINDOW = 512  # tokens of a window if the model's files have no limit
 

@@ -192,7 +192,9 @@ def _transcriber(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tasks(folder: Path) -> list[str]:
-    """Return the tokens of Donut that begin an output: those without a closing token."""
+    """Return Donut's task tokens, which begin an output: unlike the tokens of fields, such as <s_name>, they have no
+    closing token </s_name>.
+    """
     names = read_tokenizer(folder).get_added_vocab()
     opened = (name for name in names if name.startswith("<s_") and f"</{name[1:]}" not in names)
     return sorted(opened, key=names.__getitem__)

@@ -82,7 +82,8 @@ def inspect(folder: Path, model: str, weights: Mapping[str, Any], current: Model
     with reading(folder):
         report.assumed += compare_files(folder, parse_entry(report.entry))
     report.entry["weights"]["digests"] = digests(folder)
-    if "hub" in weights:  # the folder of a model from the hub has only the downloaded files and their manifest
+    # the folder of a model from the hub has only the downloaded files and their manifest, so its size is the download's
+    if "hub" in weights:
         files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
         report.entry["download_bytes"] = sum(path.stat().st_size for path in files)
     if licence := _licence(folder):
@@ -195,7 +196,8 @@ def _transformer(folder: Path, report: Inspection) -> None:
         entry["load"] = load
     if "dense" in entry["outputs"]:
         _pooling(modules, report, is_masked=named.endswith("ForMaskedLM"))
-    # only these formats list a Normalize if rows are normalised; older formats always normalise
+    # A folder with one of these modules lists a Normalize if rows are normalised. In older formats, rows are always
+    # normalised.
     if {"MultiVectorMask", "HierarchicalTokenPooling"} & set(modules.kinds):
         entry["run"] = {"normalize": modules.normalizes}
         report.findings.append(
@@ -426,8 +428,8 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
 
 
 def _late_head(modules: Modules, report: Inspection) -> dict[str, Any]:
-    """Return the options of late interaction as fields of an entry if they are equivalent to the model's files, else an
-    empty map: then the files decide.
+    """Return the late-interaction options of the model's files as fields of an entry. If such fields cannot express all
+    options, return an empty map; then a load reads them from the files.
     """
     is_stanford = not modules.kinds
     own = late_interaction(modules, HeadOptions(), is_stanford=is_stanford)

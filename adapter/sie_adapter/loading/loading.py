@@ -172,7 +172,8 @@ class Loader:
             model = self._certified_model(family, located.folder, resolved, compute)
             model.lease = located.lease
             self._note_precision(model, resolved, compute)
-            # 0 for a model without a backbone: it splits long texts itself
+            # length of a text at which attention takes as long as the rest; 0 for a model without a backbone, which
+            # splits long texts itself
             model.crossover_tokens = model.backbone.crossover_tokens if hasattr(model, "backbone") else 0
             return model
 

@@ -121,7 +121,7 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
 def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSettings = _NO_SETTINGS) -> Tokenizer:
     """Return the fast tokenizer of `folder`, without truncation and padding, changed according to the `settings` of
     sentence-transformers. Raises ModelLoadFailed: NOT_FOUND and INCOMPATIBLE without a usable tokenizer, CERTIFICATE if
-    it adds tokens to texts that its files do not have.
+    it puts tokens around texts that are not in its files.
     """
     tokenizer = read_tokenizer(folder, trust_remote_code=load.trust_remote_code, **settings.tokenizer)
     bare = bare_tokenizer(tokenizer)
@@ -187,8 +187,8 @@ def _around(tokenizer: Tokenizer) -> list[int]:
 
 
 def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
-    """Return the tokenizer with `token` after each text. Its own template is edited: a second one would replace the
-    texts of a pair that the first one prepared.
+    """Return the tokenizer with `token` after each text. Its post-processor is edited: with a second one after it, the
+    pair that the first one joined would be overwritten.
     """
     state = json.loads(tokenizer.to_str())
     processor = state["post_processor"]

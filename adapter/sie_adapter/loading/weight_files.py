@@ -21,8 +21,8 @@ from sie_store.folder_files import read_json
 _OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
 _PICKLES = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
 _QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-# number of dimensions of a matrix: only matrices can be quantised weights, since attention masks are uint8 too, but
-# have more dimensions
+# Number of dimensions of a matrix. A uint8 tensor with more dimensions is a stored attention mask, not a quantised
+# weight.
 MATRIX = 2
 _CHUNK = 1 << 22  # number of values in one step of a check
 _HEADER_BYTES = 8

@@ -3,12 +3,14 @@
     before a pass: limit(key) ──► split_off(chosen, lengths, limit) ──► a pass that is known to fit, and the other items
     after a pass:  fits(key, tokens) | failed(key, tokens) ──► the `BatchLimit` of the key changes and is stored on disk
 
-After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of n
-tokens had fitted before, less memory is free now, and the limit is n / 2. A failure does not count for ever, since
-another process may have used the memory then: for every WAIT_S without a new result, the limit rises by the factor
-RAISE. If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer
-and fewer attempts. If it fits, the wait begins again from that size. A failure that killed the process also cost its
-models and its other batches, so half of its tokens count as failed, and the wait begins at KILLED_WAIT_S.
+* After a failure with n tokens, the limit is the largest pass below n tokens that fitted, at least n / 2. If a pass of
+n tokens had fitted before, less memory is free now, and the limit is n / 2.
+* A failure does not count for ever, since another process may have used the memory then: for every WAIT_S without a new
+result, the limit rises by the factor RAISE.
+* If a pass of the raised size fails, the wait doubles, up to MAX_WAIT_S, so a device that is too small gets fewer and
+fewer attempts. If it fits, its size is the new limit, and the wait begins again.
+* A failure that killed the process also cost its models and its other batches. So a pass of half its tokens counts as
+failed, and the wait begins at KILLED_WAIT_S.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _ALLOCATION = (
 )
 
 
-# oneDNN gives no reason. Only memory for the primitive's code is missing if its descriptor could be created. Otherwise
-# oneDNN lacks the operation, for example a product of two precisions.
+# oneDNN gives no reason. "could not create a primitive" means that memory for the primitive's code is missing. "could
+# not create a primitive descriptor" means that oneDNN lacks the operation, for example a product of two precisions.
 _NO_PRIMITIVE = re.compile("could not create a primitive(?! descriptor)")
 
 

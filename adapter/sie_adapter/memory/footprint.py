@@ -10,8 +10,8 @@ from sie_contracts.models.load_errors import load_failed
 
 
 def weight_bytes(folder: Path, itemsize: int) -> int:
-    """Return the bytes of the weights in `folder` with floats of `itemsize` bytes; 0 without safetensors. Raises
-    ModelLoadFailed INCOMPATIBLE for a truncated file.
+    """Return how many bytes the weights in `folder` take if every float is stored in `itemsize` bytes; 0 without
+    safetensors. Raises ModelLoadFailed INCOMPATIBLE for a truncated file.
 
     Source: the safetensors format. A file has an unsigned 64-bit little-endian length, a JSON object of names, dtypes,
     shapes and offsets, then the tensors.

@@ -57,7 +57,9 @@ class LoadedWeights(Protocol):
 
 @dataclass
 class Resident:
-    """A loaded model. `resolved`: its catalogue entry, which a changed entry that needs no other weights replaces."""
+    """A loaded model. `resolved`: its catalogue entry. If the entry changes but needs the same weights, only this field
+    is replaced.
+    """
 
     model: str
     resolved: Resolved
@@ -264,9 +266,9 @@ class ResidentModels:
             self._collect()
 
     def relieve(self, permission: Permission) -> None:
-        """Drop models while memory is above the threshold, at most once per second for all callers. A running load
-        freed its own memory, and its allocated bytes already count as used: if they were added again, other models
-        would be evicted without need.
+        """Drop models while memory is above the threshold, at most once per second for all callers. The bytes that a
+        running load will need are not added: memory for them is already free, and the bytes that it has allocated count
+        as used. If they were added, other models would be evicted without need.
         """
         with self._lock:
             now_s = self._clock()

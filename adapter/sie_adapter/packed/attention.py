@@ -3,10 +3,10 @@
     model(..., sie_bounds=, sie_layout=) ──► packed_attention, once per layer ──► one opaque op ──► a kernel per group
     of sequences
 
-The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads have no common state, and a
-compiled graph has one op. The registered mask function builds no mask: it passes the model's request to the attention
-function, which in a trial pass (`sie_trial`) compares the requested mask with the pattern that it computes. A mask that
-is not causal, bidirectional or a window of these does not run packed.
+The bounds of the sequences are tensor keyword arguments of `model(...)`, so threads have no common state. A compiled
+graph has one opaque op per layer. The registered mask function builds no mask: it passes the model's request to the
+attention function, which in a trial pass (`sie_trial`) compares the requested mask with the pattern that it computes. A
+mask that is not causal, bidirectional or a window of these does not run packed.
 """
 
 from __future__ import annotations
@@ -135,8 +135,9 @@ def packed_attention(
     since it would change the numbers.
 
     Windows are defined as in transformers' flash attention path: `sliding_window` counts the token itself, and extends
-    to both sides if the attention is not causal. If the model's mask shows another window, the mask is used, as in
-    stock eager and sdpa: `sie_edge` is the number of keys on a side that it shows beyond `sliding_window`.
+    to both sides if the attention is not causal. If the model's mask has another window, the mask is used, as in
+    transformers' eager and sdpa attention. `sie_edge`: how many more keys the mask allows on a side than
+    `sliding_window`.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:
@@ -173,8 +174,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
     """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
-    `layout`: int64 [groups, 5] on the host. Only the first `visible` tokens of each sequence are attended to. A kernel
-    for all sequences at once is the only group of its layout.
+    `layout`: int64 [groups, 5] on the host. Only the first `visible` tokens of each sequence are attended to. For a
+    kernel that computes all sequences at once, the layout has a single group.
     """
     pattern = MaskPattern(left, right)
     groups = layout.tolist()

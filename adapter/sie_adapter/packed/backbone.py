@@ -211,8 +211,8 @@ class Backbone:
         }
 
     def _compile(self) -> None:
-        """Replace torch from now on by a graph of the model, if its states equal those of the stock path, and free the
-        weights of torch. Raises ModelLoadFailed if they differ and the entry demands the engine.
+        """Replace torch from now on by a graph of the model, if its states equal those of the unchanged transformers
+        model, and free the weights of torch. Raises ModelLoadFailed if they differ and the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -230,9 +230,9 @@ class Backbone:
         self._model.to("meta")
 
     def _hand_over(self, server: Callable[[], StateRunner]) -> None:
-        """Start an SGLang server, and use it in place of torch if its hidden states equal those of the stock path. The
-        weights of torch are freed first, since a GPU may not have memory for both copies. Raises Unserved if the server
-        cannot run the model, or ModelLoadFailed if the entry demands the engine.
+        """Start an SGLang server, and use it in place of torch if its hidden states equal those of the unchanged
+        transformers model. The weights of torch are freed first, since a GPU may not have memory for both copies.
+        Raises Unserved if the server cannot run the model, or ModelLoadFailed if the entry demands the engine.
         """
         sample = self.sample(self._lengths)
         reference = self.forward_padded(sample)
@@ -330,14 +330,17 @@ class Backbone:
             raise AttentionUnsupported(f"{subject} and those of the stock path have cosine {cosine:.6f}")
 
     def take_trial(self) -> tuple[PackedBatch, Tensor]:
-        """Remove and return the sequences of the trial and their states on the stock path. May be called once."""
+        """Remove and return the sequences of the trial and their states in the unchanged transformers model. May be
+        called once.
+        """
         assert self._trial is not None
         trial, self._trial = self._trial, None
         return trial
 
     def is_causal(self) -> bool | None:
-        """Return True if the states of a text's first token do not depend on its last token, measured by a pass with
-        the text alone and one with a longer text; None if the two passes disagree.
+        """Return True if the states of a text's first token do not depend on its last token, else False. It is measured
+        by changing the last token, once for the text alone and once for the text packed with a longer one; None if the
+        two results differ.
         """
         if self._is_causal is not None:
             return self._is_causal

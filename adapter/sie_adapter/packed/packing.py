@@ -23,8 +23,8 @@ from sie_contracts.media.sounds import Shape, SoundRecipe
 from sie_contracts.models.entries import Engine
 from sie_contracts.wire.ipc import IMAGE_KEY_BYTES
 
-# pairs (limit, step) that reduce the different numbers of tokens or rows: a number up to the limit is rounded up to a
-# multiple of the step; the last step is also used above its limit
+# Pairs (limit, step) for rounding numbers of tokens or rows, so that only few different numbers occur: a number up to
+# the limit is rounded up to a multiple of the step. The last step is also used above its limit.
 Steps = Sequence[tuple[int, int]]
 # Steps for the tokens of a pass. There is no padding up to 64 tokens, because an added padding sequence took 1 ms of
 # the 4.5 ms of a short text.

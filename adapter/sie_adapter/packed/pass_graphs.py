@@ -33,12 +33,13 @@ from sie_adapter.packed.packing import Int64, PackedBatch
 
 _logger = logging.getLogger("sie.adapter")
 
-# Numbers of tokens of the buckets. Each number is at most twice the one before: a pass of BERT large with 128 tokens
+# Numbers of tokens of the buckets. Padding to at most twice the size costs little: a pass of BERT large with 128 tokens
 # takes as long as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the kernels
 # of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _SEQUENCES = (8, 32)
-# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens
+# number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so it fits
+# one block
 _BLOCK = 128
 # Largest number of graphs of a model. Their activations share memory; the driver keeps about a kilobyte for each kernel
 # of a graph.
@@ -91,8 +92,8 @@ class StaticInputs:
         self.bounds = self._buffer[at:].view(torch.int32)
 
     def fill(self, packed: PackedBatch | None) -> None:
-        """Copy a batch to the device, padded to the bucket; None: only padding. The host waits at most until the driver
-        has read its memory.
+        """Copy a batch to the device, padded to the bucket; None: only padding. Return as soon as the driver has copied
+        the host's buffer, without waiting for the device.
         """
         rows, ends = self._rows, self._ends
         bounds = np.zeros(1, np.int32) if packed is None else packed.bounds

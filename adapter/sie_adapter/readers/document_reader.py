@@ -72,7 +72,9 @@ class DocumentReader:
         self.memory_bytes = self._kind.memory_bytes
 
     def reading(self, read: Read[PagePrompt], is_gone: IsGone) -> ReaderCall[PagePrompt, Shown]:
-        """Return an object for one batch: its method `extract` calls `read`, which generates the text of all rows."""
+        """Return an object for one batch. Its method `extract` calls `read`, a method of the device's `Readings`, to
+        generate the text of all rows.
+        """
         return ReaderCall(self._kind, self.rows, read, is_gone, "images")
 
 

@@ -41,7 +41,7 @@ MAX_ROWS = 16  # largest number of rows of one model that run at the same time
 # the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, with a
 # third of the weight, gives a quarter and a sixth.
 _NICENESS = 3
-_CLOSED_S = 1.0  # seconds without new rows, after no memory was left for another row, unless a row ends earlier
+_CLOSED_S = 1.0  # after memory was too short for another row, no row begins for this many seconds, or until a row ends
 
 P_contra = TypeVar("P_contra", bound="GenerationPrompt", contravariant=True)
 

@@ -154,7 +154,9 @@ class SoundReader:
         self._greedy = Greedy(self._config, compute.device, ends_of(self._config))
 
     def reading(self, read: Read[SoundWindow], is_gone: IsGone) -> ReaderCall[SoundWindow, Heard]:
-        """Return an object for one batch: its method `extract` calls `read`, which generates the text of all rows."""
+        """Return an object for one batch. Its method `extract` calls `read`, a method of the device's `Readings`, to
+        generate the text of all rows.
+        """
         return ReaderCall(self, self.rows, read, is_gone, "audio")
 
     def prompt(self, features: Heard, options: ExtractOptions) -> SoundWindow:

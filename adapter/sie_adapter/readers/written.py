@@ -198,8 +198,8 @@ def attended(mask: Tensor, dtype: torch.dtype, *, is_eager: bool) -> Tensor:
 
 
 class RowPositions(nn.Module):  # type: ignore[misc]  # the type checker skips torch
-    """Learned positions of a decoder of BART's kind, separate for each row: the decoder alone gives all rows of a step
-    the same position. `given` [rows, 1]: the positions of a step; None while a prompt is read.
+    """Learned positions of a decoder of BART's kind, separate for each row. Without this module, the decoder gives all
+    rows of a step the same position. `given` [rows, 1]: the positions of a step; None while a prompt is read.
     """
 
     def __init__(self, own: Any) -> None:

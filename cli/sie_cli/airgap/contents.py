@@ -204,8 +204,8 @@ class FileGathering:
 def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
-    """Return the contents of an archive with the `chosen` models. `gathering` has their files, and returned their
-    entries. Reads every file. Raises CommandRefused for a file that differs from its digest in the entry, OSError.
+    """Return the contents of an archive with the `chosen` models. `gathering`: the object that collected their files.
+    Reads every file. Raises CommandRefused for a file that differs from its digest in the entry, OSError.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)

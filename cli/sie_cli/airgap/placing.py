@@ -92,8 +92,8 @@ def settings(index: ArchiveIndex, at: Path) -> dict[str, str]:
 
 
 def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) -> None:
-    """Unpack an archive to `folder`. `at`: the path of this folder for workers. Raises CommandRefused, OSError; then
-    `folder` does not exist.
+    """Unpack an archive to `folder`. `at`: the path under which workers will see this folder, for example in a
+    container. Raises CommandRefused, OSError; then `folder` does not exist.
     """
     check(reader.index)
     with _loading(folder) as partial:

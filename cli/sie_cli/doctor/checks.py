@@ -125,6 +125,11 @@ async def loads(probe: ClusterProbe) -> CheckResult:
     return f"{counted(loaded, 'model')} loaded", _of_check("loads", views)
 
 
+async def remotes(probe: ClusterProbe) -> CheckResult:
+    """List the remote servers of SIE_REMOTES that get no requests, with the figure or the reason."""
+    return "none is refused", _of_check("remotes", await probe.views())
+
+
 async def refusals(probe: ClusterProbe) -> CheckResult:
     """List requests that gateways refused in the last minutes, because of too much work or a fault of the cluster."""
     views = await probe.views()
@@ -415,9 +420,9 @@ def drift(
     """List the gateways and workers that use an older catalogue. `gateways`: the epoch of each gateway's catalogue, by
     name. `workers`: the bundle and the epoch of each worker, by name.
 
-    A worker's catalogue is older if it lacks a write that affects the worker's bundle. Without the config service's
-    `epoch`, it is unknown which writes affect a bundle. Then gateways are compared with one another, and for workers
-    only the part of the epoch that names the bucket is compared.
+    An epoch consists of the creation time of the catalogue's bucket and the number of a write. A worker's catalogue is
+    older if it lacks a write that affects the worker's bundle. Without the config service's `epoch`, it is unknown
+    which writes those are: then gateways are compared with one another, and for workers only the bucket is compared.
     """
     latest = epoch.epoch if epoch else max(gateways.values(), key=_writes, default="")
     findings = [

@@ -28,6 +28,7 @@ from sie_cli.doctor.checks import (
     models,
     queue,
     refusals,
+    remotes,
     streams,
     versions,
 )
@@ -36,7 +37,7 @@ from sie_cli.doctor.probe import Check, CheckResult, CheckSkipped, ClusterProbe,
 from sie_cli.options import ManyOptions, flags_of, refuse, settings_options
 from sie_contracts.settings import BY_NAME, Mode, SettingError, load
 
-# commands of remedies that look for their cluster and have no option for its address
+# matches a `sie` command in the text of a remedy that has neither --url nor --data-dir, to add --data-dir to it
 _COMMAND = re.compile(r"`(sie (?:models|keys|jobs|doctor)\b(?:(?!--data-dir|--url)[^`])*)`")
 
 
@@ -117,6 +118,7 @@ CHECKS: dict[str, Check] = {
     "loads": loads,
     "refusals": refusals,
     "queue": queue,
+    "remotes": remotes,
     "sockets": sockets,
     "gpu": gpu,
     "disk": disk,

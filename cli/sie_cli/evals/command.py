@@ -238,8 +238,8 @@ def compare(old: Path, new: Path) -> None:
 def _plan(
     clients: int | None, rate: float | None, sweep: str | None, seconds: float, warm_up: float, batch: int
 ) -> LoadPlan:
-    """Build the plan of the load from the options. Raises CommandRefused for options that contradict each other, or an
-    invalid --sweep.
+    """Build the plan of the requests to send (clients, rates, seconds) from the options. Raises CommandRefused for
+    options that contradict each other, or an invalid --sweep.
     """
     if sum(option is not None for option in (clients, rate, sweep)) > 1:
         raise CommandRefused("give only one of --clients, --rate and --sweep")

@@ -61,8 +61,8 @@ def names(sources: str) -> list[str]:
 
 
 class EvalGateway:
-    """Gateway of the command's cluster. If no cluster is named and none runs, one is started here, and the exit of
-    `held` stops it. `patience_s`: seconds to wait for the gateway.
+    """Gateway of the command's cluster. If no cluster is named and none runs, one is started here. `held`: the exit
+    stack that stops it. `patience_s`: seconds to wait for the gateway.
     """
 
     def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
@@ -89,7 +89,7 @@ class EvalGateway:
 
 
 class OpenSources:
-    """Sources of one model. The exit of `held` closes all of them."""
+    """Sources of one model. `held`: the exit stack that closes them."""
 
     def __init__(self, gateway: EvalGateway, model: str, held: contextlib.ExitStack) -> None:
         self._gateway, self._model, self._held = gateway, model, held

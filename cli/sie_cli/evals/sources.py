@@ -108,7 +108,8 @@ class Sie:
         self.scores_pairs = not outputs and "score" in self.info["tasks"]
         self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        # the fingerprint is read from an answer: a gateway that has just started may not know that of the workers yet
+        # the model's fingerprint is read from an answer to a request, since a gateway that has just started may not
+        # know it yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
             if self.only_extracts:

@@ -98,8 +98,8 @@ def find(name: str) -> Task:
 
 
 def _of_mteb(name: str) -> Task:
-    """Load a task of mteb, or without the library or its datasets, from a folder of the same name. Raises
-    CommandRefused.
+    """Load a task from mteb. If the library or its datasets are missing, load it from the folder with the task's name.
+    Raises CommandRefused.
     """
     try:
         return mteb_tasks.find(name)

@@ -276,8 +276,8 @@ BAR = 40
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
-    """Raise CommandRefused if a file of this machine, before it is sent, lacks a column that the job reads. Without the
-    packages for jobs, only the server checks the columns.
+    """Raise CommandRefused if a local file lacks a column that the job reads. Call this before the file is sent.
+    Without the packages for jobs, only the server checks the columns.
     """
     from sie_contracts.api.jobs import JobInput
     from sie_contracts.errors import InvalidInput
@@ -303,7 +303,8 @@ class _Stuck(Exception):
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
     """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`: print
-    the progress to standard error. Ctrl-C ends the process and prints that the job continues, and then `also`.
+    the progress to standard error. Ctrl-C ends the process and prints that the job continues. `also`: a line that is
+    printed after that.
     """
     from sie_client.errors import JobFailedError
 

@@ -182,7 +182,8 @@ def _show_status(body: dict[str, Any]) -> None:
     lag = [worker for bundle in body["bundles"] for worker in bundle["pending_workers"]]
     count = sum(bundle["total_eligible_workers"] for bundle in body["bundles"])
     served = f"all of {count} workers have it" if count else "no worker is up; one that starts has it"
-    if not body["bundles"]:  # an alias has no bundles, because only gateways use it
+    # workers do not load an alias, so it is in no bundle (model families of one worker image); only gateways have it
+    if not body["bundles"]:
         lag = [process["id"] for process in body["gateways"] if not process["acked"]]
         served = f"all of {len(body['gateways'])} gateways have it"
     state = f"waiting for {', '.join(lag)}" if lag else served

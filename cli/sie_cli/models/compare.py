@@ -1,7 +1,7 @@
 """`sie models compare`: agreement of two models on a sample, before one replaces the other.
 
 sample ──► both models, over the API ──► vectors ──► cosine of each text (equal widths); neighbours in common, and
-                                    │                 correlation of the ranks of all other texts (any widths)
+                                    │                 correlation of each text's similarities to all others (any widths)
                                     └──► scores ──► correlation of ranks
 """
 
@@ -32,7 +32,8 @@ MAX_TEXTS = 2000  # maximum number of texts in a sample: each text is compared w
 MIN_TEXTS = 3
 MAX_NEIGHBOURS = 50
 SHOWN = (1, 5, 10, 50)
-# maximum number of queries, and of documents per query, for rerankers and a sample of plain texts
+# From plain texts, a reranker gets the first 20 as queries, each with at most 50 others as documents, because it runs
+# once for each pair.
 QUERIES, DOCUMENTS = 20, 50
 BINS = 40
 Matrix = NDArray[np.float32]  # shape [texts, width]; each row has length 1
@@ -58,7 +59,7 @@ class Agreement:
     fingerprints: tuple[str, str] = ("", "")
     cosines: Sequence[float] = ()
     recall: Sequence[float] = ()
-    chance: Sequence[float] = ()  # recall of randomly drawn neighbours, in the form of `recall`
+    chance: Sequence[float] = ()  # baseline: at index k - 1, the recall if the k neighbours were drawn at random
     ranks: Sequence[float] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -270,8 +271,8 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
     """Return, for k = 1, 2, 3, ..., the mean over the queries of the share of common neighbours among the first k."""
     most = first.shape[1]
-    # Count in shares[k] the neighbours that are common to both lists from their first k + 1 entries on. The sum over k
-    # follows.
+    # shares[k] first counts the neighbours that entry k + 1 makes common to both lists. The cumulative sum below turns
+    # it into the number of common neighbours among the first k + 1.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}

@@ -1,8 +1,8 @@
-"""`sie models import`: add a folder of model files to the catalogue, in the format of this project or of the public
-SIE.
+"""`sie models import`: add a folder of model files to the catalogue, in the format of this project or of the
+open-source SIE project.
 
     file ──► config service ──► stored, with the fields that were ignored
-                            └ rejected: the fields, and the next file
+                            └ rejected: print the wrong fields, and continue with the next file
 """
 
 from __future__ import annotations

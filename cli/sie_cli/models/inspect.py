@@ -106,7 +106,7 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
         return folder, {"path": str(folder.resolve())}, folder_name(folder)
     if not _HUB_ID.fullmatch(source):
         raise CommandRefused(
-            f"there is no folder {source}, and it is no id of the hub, which has the form organisation/name"
+            f"there is no folder {source}, and it is no id of the hub: such an id has the form organisation/name"
             f"{_like(source)}"
         )
     commit = _commit(settings, source, revision)
@@ -114,7 +114,9 @@ def _located(settings: Settings, source: str, revision: str | None) -> tuple[Pat
 
 
 def folder_name(folder: Path) -> str:
-    """Return the default id of a model in a folder: the folder's name, with hyphens for characters that ids lack."""
+    """Return the default id of a model in a folder: the folder's name, with hyphens in place of characters that an id
+    may not have.
+    """
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", folder.resolve().name).strip("-._")
 
 
@@ -135,7 +137,8 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
         return cached[0].name
     if not settings.hf_fallback:
         raise CommandRefused(
-            f"which commit of {hub}? downloads are off (SIE_HF_FALLBACK): {_without_hub(hub, revision)}{_like(hub)}"
+            f"the commit of {hub} is not known here, and downloads are off (SIE_HF_FALLBACK): "
+            f"{_without_hub(hub, revision)}{_like(hub)}"
         )
     from sie_store.weights.hub import commit_of
     from sie_store.weights.manifest import FetchFailed
@@ -146,7 +149,7 @@ def _commit(settings: Settings, hub: str, revision: str | None) -> str:
         if error.error_class == "NOT_FOUND" and not revision:
             raise CommandRefused(f"{error.message}{_like(hub) or '; is the name right?'}") from error
         instead = f"; or {_without_hub(hub, revision)}{'' if revision else _like(hub)}"
-        raise CommandRefused(f"the commit of {hub}: {error.message}{instead}") from error
+        raise CommandRefused(f"the commit of {hub} could not be looked up: {error.message}{instead}") from error
 
 
 def _without_hub(hub: str, revision: str | None) -> str:
@@ -189,7 +192,7 @@ def _repository(settings: Settings, hub: str, commit: str) -> Path:
         except SIEError:
             continue
     if not settings.hf_fallback:
-        # this call fails: its error names the folders and buckets that were searched
+        # called only for its error, which lists the folders and buckets that were searched
         return sources("text-encoder", may_download=False)
     from huggingface_hub import file_exists
 

@@ -58,7 +58,7 @@ def look_up(settings: Settings, spec: str) -> NamedModel:
     if entry is None or entry.weights.unpinned:
         if is_bucket(models):
             raise CommandRefused(
-                f"the catalogue lacks {source}, and nothing is written to {models}: add its entry there yourself"
+                f"the catalogue lacks {source}, and nothing is written to the bucket {models} here: add its entry to it"
             )
         text, entry = described(settings, source, "", None)
         added = write_entry(text, entry.id, Path(models).expanduser())

@@ -306,8 +306,8 @@ def write_options(force: str, *, looks_around: bool = True) -> Callable[[F], F]:
 
 
 def service_of(cluster: Cluster, *, writes: bool) -> ConfigServiceClient:
-    """Return a client of the config service. If there is none, use for reads the gateway of the running `sie serve`.
-    Without a configured token, ask for it on a terminal. Raises UsageError if no address is configured.
+    """Return a client of the config service. If no config service is configured, reads go to the gateway of the running
+    `sie serve`. Without a configured token, ask for it on a terminal. Raises UsageError if no address is configured.
     """
     url, secret = cluster.settings.config_service_url, cluster.config_token(writes=writes)
     if url is None and not writes and cluster.sources[GATEWAY_URL] == SOURCE:

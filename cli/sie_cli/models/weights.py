@@ -297,7 +297,8 @@ def _entry(settings: Settings, model: str, commit: str) -> ModelEntry:
     if entry is None or not isinstance(entry, ModelEntry):
         if not _NAME.fullmatch(model):
             raise CommandRefused(
-                f"there is no folder {model[:200]}, and it is no id of the hub, which has the form organisation/name"
+                f"there is no folder {model[:200]}, and it is no id of the hub: such an id has the form "
+                "organisation/name"
             )
         revision = commit or _only_commit(settings, model)
         return parse_entry(
@@ -326,7 +327,7 @@ def _only_commit(settings: Settings, hub: str) -> str:
     commits = sorted(path.name for path in _cache(settings).place(hub, "any").parent.glob("*") if path.is_dir())
     if len(commits) != 1:
         there = f"the cache has {', '.join(commits)}" if commits else "neither the catalogue nor the cache knows one"
-        raise CommandRefused(f"which commit of {hub}? Say {hub}@COMMIT: {there}")
+        raise CommandRefused(f"the commit of {hub} is not known here: name it as {hub}@COMMIT; {there}")
     return commits[0]
 
 

@@ -34,7 +34,7 @@ from sie_sidecar.batching.batch import (
 )
 from sie_sidecar.batching.sizing import Quantum
 
-ACTIVE_S = 1.0  # seconds after its last delivery in which a consumer gets a share of the worker's credit
+ACTIVE_S = 1.0  # a consumer gets a share of the worker's credit until this number of seconds after its last delivery
 NO_LIMIT = 1 << 60
 MAX_DEVICES = 1024
 

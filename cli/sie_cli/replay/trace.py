@@ -171,8 +171,9 @@ def fit(ran: Sequence[Ran]) -> tuple[float, float, float]:
     """Fit the seconds of a batch as a + b * tokens + c * attention, with the least squared relative error. Return a, b,
     c, which are not negative. Raises TraceError.
 
-    Every subset of the three terms is fitted, because the batches may not tell two terms apart. The best fit without a
-    negative coefficient is used; terms outside its subset get the coefficient 0.
+    Every subset of the three terms is fitted, because two terms may grow together in the measured batches, so that
+    their coefficients cannot be separated. The best fit without a negative coefficient is used; terms outside its
+    subset get the coefficient 0.
     """
     if len(ran) < 3:
         raise TraceError("the trace has fewer than three measured batches: describe the device with --device")

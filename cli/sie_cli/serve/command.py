@@ -101,7 +101,7 @@ def serve(
     """
     if exit_with_parent and sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    failpoints = values.pop("failpoints", None)  # failpoints are for the child processes only
+    failpoints = values.pop("failpoints", None)  # faults that tests inject; only the child processes read them
     loaded_settings = loaded(values, "standalone" if standalone else "queue")
     plan = ServePlan(
         host,

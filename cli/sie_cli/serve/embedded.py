@@ -85,5 +85,5 @@ class EmbeddedBroker:
 
 
 def users() -> str:
-    """Return the configuration of the server's users and their permissions. The Helm chart uses the same file."""
+    """Return the file users.conf: the users of the server and their permissions. The Helm chart uses it too."""
     return files("sie_broker").joinpath("nats/users.conf").read_text()

@@ -2,7 +2,7 @@
 
 settings                 the components that read them
 HF_TOKEN and the like    adapters, which ask the hub for weights
-AWS_, GOOGLE_, AZURE_    processes that open a bucket: of payloads, of jobs, of models, of weights
+AWS_, GOOGLE_, AZURE_    processes that use an object store (for payloads, jobs, models or weights)
 """
 
 from __future__ import annotations

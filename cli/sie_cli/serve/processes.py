@@ -44,12 +44,12 @@ from sie_store.models_folder import in_use, place_of
 BROKER = "nats-server"
 READY_POLL_S = 0.1
 TELL_EVERY_S = 10.0
-REPEAT = 3  # the start prints only every third of the equal lines about a process that it waits for
+REPEAT = 3  # while the start waits for a process, it prints an unchanged status line only every third time
 BROKER_POLL_S = 2.0
 ROOM_BYTES = 8 << 20
 EXAMPLE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-# seconds: the drain of the gateways, then the grace periods of gateways, workers and the other processes. The grace
-# periods follow each other and end within 15 s.
+# seconds: the grace periods of gateways, workers and the other processes, one after the other, end within 15 s. The
+# drain of the gateways is part of their grace period.
 _DRAIN_S, _GATEWAY_GRACE_S, _WORKER_GRACE_S, _LAST_GRACE_S = 8.0, 9.5, 3.0, 1.5
 # seconds; the gateways have ended by then, so a worker only has work of jobs, which continues after the next start
 _WORKER_DRAIN_S = 1.5
@@ -154,7 +154,7 @@ class LocalCluster:
         if cpu and not plan.settings.machine_profile and not plan.settings.gpu_type:
             self._flags["SIE_MACHINE_PROFILE"] = "cpu"
         elif cpu and "SIE_GPU_COUNT" not in self._environ:
-            # with 0 devices, the operator's machine profile uses the packaged measurements for a CPU
+            # with 0 GPUs, the defaults for a CPU apply, also with a machine profile that the operator named
             self._flags["SIE_GPU_COUNT"] = "0"
         self._environ.setdefault("SIE_CONFIG_READ_TOKEN", secrets.token_urlsafe(24))
         self._environ["SIE_ADMIN_TOKEN"] = self._admin_token.reveal()
@@ -172,8 +172,8 @@ class LocalCluster:
             self._flags["SIE_PAYLOAD_STORE_URL"] = str(payloads)
 
     def _children(self) -> tuple[list[Child], list[Child], list[Child], list[Child], list[Child]]:
-        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process is all but the
-        adapters.
+        """Return broker, config service, gateways, sidecars, adapters. In standalone mode, one process replaces all of
+        them except the adapters.
         """
         plan, settings = self._plan, self._plan.settings
         sockets = [str(socket_path(plan.data_dir, number)) for number in range(plan.workers)]
@@ -257,7 +257,9 @@ class LocalCluster:
     def _await_gateway(self, name: str, port: int) -> None:
         self._await_answer(name, port)
         if self._plan.settings.gateway_workers is not None:
-            return  # with SIE_GATEWAY_HEALTH_MODE=ws the gateway knows only the workers in SIE_GATEWAY_WORKERS
+            # the gateway reads only the workers in SIE_GATEWAY_WORKERS, so do not wait until it sees the workers of
+            # this start
+            return
         self._visibility[f"workers, as {name} sees them"] = functools.partial(
             lacks_workers,
             url=f"http://{_reachable(self._plan.host)}:{port}/health",
@@ -365,7 +367,7 @@ class LocalCluster:
     def _access(self) -> Access:
         plan, embedded, models = self._plan, self._embedded, Allowed(models_dir=self._plan.settings.models_dir)
         gateways = range(1 if plan.standalone else plan.gateways)
-        # do not publish the token of the operator's own config service
+        # commands send the admin token below to `config_url`, so this is never a config service of the operator
         is_ours = plan.settings.config_service_url is None
         return Access(
             gateway_url=",".join(f"http://{_reachable(plan.host)}:{plan.port + number}" for number in gateways),

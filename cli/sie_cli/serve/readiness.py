@@ -58,8 +58,8 @@ async def lacks_workers(client: httpx.AsyncClient, url: str, token: Secret, coun
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """Model whose load failed on all workers that tried it. `attempts`: the attempts of the worker with the fewest.
-    `is_permanent`: no worker tries again.
+    """Model whose load failed on all workers that tried it. `attempts`: the smallest number of attempts among these
+    workers. `is_permanent`: no worker tries again.
     """
 
     message: str

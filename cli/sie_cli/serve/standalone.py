@@ -1,4 +1,4 @@
-"""Gateway, catalogue and schedulers in one process with an in-process queue. Each adapter is a separate process."""
+"""Gateway, catalogue and sidecars in one process with an in-process queue. Each adapter is a separate process."""
 
 from __future__ import annotations
 

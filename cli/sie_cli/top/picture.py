@@ -26,7 +26,8 @@ _WIDE, _MIDDLE = 100, 70
 _CELLS = (9, 7, 7, 7)  # minimum widths of the columns after the first, in cells
 # cells that all columns except the first need together, in a narrow, middle and wide terminal
 _NARROW_REST, _MIDDLE_REST, _WIDE_REST = 20, 38, 70
-# seconds; older waiting work is shown in yellow, or in red, which is also the limit of the alert SIEQueueStuck
+# Seconds: work that waits longer than _OLD_S is yellow, longer than _STUCK_S red. The alert SIEQueueStuck also has the
+# limit _STUCK_S.
 _OLD_S, _STUCK_S = 10.0, 60.0
 _STATE_COLOURS = {"loaded": "green", "loading": "yellow", "failed": "red"}
 MAX_REASONS = 3  # maximum number of failed models whose reason is shown
@@ -209,7 +210,9 @@ def _reason(model: str, why: str) -> Text:
 
 
 def _fitting(count: int, room: int) -> int:
-    """Return how many rows fit. A single hidden row is shown in place of the line that counts hidden rows."""
+    """Return how many rows fit. If only one row would be hidden, it is shown, because the line that counts hidden rows
+    needs the same space.
+    """
     return count if count <= room + 1 else room
 
 

@@ -94,7 +94,8 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            # raises the error: a gateway on another machine cannot read a folder of this machine
+            # called only for its error that the model is not found: a gateway on another machine cannot read a folder
+            # here
             client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:

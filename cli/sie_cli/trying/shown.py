@@ -297,7 +297,7 @@ def bar(share: float, colour: str = "cyan", cells: int = BAR) -> Text:
 
 
 def shares(values: Sequence[float], least: float = 0.0, most: float | None = None) -> list[float]:
-    """Scale values to 0..1 between `least` and `most`. Values outside extend the scale."""
+    """Scale values to 0..1 between `least` and `most`. If a value lies outside, the range is widened to include it."""
     low = min(least, *values) if values else least
     high = max(values, default=0.0) if most is None else max(most, *values)
     width = high - low

@@ -273,9 +273,9 @@ class Bus(Connection, Protocol):
         """Call `handler` for each message, one after the other. An exception in `handler` is logged, and the next
         message is handled.
 
-        The messages that wait for the handler are limited in number and bytes; None stands for the defaults in
-        `limits`, which only a handler that blocks for long can reach. At a limit, new messages are dropped, and
-        `on_dropped` is called with their subject.
+        The messages that wait for the handler are limited in number and bytes; None means the defaults in `limits`,
+        which are so high that only a handler that blocks for long exceeds them. At a limit, new messages are dropped,
+        and `on_dropped` is called with their subject.
         """
 
     async def request(self, subject: str, data: bytes, timeout_s: float) -> bytes:
@@ -330,8 +330,8 @@ class Administration(Queue, Protocol):
         """Ensure that a stream exists with these settings. The owner of streams creates it, or updates it from an older
         topology version. Any other process only compares the settings. Raises TopologyMismatch.
 
-        A lower limit per subject is refused while a subject has more messages than half of it, since the update could
-        drop messages.
+        A lower limit per subject is refused while a subject has more messages than half of the new limit, since the
+        update could drop messages.
         """
 
     async def delete_stream(self, stream: str) -> bool:

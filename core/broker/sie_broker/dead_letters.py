@@ -16,7 +16,8 @@ from sie_broker import Queue, StreamMessage, StreamState
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.messages import DeadLetter, WorkItem
 
-# number of sequences in the first range of `newest`, and the maximum number of letters that it holds in memory
+# `newest` reads the stream in ranges of sequences. The first range has this length, and at most this number of letters
+# is in memory.
 SPAN = 16
 
 

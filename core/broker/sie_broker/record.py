@@ -5,7 +5,8 @@
     Record[T].change(key, make) ── get, make, write at that revision ──► bucket
     LeaderLease ── a key that its holder writes again and again ──► bucket
 
-The owner of a record is the object that stores its values.
+The owner of a record is the object that stores its values. For each change, its callback `on_value` gets the key, the
+new value and the revision.
 
 A broker that restarts loses the buckets that it kept in memory. After a lost connection, a record is stale: its bucket
 may be lost. `follow` then opens the bucket, which creates it if it is missing; a changed epoch shows that it is a new
@@ -15,8 +16,8 @@ If two writers compete, the later one gets WrongRevision, and the broker stores 
 value again and repeats the attempt, after a random pause that grows, at most MAX_ATTEMPTS times.
 
 If a watch receives no entries for two seconds, the broker client reads the state of the bucket and the missed entries.
-If another process has created the bucket again in that time, its revisions begin at 1 again. So a revision that is not
-above the last one means a lost bucket, and the record becomes stale.
+A bucket may also be lost without a lost connection: another process has then created it again, and its revisions begin
+at 1. So a revision that is not above the last one means a new bucket, and the record becomes stale.
 """
 
 from __future__ import annotations
@@ -225,7 +226,9 @@ class Record(Generic[T]):
             await watch.stop()
 
     async def reconnected(self) -> None:
-        """Mark the record as stale: a restarted broker may have lost the bucket. Pass it to `on_reconnect`."""
+        """Mark the record as stale: a restarted broker may have lost the bucket. Register this method by
+        `Connection.on_reconnect`.
+        """
         self._reconnects += 1
         self.is_stale = True
 

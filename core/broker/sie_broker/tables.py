@@ -57,8 +57,8 @@ def decode(entry: Entry) -> StoredPart:
 
 
 async def read_lane(bucket: KeyValue, lane_key: str) -> tuple[list[Entry], int]:
-    """Read the table of one lane. Return its entries, the one of the lane's key last, and a revision: a watch that
-    starts after it delivers all entries that are missing here. Raises BrokerError.
+    """Read the table of one lane. Return its entries and a revision. The entry of the lane's key is the last one. A
+    watch that starts after this revision delivers every entry that is newer than those returned. Raises BrokerError.
     """
     head = await bucket.get(lane_key)
     if head is None:

@@ -1,8 +1,8 @@
 """Count of the values in a body. It is computed from the bytes before the body is decoded, because each byte of a body
 may become a Python object of 70 bytes.
 
-    JSON ──marks outside of strings──► count ◄──headers of lists and maps── msgpack
-                                         └ Excess
+    JSON ──{ [ , : outside of strings──► count ◄──headers of lists and maps── msgpack
+                                           └ Excess
 
 In a body that is malformed or incomplete, the values before the fault are counted. The decoder reports the fault.
 """
@@ -29,8 +29,8 @@ class Excess(ValueError):
 
 
 def of_json(data: bytes) -> int:
-    """Return the number of values and keys of a JSON body. It may also count marks inside strings if that does not
-    exceed the limits. Raises Excess.
+    """Return the number of values and keys of a JSON body. The number may be too high, because a fast count includes
+    marks inside strings; they are left out only if that count exceeds a limit. Raises Excess.
     """
     pieces = (data[begin : begin + _PIECE_BYTES] for begin in range(0, len(data), _PIECE_BYTES))
     try:

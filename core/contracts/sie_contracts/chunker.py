@@ -68,8 +68,9 @@ def spans(text: str, ends: Sequence[int] | NDArray[Any], rule: ChunkRule) -> lis
 
 
 def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: int) -> int:
-    """Return the end of a chunk: the last possible cut with `least` to `most` tokens before it, of the highest level
-    that has one. If no level has one, a grapheme is too long; then return the first possible cut after it.
+    """Return the end of a chunk. Possible cuts have `least` to `most` tokens before them. Of these, take the highest
+    level that has any, and its last cut. If no level has one, a grapheme is too long; then return the first possible
+    cut after it.
     """
     for level, count in zip(places, counts, strict=True):
         index = int(np.searchsorted(count, most, side="right")) - 1
@@ -85,9 +86,10 @@ def _end(places: Sequence[Places], counts: Sequence[Places], least: int, most: i
 def _next_start(
     places: Sequence[Places], counts: Sequence[Places], chunk: tuple[int, int], end_count: int, rule: ChunkRule
 ) -> int:
-    """Return the start of the chunk after `chunk`. It is at most `overlap_tokens` tokens before the end of `chunk`, at
-    the earliest possible cut of the highest level that has one there. The overlap is shorter if the next chunk could
-    otherwise not reach its preferred boundary. `end_count`: number of tokens before the end of `chunk`.
+    """Return the start of the chunk after `chunk`. Possible cuts lie within the last `overlap_tokens` tokens of
+    `chunk`. Of these, take the highest level that has any, and its earliest cut. The overlap is shorter if, with the
+    whole overlap, the next chunk would be full before its first cut of the highest level. `end_count`: number of tokens
+    before the end of `chunk`.
     """
     start, end = chunk
     from_count = end_count - rule.overlap_tokens

@@ -20,10 +20,10 @@ SIEError
 ├── InferenceFailed          500  INFERENCE_ERROR
 ├── InternalFailure          500  INTERNAL_ERROR
 ├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
-├── ModelLoadFailed          500  MODEL_LOAD_FAILED        never with Retry-After; 502 to public SDKs
+├── ModelLoadFailed          500  MODEL_LOAD_FAILED        never with Retry-After; 502 to SDKs of the open-source SIE
 ├── LoraLoadFailed           400, 404 or 500  LORA_LOAD_FAILED  never with Retry-After
 ├── ModelLoading             503  MODEL_LOADING            retryable from here on
-├── NotProvisioned           503  PROVISIONING             202 to public SDKs below 0.6.5
+├── NotProvisioned           503  PROVISIONING             202 to these SDKs below 0.6.5
 ├── LoraLoading              503  LORA_LOADING
 ├── ResourceExhausted        503  RESOURCE_EXHAUSTED
 ├── QueueFull                503  QUEUE_FULL
@@ -236,7 +236,8 @@ class AllItemsFailed(SIEError):
         super().__init__(message, **kwargs)
         if any(failure.retryable for failure in failures):
             self.retry_after_s = 5
-        # an error that was decoded from its wire form has no `failures`, but it has `retry_after_s`
+        # an error that was decoded from its wire form has no `failures`; then `retry_after_s` shows that the status is
+        # 503
         if self.retry_after_s:
             self.status, self.retryable = 503, True
         elif failures and not any(failure.status >= 500 for failure in failures):

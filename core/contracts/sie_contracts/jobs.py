@@ -1,13 +1,13 @@
 """Records of jobs and files in the key-value buckets of gateways.
 
-    sie_jobs     job.{job} ─► JobRecord      request and progress of a job; written by its leader and by its owner
+    sie_jobs     job.{job} ─► JobRecord      request and progress of a job; the leader and clients write it
                  file.{file} ─► FileRecord   facts of an uploaded file, whose bytes are in the payload store
     sie_shards   {job}.{number} ─► ShardRecord   a part of the input that was answered, or that cannot be read
 
 The leader of a job is the gateway that runs it. The leader splits the input into parts; the answers to one part are a
 shard. It writes the output of a shard to the store first, and the record of the shard after that. If it dies between
 the two writes, the next leader finds the output without a record. A part that cannot be read has a record and no
-output. The rules in `messages` for changes of messages apply.
+output. Records change by the rules of `messages`: a new field has a default, and no field changes its type or meaning.
 
 Every gateway has all records of `sie_jobs` in memory, and reads them before it is ready. So a record has at most
 MAX_RECORD_BYTES. The size of the client's request is checked when the job is submitted. `bounded` shortens the texts
@@ -87,8 +87,9 @@ class Unread(msgspec.Struct, frozen=True):
 
 class Again(msgspec.Struct, frozen=True):
     """Rows that the retry of a job runs again. `parts`: output files of the earlier jobs, oldest first, each as (job
-    id, file name); the rows that failed in each of them run again. An empty file name means that the job had no output
-    for these rows, so all of them failed. `rows`: number of rows that failed in the last file.
+    id, file name); each file has only the rows that failed in the one before it, and the rows that failed in the last
+    one run again. An empty file name means that the job had no output for these rows, so all of them failed. `rows`:
+    number of rows that failed in the last file.
     """
 
     parts: tuple[tuple[str, str], ...]

@@ -11,8 +11,8 @@ import re
 
 _AT = re.compile(r"\(byte (\d+)\)")
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
-# Bytes of one escape \uXXXX. At a lone half of a surrogate pair, the decoder stops after that half, or one escape
-# later.
+# Bytes of one escape \uXXXX. At a lone half of a surrogate pair, the decoder reports the position after that half, or
+# after the next escape if it read that one as the second half.
 _ESCAPE_BYTES = 6
 _NO_NUMBERS = (b"-Infinity", b"Infinity", b"NaN")
 _MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -77,8 +77,8 @@ def _not_utf8(body: bytes) -> int:
 
 
 def _lone_surrogate(body: bytes, stopped: int | None) -> int | None:
-    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped; None near
-    the end of the body: then return the offset of the last half.
+    """Return the offset of the lone half of a surrogate pair. `stopped`: offset at which the decoder stopped. None: it
+    reached the end of the body; then return the offset of the last half.
     """
     if stopped is None:
         offsets = [half.start() for half in _HIGH.finditer(body, max(0, len(body) - 2 * _ESCAPE_BYTES))]

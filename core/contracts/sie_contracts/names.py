@@ -14,8 +14,8 @@ from itertools import accumulate
 # comparison takes up to 0.1 ms
 MAX_COMPARED = 20
 ALL_COMPARED = 150
-# Maximum number of occurrences that are counted to choose the promising ids: occurrences of the name's pieces in all
-# ids, rare pieces first.
+# To choose the promising ids, occurrences of the name's pieces of three letters in all ids are counted, those of rare
+# pieces first, up to this number.
 _MAX_PLACES = 2000
 _PIECE = 3
 _LONG = 20
@@ -67,7 +67,9 @@ class NameIndex:
 
     @cached_property
     def _lines(self) -> tuple[str, list[str], list[int]]:
-        """Return the case-folded ids as a text with an id per line, as a list, and each id's offset in the text."""
+        """Return (text, ids, offsets): the case-folded ids with one per line, the list of them, and each id's offset in
+        the text.
+        """
         lines = list(self._folded)
         return "\n".join(lines), lines, [0, *accumulate(len(line) + 1 for line in lines)]
 

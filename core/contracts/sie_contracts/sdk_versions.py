@@ -1,5 +1,5 @@
-"""Dialects of the public SIE SDKs: what a version of the SDK expects of a server. The version is in the header
-`X-SIE-SDK-Version`.
+"""Dialects of the SDKs of the open-source SIE project, which also work with this server: what a version of the SDK
+expects. The version is in the header `X-SIE-SDK-Version`.
 
     version ──► dialect_of ──► the last row of DIALECTS whose version is not newer ──► Dialect
 
@@ -83,7 +83,7 @@ def _parsed(version: str) -> tuple[int, int, int] | None:
 
 
 def dialect_of(version: str) -> Dialect:
-    """Return the dialect of a version of the public SDK; the newest dialect if the version cannot be parsed."""
+    """Return the dialect of a version of these SDKs; the newest dialect if the version cannot be parsed."""
     number = _parsed(version)
     if number is None:
         return DIALECTS[-1][1]

@@ -201,6 +201,10 @@ class MetricMaker:
     def gauge(self, name: str) -> Gauge:
         return Gauge(name, self._row(name, "gauge", labelled=False).text, registry=self.registry)
 
+    def gauges(self, name: str) -> Labelled[Gauge]:
+        metric = self._row(name, "gauge", labelled=True)
+        return self._registered(Labelled(metric, Gauge(name, metric.text, metric.labels, registry=self.registry)))
+
     def histogram(self, name: str) -> Histogram:
         metric = self._row(name, "histogram", labelled=False)
         return Histogram(name, metric.text, buckets=metric.buckets, registry=self.registry)

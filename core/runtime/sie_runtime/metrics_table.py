@@ -47,6 +47,7 @@ LABELS = {
     "priority": "interactive, bulk",
     "reason": "why it was refused",
     "redelivered": "true, false",
+    "remote": "the name of a remote server in SIE_REMOTES",
     "result": "the outcome",
     "route": "a route of the config service, without the names in its path",
     "side": "served, shadow",
@@ -288,6 +289,24 @@ _GATEWAY = (
         5,
         1,
         _AGREEMENT,
+    ),
+    # remote servers, at most 8
+    Metric(
+        "sie_gateway_remote_requests",
+        "counter",
+        "Refused requests that a remote server could answer, by result: served, failed, unproven, budget",
+        ("remote", "result"),
+        32,
+    ),
+    Metric("sie_gateway_remote_tokens", "counter", "Tokens of served requests", ("remote",), 8),
+    Metric("sie_gateway_remote_ready", "gauge", "1 if the remote server is proven, else 0", ("remote",), 8),
+    Metric("sie_gateway_remote_cosine", "gauge", "Cosine of the worst probe of the last comparison", ("remote",), 8),
+    Metric(
+        "sie_gateway_remote_difference",
+        "gauge",
+        "Relative difference of the worst probe of the last comparison",
+        ("remote",),
+        8,
     ),
     # the process
     Metric("sie_gateway_build_info", "gauge", "1, with the version that runs", ("version",)),

@@ -29,6 +29,7 @@ _MAX_IDLE = 4096
 class Grant:
     """Rights of a credential. `key` identifies it for its quota and in the queue; empty if no credential is required.
     `name` identifies it in metrics. The token cannot be derived from either. `caches`: its answers may be cached.
+    `remote`: its inputs may be sent to remote servers.
     """
 
     key: str = ""
@@ -36,13 +37,14 @@ class Grant:
     limits: KeyLimits = NO_LIMITS
     name: str = "anonymous"
     caches: bool = True
+    remote: bool = False
 
     def owns(self, owner: str) -> bool:
         """Return True if this credential may see and change objects of `owner`, which is the key of a credential."""
         return owner == self.key or "admin" in self.scopes
 
 
-ANYBODY = Grant()
+ANYBODY = Grant(remote=True)
 
 
 @dataclass(slots=True)

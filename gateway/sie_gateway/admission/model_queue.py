@@ -118,7 +118,8 @@ class _BatchResults:
         chunks: int,
     ) -> None:
         self.name = name
-        # number of results that have not arrived yet, including results for other gateways, which never arrive here
+        # number of chunks of this batch without a result yet; chunks of other gateways count too, although their
+        # results never arrive here, so it may stay above 0
         self.missing = chunks
         self.at_s = at_s
         self.before_s = before_s

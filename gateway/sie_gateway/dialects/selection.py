@@ -43,9 +43,9 @@ NOT_NAMED = "default/not-specified"  # name that Infinity's client sends if its 
 def able(inference: Inference, call: Call, capability: Capability, named: Any = None) -> Resolved:
     """Return the model that `model_for` chooses, if it has the task of the route.
 
-    Raises InvalidInput with reason unsupported_output (vectors) or unsupported_task, whose message names the routes
-    that the model supports, and the errors of `model_for`. Call it before the fields of the body are read: a body for
-    another task has other fields, and an error about them would mislead.
+    Raises InvalidInput with the reason `unsupported_output` (vectors) or `unsupported_task`, whose message names the
+    routes that the model supports, and the errors of `model_for`. Call it before the fields of the body are read: a
+    body for another task has other fields, and an error about them would mislead.
     """
     return checked(model_for(inference, call, capability, named), capability)
 

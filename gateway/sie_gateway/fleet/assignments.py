@@ -52,7 +52,9 @@ def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[di
 
 
 def is_met(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> bool:
-    """Return whether these workers reach every count of GPUs and the minimum of workers."""
+    """Return whether these workers have the requested number of GPUs of each machine profile, and are at least the
+    minimum number of workers.
+    """
     short, workers = lacking(spec, held)
     return not short and not workers
 

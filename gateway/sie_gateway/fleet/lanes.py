@@ -312,9 +312,9 @@ class Fleet:
         If SIE_MACHINE_PROFILE is among the configured ones, it gets all work of the bundle `default` without a
         constraint, even while it has no live worker.
 
-        Raises PoolNotFound, BundleConflict, InvalidInput with reason gpu_not_configured or machine_profile_excluded. If
-        no machine profiles are configured, raises NotFound if no worker has the named profile, and NotProvisioned while
-        there is no worker at all.
+        Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
+        `machine_profile_excluded`. If no machine profiles are configured, raises NotFound if no worker has the named
+        profile, and NotProvisioned while there is no worker at all.
         """
         bundle = resolved.bundle
         configured = tuple(name.strip() for name in self._settings.gateway_configured_gpus or ())

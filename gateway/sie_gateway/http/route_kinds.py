@@ -50,7 +50,12 @@ HEADERS = (
         Literal["slot", "fail"],
         "A failed input fills its slot with the error, or fails the request. Public SDKs of SIE get fail by default.",
     ),
-    Parameter("X-SIE-Remote", "header", Literal["forbid"], "This server answers by itself; another value is refused."),
+    Parameter(
+        "X-SIE-Remote",
+        "header",
+        Literal["forbid"],
+        "No remote server gets the inputs; another value is refused.",
+    ),
     Parameter(
         "X-SIE-Cache",
         "header",

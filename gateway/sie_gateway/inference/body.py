@@ -163,7 +163,7 @@ def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
 
 
 def query(body: Mapping[str, Any]) -> RequestItem:
-    """Read the query to which the items are compared. Raises InvalidInput with reason schema."""
+    """Read the query to which the items are compared. Raises InvalidInput with the reason `schema`."""
     raw = body.get("query")
     if raw is None:
         message = f"query: missing{in_its_place(body, 'query', FIELDS)}"
@@ -336,7 +336,7 @@ def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None
 
 
 def utf8(text: str, path: str) -> str:
-    """Return the text if it is valid Unicode. Raises InvalidInput with reason malformed."""
+    """Return the text if it is valid Unicode. Raises InvalidInput with the reason `malformed`."""
     if not text.isascii():
         try:
             utf8_bytes(text)

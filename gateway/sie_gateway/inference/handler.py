@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sie_contracts.errors import (
     CONFIG_CHANGED,
@@ -23,6 +23,7 @@ from sie_contracts.errors import (
     ModelNotFound,
     NotReady,
     QueueFull,
+    SIEError,
 )
 from sie_contracts.models import families
 from sie_contracts.models.catalogue import Catalogue, Resolved
@@ -47,6 +48,9 @@ from sie_gateway.inference.runner import Runner
 from sie_gateway.inference.shadow import Shadows
 from sie_gateway.metrics import Metrics
 from sie_runtime.feed import CatalogueFeed
+
+if TYPE_CHECKING:
+    from sie_gateway.remotes.remotes import Remotes
 
 WATCH_AFTER_S = 1.0
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
@@ -81,6 +85,7 @@ class Inference:
         self._urls = urls
         self._default_models = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
+        self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room; None: none
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[EncodedReply] = Attachments()
         self.watch_after_s = WATCH_AFTER_S
@@ -313,9 +318,13 @@ class Inference:
     async def _execute(self, call: Call, request: PlannedRequest) -> RequestResult:
         try:
             finished = await self._runner.run(call, request)
-        except QueueFull as error:  # QueueFull from the broker has no queue depth, so it is added here
-            error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
-            raise
+        except SIEError as error:
+            if isinstance(error, QueueFull):  # QueueFull from the broker has no queue depth, so it is added here
+                error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
+            answer = await self.remotes.instead(call, request, error) if self.remotes is not None else None
+            if answer is None:
+                raise
+            finished = answer
         call.finished = finished
         if request.resolved.alias:
             self.shadows.after(call, finished)
@@ -410,7 +419,7 @@ def _foreign(name: str, owner: str, loaded: list[str]) -> str:
 
 
 def _pool_name(value: str) -> str:
-    """Return the pool that a header names, by default the default pool. Raises InvalidInput (reason pool_name)."""
+    """Return the pool that a header names, by default the default pool. Raises InvalidInput (reason `pool_name`)."""
     try:
         return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:
@@ -428,7 +437,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput for a value of X-SIE-Remote other than forbid: this gateway always answers requests itself."""
+    """Raise InvalidInput for a value of X-SIE-Remote other than forbid."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")

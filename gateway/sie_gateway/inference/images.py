@@ -147,13 +147,15 @@ class _Undecodable(Exception):
 
 
 def read(value: Any, path: str) -> Images:
-    """Return the files and the links in a list of images or a single image. Raises InvalidInput with reason schema."""
+    """Return the files and the links in a list of images or a single image. Raises InvalidInput with the reason
+    `schema`.
+    """
     entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)] if isinstance(value, list) else None
     return gather(entries if entries is not None else [(path, value)], path)
 
 
 def read_sound(value: Any, path: str) -> File:
-    """Return the bytes of a sound. Raises InvalidInput with reason schema, or invalid_media for a URL."""
+    """Return the bytes of a sound. Raises InvalidInput with the reason `schema`, or `invalid_media` for a URL."""
     if isinstance(value, dict):
         rate = value.get("sample_rate")  # only the type is checked, because the rate in the sound file is used
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int)):

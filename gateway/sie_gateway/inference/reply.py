@@ -38,7 +38,8 @@ Format = Literal["json", "msgpack", "raw", "arrow"]
 Row = Callable[[Any], Any]
 Piece = bytes | memoryview
 Placed = tuple[WorkResult, Outcome]  # (result, outcome of one input in it)
-# builds the last entry of a map from the seconds in which the other entries were written
+# function that builds the last entries of a reply's map, such as timings; it gets the seconds that writing the others
+# took
 Late = Callable[[float], Mapping[str, Any]]
 
 

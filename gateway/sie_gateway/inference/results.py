@@ -89,6 +89,7 @@ class RequestResult:
 
     def __init__(self, request: PlannedRequest, refused: Mapping[int, Failed]) -> None:
         self.request = request
+        self.served_by = "local"  # or the name of the remote server that answered
         self.publish_ms = 0.0  # milliseconds from the admission until the first messages were stored in the queue
         self.last: WorkResult | None = None  # result of the last chunk that finished
         self.reported_times: Mapping[str, float] = {}  # times of the stages as the reply reports them
@@ -290,7 +291,7 @@ class RequestResult:
             "X-SIE-Model-Revision": resolved.entry.revision,
             "X-SIE-Fingerprint": self.fingerprint,
             "X-SIE-Bundle": self.request.lane.bundle,
-            "X-SIE-Served-By": "local",
+            "X-SIE-Served-By": self.served_by,
             "X-SIE-Units-Input-Tokens": str(self.usage["prompt_tokens"]),
             **({"X-SIE-Units-Pairs": str(len(self.outcomes) - failed)} if self.request.operation == "score" else {}),
             **({"X-SIE-Units-Images": str(self.usage["images"])} if "images" in self.usage else {}),

@@ -42,7 +42,8 @@ _STATES = {
     "completed": "succeeded",
     "expired": "failed",
 }
-"""Names of job states in the public SDKs, where they differ. These SDKs poll until a state that they know as final."""
+"""Names of job states in the SDKs of the open-source SIE project, where they differ. These SDKs poll until a state that
+they know as final."""
 
 
 class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ SIE_HEARTBEAT_TIMEOUT_MS. The result is only shown; requests are placed without 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import msgspec
 import sie_contracts
 from sie_broker import Broker, BrokerError, Bus, NoResponder
 from sie_contracts.api.operations import ClusterInfo, DeviceInfo, Health, ModelSummary, WorkerInfo
+from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo, NotFound, NotReady
 from sie_contracts.settings import Settings, public_url
 from sie_contracts.status import QueueInfo
@@ -240,6 +242,7 @@ class ClusterStatus:
         self._visible = visible
         self.sockets = WorkerSockets(settings)
         self.history = RequestHistory()
+        self.further: list[Callable[[], list[ClusterFinding]]] = []  # further sources of findings
         self.log = LogTail()
         self.pulse = WorkerProbe(queue)
         self.dead_letters = 0
@@ -367,6 +370,7 @@ class ClusterStatus:
             *of_queues(lanes, glance.workers, self._trend, visible),
             *refused,
             *glance.findings,
+            *itertools.chain.from_iterable(findings() for findings in self.further),
         ]
         return {
             "version": sie_contracts.__version__,

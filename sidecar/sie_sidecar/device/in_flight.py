@@ -96,7 +96,9 @@ class InFlight:
     span: Span | None = None  # its span in a trace; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
-        """Enter a stage. `batch_entry` is given only for the stage `waiting`. The stage `settled` is never left."""
+        """Move this work item to a stage. `batch_entry`: its place in a device's queue, only for the stage `waiting`. A
+        settled work item stays settled.
+        """
         self.batch_entry = batch_entry
         if not self.settled:
             self.stage, self.settled = stage, stage == "settled"

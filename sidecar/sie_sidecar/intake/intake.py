@@ -138,8 +138,9 @@ class WorkIntake:
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then a short time for more. Return all, to be tokenised in one call. `is_tokenising()`:
-        earlier work items are being tokenised. `more_expected()`: the broker may send more.
+        """Wait for a delivery, then a short time for more. Return all, to be tokenised in one call. The wait for more
+        goes on while earlier work items are being tokenised (`is_tokenising`) or the broker may send more
+        (`more_expected`).
         """
         await self._arrival.wait()
         began_s = last_s = self._clock()

@@ -75,7 +75,7 @@ class Pixels(NamedTuple):
 
 
 def prepare(data: bytes, recipe: Recipe) -> Pixels:
-    """Return the pixels of an image file by a recipe. Raises InvalidInput with the reason invalid_media; its message
+    """Return the pixels of an image file by a recipe. Raises InvalidInput with the reason `invalid_media`; its message
     begins with too_large, undecodable or aspect.
     """
     try:

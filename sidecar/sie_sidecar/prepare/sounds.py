@@ -181,7 +181,7 @@ def _hann(length: int) -> Float64:
 
 @functools.lru_cache(maxsize=16)
 def _bands(recipe: SoundRecipe) -> Float64:
-    """Return the weight of each frequency in each band, [frequencies, bins]. Source: transformers,
+    """Return the weight of each frequency in each mel band, [frequencies, bands]. Source: transformers,
     audio_utils.mel_filter_bank, after librosa and torchaudio.
     """
     to_mel, to_hertz = _SCALES[recipe.scale]

@@ -38,8 +38,8 @@ async def connect(
     """Connect to `url`; several servers of a cluster are separated by commas. The server lists the connection as
     `name`.
 
-    `password`: the password of the user in `url`, if `url` has a user without a password. With `user`, it is the
-    password of `user`, and both replace the credentials in `url`.
+    With `user`: `user` and `password` replace the credentials in `url`. Without `user`: `password` belongs to the user
+    in `url`, if `url` has a user without a password.
 
     Raises BrokerUnavailable if no server accepts within the time-out. Later, a lost connection is restored without a
     limit of attempts, one every 0.1 to 1 s. The loss is detected at once, or within 15 s if the peer is silent. No log

@@ -36,9 +36,11 @@ _SPEC_FIELDS = {
     "ack_wait": "ack_wait_s",
     "filter_subject": "subject",
 }
-# not compared: an older consumer keeps its files, because the broker does not let it change from files to memory
+# Not compared: metadata, because the broker adds its own; mem_storage, because the broker does not let an older
+# consumer change from files to memory.
 _NEVER_COMPARED = {"metadata", "mem_storage"}
-# not updated: some server versions accept a filter that overlaps another consumer's filter
+# Not updated: some server versions accept a filter that overlaps another consumer's filter, and then both would get the
+# same message.
 NEVER_UPDATED = {
     "filter_subject",
     "ack_policy",

@@ -88,7 +88,8 @@ class Answers:
         skip = len(self.inbox)
         answer = self._waiting.get(message.subject[skip:])
         if answer is None and message.reply:
-            # the echo that `flush` sends to the inbox has its token in the reply subject
+            # An answer has its token at the end of its subject. The echo that `flush` sends has it in the reply
+            # subject, because its subject is the inbox's `echo`.
             answer = self._waiting.get(message.reply[skip:])
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -378,8 +379,9 @@ def _pattern(subject: str) -> re.Pattern[str]:
     """Return a pattern for the subjects that a subscription may receive.
 
     A user with the right to pull from a stream chooses the subject on which deliveries arrive, and no permission limits
-    that choice. But a delivery still has the subject on which it was first published. So the pattern tells such
-    deliveries apart from messages that were published to this subscription.
+    that choice. But a delivery still has the subject on which it was first published. So such a user could direct
+    messages of the stream at this subscription. A message whose subject does not fit the pattern is such a delivery,
+    and is dropped.
     """
     wild = {"*": r"[^.]+", ">": ".+"}
     return re.compile(r"\.".join(wild.get(part) or re.escape(part) for part in subject.split(".")))

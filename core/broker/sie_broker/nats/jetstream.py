@@ -41,9 +41,9 @@ log = logging.getLogger("sie.broker")
 
 PULL_EXPIRES_S = 5.0  # seconds after which a pull expires at the latest
 # Seconds after which a pull for several deliveries of work expires. A process that hangs keeps its connection, so its
-# open pulls still get deliveries, which nobody else gets until the ack wait (at least 3 s) ends. An expiry before that
-# end prevents a second delivery of a message to this process. A pull for one delivery may last longer, which is
-# cheaper, because each quiet model has such a pull.
+# open pulls still get deliveries. The broker delivers them again after the ack wait (at least 3 s), and pulls that were
+# still open then could get them a second time. So they expire earlier. A pull for one delivery may last longer, which
+# is cheaper, because each quiet model has such a pull.
 WORK_EXPIRES_S = 1.0
 # Pulls expire at multiples of this time, in seconds, so that one iteration of the loop renews those of many consumers.
 # 200 pulls that each woke the loop cost 1.5 % of a core; together they cost 0.1 % (nats-server 2.15, 2 cores).
@@ -126,7 +126,7 @@ class _PullCredit:
         self.credit = 0
         self.issued = 0
         self.settled = 0
-        # the next message exceeds the byte limit, so pull it alone and without a limit
+        # True if the next message exceeds the byte limit: it is then pulled alone and without a limit
         self.single = False
         # value of `issued` when pulls were last given up as lost; later statuses of those pulls are ignored
         self.written_off = 0
@@ -258,8 +258,8 @@ class NatsPulls:
             self._by_index.pop(entry.index, None)
 
     def _renew(self, entry: _PullCredit) -> None:
-        # Replace many small pulls, which increases of the credit have left, by one pull. With 200 consumers and a
-        # credit of 16, separate renewals of the small pulls cost 5 % of an idle core.
+        # Each increase of the credit has opened a small pull of its own: replace them by one pull. With 200 consumers
+        # and a credit of 16, separate renewals of the small pulls cost 5 % of an idle core.
         if entry.open * 2 < entry.credit or not entry.open:
             self._consider(entry)
 
@@ -491,8 +491,8 @@ class JetStream(NatsBus):
 
     async def create_stream(self, request: StreamRequest, config: dict[str, Any]) -> StreamInfo | None:
         """Return the stream. If it does not exist, the owner of streams creates it from `request`; without an owner,
-        this process creates it from `config`. Two callers at once get the same stream. Return None if the stream was
-        deleted meanwhile.
+        this process creates it from `config`. `request` and `config` have the same settings in two forms. Two callers
+        at once get the same stream. Return None if the stream was deleted after its creation.
         """
         name = request.name
         info = await self.stream_info(name)

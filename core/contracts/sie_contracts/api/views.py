@@ -29,7 +29,7 @@ class ClusterFinding(Struct, kw_only=True, frozen=True):
     reports the same fault.
     """
 
-    check: Literal["gateway", "loads", "refusals", "queue", "clock"]
+    check: Literal["gateway", "loads", "refusals", "queue", "clock", "remotes"]
     wrong: str
     fix: str
 

@@ -44,8 +44,9 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
         bounded  shorter longest                 resize the shorter edge to `shorter`, or the longer one to `longest`
         page     height width                    resize as large as fits; then add a border of the colour `fill`
 
-    `raised`, for blocks: whether an image with an edge below `multiple` is enlarged first, and how its other edge is
-    then rounded. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to `tokens`.
+    `raised`, for blocks: `no`, or how an image with an edge below `multiple` is first enlarged: its other edge is
+    `rounded` or `floored`. `tokens`: cost of one image, in tokens. `block_tokens`: cost of each block in addition to
+    `tokens`.
     """
 
     kind: Kind = "squash"
@@ -349,8 +350,8 @@ def _fixed(settings: Mapping[str, Any]) -> Recipe:
 
 
 def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
-    """Return the recipe of image encoders that read images of any size, in blocks of merged patches. `frames`: the
-    bounds in the file count the pixels of this many frames.
+    """Return the recipe of image encoders that read images of any size, in blocks of patches that become one token
+    each. `frames`: the bounds in the file are for a video of this many frames, so they are divided by it.
     """
     bounds = settings.get("size")
     size = dict(bounds) if isinstance(bounds, Mapping) else {}

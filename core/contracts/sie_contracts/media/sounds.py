@@ -60,9 +60,9 @@ class SoundRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
     `fused`, the model gets four views: the whole sound, shrunk, and one part of each third; a shorter sound is given
     four times.
 
-    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. It is decibels, or
-    relative to the loudest power: the log10 of each power, at least the largest log10 minus 8, plus 4, divided by 4;
-    then the frame after the last sample is dropped. `chunk`: number of samples that cost as much as one token.
+    `scale`: spacing of the bands; with slaney, bands have equal area. `levels`: unit of the powers. `decibels`, or
+    `relative` to the loudest power, as in Whisper: (max(x, largest x - 8) + 4) / 4, where x is the log10 of a power,
+    without the frame after the last sample. `chunk`: number of samples that cost as much as one token.
     """
 
     rate: int
@@ -151,7 +151,7 @@ _CLAP: Mapping[str, Any] = {
     "truncation": "fusion",
     "padding": "repeatpad",
 }
-# number of bands of a long sound that transformers shrinks as a whole; it is the same for all models
+# number of frequency bands of the view in which transformers shrinks the whole sound; it is the same for all models
 FUSED_BINS = 64
 
 

@@ -238,7 +238,7 @@ class Catalogue:
 
     @staticmethod
     def resolve_profile(entry: ModelEntry, profile: str, requested: str) -> Resolved:
-        """Resolve a profile of a model. Raises ModelNotFound with the reason profile_not_found."""
+        """Resolve a profile of a model. Raises ModelNotFound with the reason `profile_not_found`."""
         if profile != "default" and profile not in entry.profiles:
             raise ModelNotFound(
                 f"{entry.id} has no profile {profile[:100]!r}, it has {', '.join(['default', *entry.profiles][:20])}",

@@ -50,10 +50,10 @@ def text_cost(tokens: float, squares: float, crossover: int) -> float:
     return tokens + squares / crossover if crossover else tokens
 
 
-# While a batch runs, the next one is completed in advance only if its predicted time is at most this share of a
-# request's time budget.
+# While a batch runs, the next one is filled in advance only if its predicted time is at most this share of a request's
+# time budget.
 AHEAD_SHARE = 0.25
-# a line is fitted only if (variance of batch sizes / square of the mean size) is at least this, else it is unreliable
+# a line through the measured times is fitted only if variance of batch sizes / square of the mean size is at least this
 _MIN_SPREAD = 0.02
 # a result this many times above or below the range that is possible after earlier batches is an outlier
 _IMPOSSIBLE = 2.0

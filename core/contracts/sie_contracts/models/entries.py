@@ -31,7 +31,7 @@ MAX_POOLINGS = 6  # maximum number of poolings that a model may combine, for exa
 POOLING_OPTIONS: Mapping[str, Pooling] = {**{name: name for name in POOLINGS}, "last_token": "last"}
 VECTORS = ("dense", "sparse", "multivector")
 EXTRACTS = ("entities", "relations", "classifications", "objects", "data")
-# output as clients write it -> task that has this output; empty if the entry uses the same name for it
+# output as clients write it -> the task whose models have it; empty for an output that entries list under this name
 _LISTED = {
     "dense": "",
     "sparse": "",
@@ -72,10 +72,10 @@ class LoadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     `precision` int8 stores the weights of linear layers in 8 bits, only on a CPU. `causal` overrides the attention
     direction of the model's configuration. `append_eos`: the tokenizer adds its end token to every text. `min_pixels`
     and `max_pixels`: bounds for the size of images, instead of the bounds in preprocessor_config.json.
-    `accept_unproven`: load the model although its numbers were not compared with its public oracle (`unproven`), or
-    although its pooling or prompts differ from the model's files; its golden vectors are then not compared either.
-    `engine`: the engine that computes the hidden states, instead of the adapter's choice; a load is refused if this
-    engine does not support the model.
+    `accept_unproven`: load the model although its numbers were not compared with its reference implementation, such as
+    sentence-transformers (`unproven`), or although its pooling or prompts differ from the model's files. Its stored
+    reference vectors (`golden`) are then not compared either. `engine`: the engine that computes the hidden states,
+    instead of the adapter's choice; a load is refused if this engine does not support the model.
     """
 
     precision: Precision | None = None
@@ -163,17 +163,17 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     templates `query` and `document` are for the two sides of a search. `default_prompt_name`: the template that the
     model's own library uses if a call names none. Routes that copy another server's API use it too; without it they add
     no prompt. `pair`: template of a decoder that scores, with `{query}`, `{document}` and `{instruction}`; each piece
-    is tokenised separately. `bundle`: the only bundle that may serve the model; empty means every bundle that has the
-    family. `machine_profiles`: the only machine profiles whose workers may serve the model, the preferred one first,
-    each including its spot variant; empty means all.
+    of the template is tokenised separately. `bundle`: the only bundle that may serve the model; empty means every
+    bundle that has the family. `machine_profiles`: the only machine profiles whose workers may serve the model, the
+    preferred one first, each including its spot variant (`L4` also allows `L4-spot`); empty means all.
 
     `languages`: languages of its texts, or of the texts in its images and sounds: codes of ISO 639, `code` for source
     code, or only `multilingual` for too many to list. Empty means not known, or that it reads no text.
 
     `openai_token_encoding`: vocabulary of token ids in OpenAI requests: the model's own, or one of OpenAI's. Empty
     means cl100k_base, which OpenAI's clients use for models that they do not know. `unproven`: why the model's numbers
-    could not be compared with those of its public oracle. `download_bytes`: approximate size of the files that a first
-    load downloads, without LoRAs; 0 if it is not known.
+    could not be compared with those of its reference implementation. `download_bytes`: approximate size of the files
+    that a first load downloads, without LoRAs; 0 if it is not known.
     """
 
     id: str

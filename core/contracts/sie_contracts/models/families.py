@@ -44,12 +44,12 @@ class Family:
     # weights are in pytorch_model.bin, which is read by torch's loader for plain tensors
     has_pickled_weights: bool = False
     names_backbones: bool = False  # `config_file` names hub repositories of backbones, whose files are downloaded too
-    # optional dependencies ("extra") of the distribution that the family needs; `built-in` in a bundle then excludes it
+    # pip extra of sie-cluster that the family needs; a bundle's `built-in` does not include such a family
     extra: str = ""
     is_package: bool = False  # a model of the family is a Python package: the one that `weights.package` names
 
 
-# options of the families that answer schemas and score any label
+# options of the families whose models fill an output schema and accept any label
 _ANSWERS = frozenset({"output_schema", "label_groups", "label_thresholds"})
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

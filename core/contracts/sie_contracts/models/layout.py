@@ -2,7 +2,7 @@
 The table of hosts remains between planning steps. A step places only the models whose inputs have changed.
 
     workers, number of hosts per model, previous table ──► changed models ──settle(demand)──► keep live hosts ─►
-    adopt ─► fill ─► relieve
+    adopt workers that have it loaded ─► fill up with free workers ─► relieve full and busy workers
 
 With W workers and M models, a new table takes O((W + M) log W), and a step without a change takes O(W + M) array
 operations. The module uses no clock, no I/O and no randomness, so gateways with equal inputs compute equal tables.

@@ -12,7 +12,7 @@ import msgspec
 from sie_contracts.errors import InvalidInput
 
 MAX_WIDTH = 1 << 20  # maximum number of values of one encoding: 4 MiB of float32
-# maximum number of values before the final projection, whose matrix has an index for each value
+# maximum number of values before the final projection, which stores an index for each value: it bounds that memory
 MAX_CELLS = 1 << 23
 
 _WHOLE = {

@@ -135,8 +135,8 @@ class _Parameters:
             self._found.pop(name, None)
 
     def side(self, defaults: RunDefaults) -> Side | None:
-        """Return the side of the texts that the route implies ("document" or ""). None if the request or the profile
-        already sets a side or a prompt.
+        """Return the side of a search that the route implies for its texts: "document", or "" for neither side. None if
+        the request or the profile already sets a side or a prompt.
         """
         is_named = self.is_set("is_query", "input_type", "prompt_name") or defaults.is_query is not None
         return None if is_named else self._side
@@ -256,7 +256,9 @@ def _merged(
 
 
 def _neutral(entry: ModelEntry) -> frozenset[str]:
-    """Return the parameters that do not change the fingerprint, with `instruction` if this is the query."""
+    """Return the parameters that do not change the fingerprint, with `instruction` for a model whose instruction is its
+    query.
+    """
     return frozenset(NEUTRAL) | (frozenset({"instruction"}) if families.row(entry.family).needs_instruction else set())
 
 

@@ -45,7 +45,7 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
     """A choice among labels. `path`: the property that has the answer. `labels`: texts that the model scores. `values`:
-    the value of each label. The label of a boolean is the statement that is true or false. `is_many`: any number of
+    the value of each label. A boolean has one label: a statement, which is true or false. `is_many`: any number of
     labels may apply. `question`: description of the property.
     """
 
@@ -67,8 +67,9 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True, tag="decision"):
 
 
 class TextField(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A property whose value is drawn from the text, or is a choice that belongs to one object. `labels` and `values`
-    are those of a choice. Numbers are at least `minimum` and above `above`, at most `maximum` and below `below`.
+    """A property whose value is drawn from the text, or is a choice that is made for each object of a list separately.
+    `labels` and `values` are those of a choice. Numbers are at least `minimum` and above `above`, at most `maximum` and
+    below `below`.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Conversion of model files of the public SIE server to entries of this catalogue.
+"""Conversion of model files of the open-source SIE project to entries of this catalogue.
 
     a file with sie_id ──► translated ──► Translation: an entry, and the fields that have no counterpart
                                └ ValidationFailed: the field for which no family here has a counterpart
 
-A model file names a Python class of the public server for each profile. The class determines the family here. Values
-that the file does not have are copied from this catalogue's entry of the same model.
+A model file names a Python class of that project for each profile. The class determines the family here. Values that
+the file does not have are copied from this catalogue's entry of the same model.
 """
 
 from __future__ import annotations

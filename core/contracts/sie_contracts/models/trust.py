@@ -3,8 +3,8 @@ operator decides this, never the author of the entry.
 
     claims(entry)  code: load.trust_remote_code, weights.package, a family of another package
                    path: weights.path, golden and run.lora that name a path of the file system
-    allowed        claims of the packaged entries and of entries in SIE_MODELS_DIR; code by SIE_ALLOW_REMOTE_CODE;
-                   paths below the models folder or a folder of SIE_MODEL_PATHS
+    allowed        a claim that the operator's own entries make too (packaged, or in SIE_MODELS_DIR);
+                   code, with SIE_ALLOW_REMOTE_CODE; paths below the models folder or a folder of SIE_MODEL_PATHS
 
 The config service checks each entry that is written over HTTP. An adapter checks it again before it loads it, by its
 own settings and file system, because everybody with access to the broker can send it an entry.

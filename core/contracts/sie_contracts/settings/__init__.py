@@ -49,6 +49,7 @@ __all__ = [
     "default_worker_id",
     "load",
     "public_url",
+    "secret_variable",
     "shown",
     "store_url",
 ]
@@ -125,11 +126,11 @@ class Settings(
         return f"Settings({', '.join(f'{row.field}={shown(row, getattr(self, row.field))}' for row in ROWS)})"
 
 
-# Defaults for one machine profile, where measured values are better than the documented defaults. cpu: batches of 4,096
-# tokens take about 0.2 s on one lane (a thread that runs batches, one per core); larger batches would only make other
-# batches wait longer. 64 messages per batch instead of 12, because with 12 short texts the fixed cost of a forward pass
-# dominates. 64 concurrent batches instead of 4, which would leave cores idle; the number of lanes and
-# SIE_RUST_PIPELINE_DEPTH are the real limits.
+# Defaults for one machine profile, where measured values are better than the documented defaults. On a CPU, one thread
+# per core runs batches. SIE_MAX_BATCH_COST: a batch of 4,096 tokens takes such a thread about 0.2 s, and larger ones
+# would only make other batches wait longer. SIE_BATCHER_MAX_BATCH_REQUESTS: with the usual 12 short texts, the fixed
+# cost of a forward pass dominates. SIE_MAX_CONCURRENT_BATCHES: the usual 4 would leave cores idle; the number of
+# threads and SIE_RUST_PIPELINE_DEPTH limit it anyway.
 MACHINE_PROFILE_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "cpu": {
         "SIE_MAX_BATCH_COST": "4096",
@@ -183,6 +184,11 @@ def load(
     return Loaded(
         settings, sources, (*_warnings(sources, environ, mode), *(ignored if settings.tracing.enabled else ()))
     )
+
+
+def secret_variable(name: str) -> Secret | None:
+    """Return the secret in an environment variable that a file of an operator names; None if it is unset or empty."""
+    return Secret(os.environ[name]) if os.environ.get(name) else None
 
 
 def _complete_tracing(values: dict[str, Any], sources: dict[str, str], environ: Mapping[str, str]) -> None:

@@ -253,6 +253,7 @@ SECRET = ("a secret", _secret)
 SECRETS = ("a comma-separated list of secrets", _secrets)
 PASSWORD = ("a password", password)
 PATH = ("a path", _text)
+REMOTES = ("a path, or a JSON document", _text)
 PORT = whole(0, 65535)
 HTTP = _url("http", "https")
 COLLECTOR = "a URL of the form http://... or https://..., or host:port", _collector

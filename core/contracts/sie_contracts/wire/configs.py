@@ -36,8 +36,8 @@ class ConfigDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag="delta/1"
     """One write to the catalogue that has been stored. `entry` is null if the model was removed.
 
     A reader whose catalogue has the epoch `previous` applies the delta. A reader that follows only one bundle may also
-    apply it at an earlier epoch, down to `since`: the epoch of the previous write that changed this bundle (empty:
-    `previous`).
+    apply it at any epoch from `since` to `previous`. `since`: the epoch of the previous write that changed this bundle;
+    empty means `previous`.
     """
 
     producer: str

@@ -8,7 +8,7 @@ frame or a load.
 
 The sidecar decides which models may be unloaded, and in what order: `may_drop` of a request lists them. The adapter
 decides when. It unloads the first listed model first, and lists the unloaded models in `dropped` of its reply. The
-adapter keeps neither list: a model that no request lists stays loaded.
+adapter does not remember `may_drop`: a model that the present request does not list stays loaded.
 
 Token ids, vectors of inputs, pixels, features and results are one block of bytes each. `lengths` and `ids` are
 little-endian int32, `features` are float32, `types` and `pixels` are uint8.
@@ -125,11 +125,11 @@ class Rows(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `tokens`: an input may be token ids. `pairs`: an input may be two texts, joined as a pair. `vectors`: width of the
     multivectors that an input may have instead of a text; 0: not allowed. `images`: recipe for the images of an input;
-    None: not allowed. `image_tokens`: token ids of an image; None: a row with an image has no ids, and an input may
-    have several images. `writes`: the model generates its answer, token by token or in processes of its own, in
-    parallel to batches of other models; such a batch may take minutes, occupies no lane of the device, and ends when no
-    client waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound
-    of an input; None: not allowed. `documents`: limits for the document of an input with layout raw, whose file is sent
+    None: not allowed. `image_tokens`: token ids that stand for an image; None: images need no ids, and an input may
+    have several. `writes`: the model generates its answer, token by token or in processes of its own, in parallel to
+    batches of other models. Such a batch may take minutes, occupies no thread of the device, and ends when no client
+    waits for it. `empty`: text for an input that has neither a text nor images. `sounds`: recipe for the sound of an
+    input; None: not allowed. `documents`: limits for the document of an input with layout raw, whose file is sent
     unchanged; None: not allowed. `chunks`: a text may have chunks. `pooling`: how dense vectors are pooled; empty if
     texts have no chunks or the model has no dense vectors.
     """
@@ -204,8 +204,9 @@ class RunBatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     `image_keys` means that all keys are zeros.
 
     Sounds: `sounds`: int32 [sounds, 4]: row of the sound, and the shape of its features. `features`: float32 [views,
-    frames, bins] of each sound. Only for the layout raw: `mentions` and `documents` of each row; empty if no row has
-    any.
+    frames, bins] of each sound.
+
+    Only for the layout raw: `mentions` and `documents` of each row; each is empty if no row has any.
 
     An empty `pooling` means the model's own pooling. Work items are in one batch only if model, revision, operation,
     pooling and LoRA are equal. `fingerprint`: fingerprint of the loaded copy for which the batch was built; a copy with

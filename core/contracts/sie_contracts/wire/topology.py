@@ -37,6 +37,7 @@ KEYS_BUCKET = "sie_keys"
 KEYS_COPY_BUCKET = "sie_keys_copy"
 JOBS_BUCKET = "sie_jobs"
 SHARDS_BUCKET = "sie_shards"
+REMOTES_BUCKET = "sie_remotes"
 BUCKETS = frozenset(
     {
         CATALOGUE_BUCKET,
@@ -50,6 +51,7 @@ BUCKETS = frozenset(
         KEYS_COPY_BUCKET,
         JOBS_BUCKET,
         SHARDS_BUCKET,
+        REMOTES_BUCKET,
     }
 )
 POISON_LIFETIME_S = 3600.0
@@ -124,7 +126,7 @@ class StreamSpec:
     refuses new messages. With retention `limits`, messages stay, and a full stream drops the oldest ones.
 
     `max_per_subject`: largest number of waiting messages of one model (0: no limit). The broker drops all messages
-    above a new, lower limit. So the limit is lowered only while no more messages than that are waiting.
+    above a new, lower limit. So the limit is lowered only while no model has more waiting messages than the new limit.
     """
 
     name: str

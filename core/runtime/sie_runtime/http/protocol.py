@@ -67,7 +67,7 @@ SLICE_BYTES = 16 << 10
 WRITE_S = 60.0
 # seconds in which a client that still sends data can read the response; an immediate close would discard the response
 LINGER_S = 5.0
-# age of a request in seconds: if its client has closed its sending side, the server then tests whether the client reads
+# seconds from the start of a request until the server tests whether a client that closed its sending side still reads
 HALF_CLOSED_S = 1.0
 # shortest and longest pause, in seconds, between two tests whether a half-closed client still reads
 MIN_ASK_S, MAX_ASK_S = 0.001, 1.0
@@ -530,7 +530,9 @@ class HostNames:
         return self._is_any or self._is_own(name) or any(matches(host, name, port) for host in self._allowed)
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a name needs no setting, because no foreign site can point it to this machine in DNS."""
+        """Return whether a host name is allowed even if SIE_ALLOWED_HOSTS does not list it, because no foreign site can
+        point it to this machine in DNS (DNS rebinding).
+        """
         if name in (self._address, "localhost") or name.endswith(".localhost"):
             return True
         if self._is_loopback:

@@ -49,7 +49,7 @@ def changed(source: str) -> InvalidInput:
 
 
 async def find(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
-    """Return the present size and tag of an object. Raises InvalidInput (reason input_missing), StoreError."""
+    """Return the present size and tag of an object. Raises InvalidInput (reason `input_missing`), StoreError."""
     import obstore
 
     key = place.key(source)
@@ -111,7 +111,7 @@ async def whole(
 
 class RangeFile(io.RawIOBase):
     """File object for an object in a store, for use in a thread. Each read requests a range, with more bytes than
-    needed. Raises StoreError and InvalidInput (reason input_changed).
+    needed. Raises StoreError and InvalidInput (reason `input_changed`).
     """
 
     def __init__(self, place: Place, entry: ObjectEntry) -> None:

@@ -33,8 +33,8 @@ class PartDamaged(StoreError):
 
 async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> None:
     """Mark an output folder as the folder of one job, so that a job never uses the parts of another job. `owner`: a
-    text that all leaders of this job use, and no other job. Raises StoreError, and InvalidInput (reason output_in_use)
-    if the folder has another owner, or parts without an owner.
+    text that all leaders of this job use, and no other job. Raises StoreError, and InvalidInput (reason
+    `output_in_use`) if the folder has another owner, or parts without an owner.
     """
     import obstore
 

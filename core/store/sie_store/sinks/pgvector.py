@@ -59,8 +59,7 @@ WHERE a.attrelid = to_regclass($1) AND a.attnum > 0 AND NOT a.attisdropped
 
 class PostgresDatabase:
     """Transactions in the database at a URL. Each opens a new connection, so that a broken one is never used again.
-    This
-    is cheap, because a transaction reads or writes thousands of rows.
+    This is cheap, because a transaction reads or writes thousands of rows.
     """
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:

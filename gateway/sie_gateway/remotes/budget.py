@@ -1,0 +1,53 @@
+"""Tokens that all gateways together may send to a remote server in a calendar month (UTC, by the broker's clock).
+
+Each call is charged before it is sent, by compare-and-set in the broker. If the broker cannot be reached, no call is
+sent. A charge is corrected when the server reports its tokens; the charge of a failed call stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sie_broker.record import Record
+from sie_contracts.wire.records import RemoteReference, RemoteUsage
+
+Stored = RemoteReference | RemoteUsage
+
+
+class BudgetUsed(Exception):
+    """The tokens of this month are used up."""
+
+
+class MonthlyBudget:
+    """Budget of one remote server."""
+
+    def __init__(self, record: Record[Stored], name: str, monthly_tokens: int, now_s: Callable[[], float]) -> None:
+        self._record = record
+        self._key = f"budget.{name}"
+        self._monthly_tokens = monthly_tokens
+        self._now_s = now_s
+
+    async def spend(self, tokens: int) -> None:
+        """Charge the tokens of a call. Raises BudgetUsed, BrokerError."""
+
+        def charged(before: Stored | None) -> RemoteUsage:
+            usage = self._current(before)
+            if usage.tokens + tokens > self._monthly_tokens:
+                raise BudgetUsed(f"{usage.tokens} of {self._monthly_tokens} tokens of {usage.month} are used")
+            return RemoteUsage(usage.month, usage.tokens + tokens)
+
+        await self._record.change(self._key, charged)
+
+    async def correct(self, difference: int) -> None:
+        """Add a difference between the tokens that a call used and its charge. Raises BrokerError."""
+
+        def corrected(before: Stored | None) -> RemoteUsage:
+            usage = self._current(before)
+            return RemoteUsage(usage.month, max(0, usage.tokens + difference))
+
+        await self._record.change(self._key, corrected)
+
+    def _current(self, before: Stored | None) -> RemoteUsage:
+        month = time.strftime("%Y-%m", time.gmtime(self._now_s()))
+        return before if isinstance(before, RemoteUsage) and before.month == month else RemoteUsage(month, 0)

@@ -1,0 +1,158 @@
+"""Calls to a remote server: texts become dense vectors. No error message contains a text or a token."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sie_contracts.settings import Secret
+from sie_gateway.remotes.configuration import RemoteServer
+
+MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
+# largest number of bytes of an answer: for each number, and besides
+VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
+_UNFIT = frozenset({400, 413, 422})  # statuses that a request causes, not a fault of the server
+
+Vectors = NDArray[np.float32]
+
+
+class RemoteFailed(Exception):
+    """A remote server gave no usable answer. `is_fault`: false if the request or its deadline was the cause."""
+
+    def __init__(self, message: str, *, is_fault: bool = True) -> None:
+        super().__init__(message)
+        self.is_fault = is_fault
+
+
+class _TokenCount(msgspec.Struct, frozen=True):
+    total_tokens: int | None = None
+
+
+class _RemoteEmbedding(msgspec.Struct):
+    index: int
+    embedding: list[float]
+
+
+class _OpenAIAnswer(msgspec.Struct):
+    data: list[_RemoteEmbedding]
+    usage: _TokenCount = _TokenCount()
+
+    @property
+    def rows(self) -> list[list[float]]:
+        return [item.embedding for item in sorted(self.data, key=lambda item: item.index)]
+
+
+class _DenseValues(msgspec.Struct):
+    values: list[float]
+
+
+class _SIEItem(msgspec.Struct):
+    dense: _DenseValues
+
+
+class _SIEAnswer(msgspec.Struct):
+    items: list[_SIEItem]
+    usage: _TokenCount = _TokenCount()
+
+    @property
+    def rows(self) -> list[list[float]]:
+        return [item.dense.values for item in self.items]
+
+
+class RemoteClient:
+    """HTTP client of one remote server. It follows no redirect, uses no proxy, and verifies TLS."""
+
+    def __init__(self, server: RemoteServer, token: Secret | None) -> None:
+        self._server = server
+        self._model = server.served_model or server.model
+        # X-SIE-Remote: two clusters that name each other never send a request in a circle
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "X-SIE-Remote": "forbid"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token.reveal()}"
+        verify: ssl.SSLContext | bool = ssl.create_default_context() if server.url.startswith("https:") else False
+        self._http = httpx.AsyncClient(
+            headers=headers, verify=verify, trust_env=False, follow_redirects=False, timeout=server.timeout_s
+        )
+
+    async def encode(
+        self, texts: Sequence[str], width: int, timeout_s: float, *, normalize: bool = True
+    ) -> tuple[Vectors, int | None]:
+        """Return the vectors of the texts, and the number of tokens if the server reports it. All calls together take
+        at most `timeout_s` seconds. Raises RemoteFailed.
+        """
+        parts: list[Vectors] = []
+        tokens: int | None = 0
+        until_s = time.monotonic() + timeout_s
+        for start in range(0, len(texts), MAX_TEXTS):
+            piece = texts[start : start + MAX_TEXTS]
+            left_s = until_s - time.monotonic()
+            try:
+                async with asyncio.timeout(min(left_s, self._server.timeout_s)):
+                    raw = await self._post(*self._request(piece, normalize=normalize), len(piece) * width)
+            except TimeoutError:
+                is_fault = left_s > self._server.timeout_s
+                raise RemoteFailed("no answer in time", is_fault=is_fault) from None
+            except httpx.HTTPError as error:
+                raise RemoteFailed(f"the connection failed ({type(error).__name__})") from None
+            vectors, used = self._read(raw, len(piece), width)
+            parts.append(vectors)
+            tokens = None if tokens is None or used is None else tokens + used
+        return np.concatenate(parts), tokens
+
+    def _request(self, texts: Sequence[str], *, normalize: bool) -> tuple[str, dict[str, Any]]:
+        """Return path and body of a request that adds no prompt to the texts."""
+        if self._server.kind == "tei":
+            return "/embed", {"inputs": list(texts), "normalize": normalize, "truncate": True}
+        if self._server.kind == "openai":
+            return "/v1/embeddings", {"model": self._model, "input": list(texts), "encoding_format": "float"}
+        options = {"output_types": ["dense"], "prompt_name": None, "on_item_error": "fail"}
+        return f"/v1/encode/{quote(self._model)}", {"items": [{"text": text} for text in texts], "params": options}
+
+    async def _post(self, path: str, body: dict[str, Any], values: int) -> bytes:
+        limit = ENVELOPE_BYTES + VALUE_BYTES * values
+        async with self._http.stream("POST", self._server.url.rstrip("/") + path, json=body) as answer:
+            if answer.status_code != 200:
+                raise RemoteFailed(f"it answered {answer.status_code}", is_fault=answer.status_code not in _UNFIT)
+            if answer.headers.get("content-encoding", "identity").lower() != "identity":
+                raise RemoteFailed("it sent a compressed answer, which was not asked for")
+            data = bytearray()
+            async for part in answer.aiter_raw():
+                if len(data) + len(part) > limit:
+                    raise RemoteFailed(f"its answer has more than {limit} bytes")
+                data += part
+        return bytes(data)
+
+    def _read(self, raw: bytes, count: int, width: int) -> tuple[Vectors, int | None]:
+        """Return the vectors of an answer, checked for count, width and finite numbers, and its tokens."""
+        used: int | None = None
+        try:
+            if self._server.kind == "tei":
+                rows = msgspec.json.decode(raw, type=list[list[float]])
+            elif self._server.kind == "openai":
+                embeddings = msgspec.json.decode(raw, type=_OpenAIAnswer)
+                rows, used = embeddings.rows, embeddings.usage.total_tokens
+            else:
+                encoded = msgspec.json.decode(raw, type=_SIEAnswer)
+                rows, used = encoded.rows, encoded.usage.total_tokens
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise RemoteFailed(f"its answer is not that of a server of kind {self._server.kind}") from None
+        if len(rows) != count or any(len(row) != width for row in rows):
+            widths = sorted({len(row) for row in rows})
+            raise RemoteFailed(f"it answered {len(rows)} vectors of width {widths[:3]}, expected {count} of {width}")
+        with np.errstate(over="ignore"):  # too large a number becomes infinity, which the next check refuses
+            vectors = np.array(rows, np.float64).astype(np.float32)
+        if not np.isfinite(vectors).all():
+            raise RemoteFailed("its vectors have numbers that are not finite")
+        return vectors, used if used is not None and used >= 0 else None
+
+    async def close(self) -> None:
+        await self._http.aclose()

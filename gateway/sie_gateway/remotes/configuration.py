@@ -1,0 +1,74 @@
+"""The document of SIE_REMOTES: which remote server may answer for which model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Literal
+
+import httpx
+import msgspec
+import yaml
+
+from sie_contracts.settings import SettingError
+
+SETTING = "SIE_REMOTES"
+MAX_REMOTES = 8
+MAX_FILE_BYTES = 1 << 20
+
+
+class RemoteServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A remote server for a model. `served_model`: name of the model there. `token_env`: environment variable with its
+    bearer token. `timeout_s`: longest time for one call.
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")]
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    kind: Literal["sie", "tei", "openai"]
+    url: str
+    monthly_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    served_model: str = ""
+    token_env: str = ""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 10.0
+
+
+class _RemotesDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    remotes: Annotated[tuple[RemoteServer, ...], msgspec.Meta(max_length=MAX_REMOTES)]
+
+
+def read_remotes(value: str) -> tuple[RemoteServer, ...]:
+    """Return the remote servers in a YAML file, or in a JSON document. Raises SettingError."""
+    path, raw = "the document", value.encode()
+    try:
+        if not value.startswith("{"):
+            path = value
+            with Path(path).open("rb") as file:
+                raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise SettingError(SETTING, f"{path}: more than {MAX_FILE_BYTES} bytes")
+        servers = msgspec.convert(yaml.safe_load(raw), _RemotesDocument).remotes
+    except (OSError, UnicodeError, yaml.YAMLError, msgspec.ValidationError) as error:
+        raise SettingError(SETTING, f"{path}: {error}") from error
+    for server in servers:
+        if (fault := _fault(server.url)) or server.name == "local":
+            cause = f"url: {fault}" if fault else "this name means the cluster itself"
+            raise SettingError(SETTING, f"{path}: remote {server.name}: {cause}")
+    name, count = Counter(server.name for server in servers).most_common(1)[0] if servers else ("", 0)
+    if count > 1:
+        raise SettingError(SETTING, f"{path}: two remotes are named {name}")
+    return servers
+
+
+def _fault(url: str) -> str:
+    """Return why a URL is not the address of a server, or an empty text. The URL is not repeated: it may contain a
+    password.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL:
+        return "not a URL"
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        return "expected http://HOST or https://HOST"
+    if parsed.userinfo or parsed.query or parsed.fragment:
+        return "without credentials, query and fragment; token_env names the variable of a token"
+    return ""

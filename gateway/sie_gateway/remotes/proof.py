@@ -1,0 +1,241 @@
+"""Proof that a remote server computes the vectors of a model: probe texts, their reference vectors, the comparison.
+
+    golden vectors of the entry  ──┐
+                                   ├──► Reference ── compared with the vectors of the remote server ──► Proof
+    vectors of a worker, stored  ──┘                                                        └ too far: Deviates
+
+Both cosine and relative difference are bounded: a cosine alone does not see a vector of another length, and among short
+vectors it hardly sees small errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from sie_contracts.errors import SIEError
+from sie_contracts.models.catalogue import Resolved, packaged_folder
+from sie_contracts.models.entries import ModelEntry, templates
+from sie_contracts.models.options import run_options
+from sie_contracts.models.parity import COSINE_8, COSINE_16, COSINE_32
+from sie_contracts.wire.messages import RunOptions
+from sie_contracts.wire.records import RemoteReference
+from sie_gateway.remotes.client import Vectors
+
+# Texts of several scripts, with digits, an emoji, ligatures and code: a remote server with another tokenizer, another
+# normalisation of texts or another pooling gives at least one of them another vector.
+PROBES = (
+    "The harbour master signed the papers before noon.",
+    "Übergrößenträger fahren im Dezember nach Zürich.",
+    "Москва и Санкт-Петербург соединены железной дорогой.",
+    "東京の天気は晴れ、最高気温は二十三度です。",
+    "ﬁrst ligature, 3.1415 rounded, and a rocket 🚀",
+    "def area(radius): return 3.14 * radius ** 2",
+)
+MAX_PROMPTS = 4  # largest number of prompts whose vectors are proven; requests with other prompts stay here
+MAX_LONG_TOKENS = 8192  # models with longer texts get no long probe text, because each probe would cost so many tokens
+SPECIAL_TOKENS = 8  # largest number of special tokens that a tokenizer adds to a text
+MAX_GOLDEN_BYTES = 64 << 20
+
+
+class ParityBound(NamedTuple):
+    """Smallest cosine, and largest length of the difference relative to the length of the reference vector."""
+
+    cosine: float
+    difference: float
+
+
+# the difference of 16 and 8 bits is that of unit vectors with this cosine; in float32 servers agree far better
+BOUNDS: Mapping[str, ParityBound] = {
+    "float32": ParityBound(COSINE_32, 5e-4),
+    "float16": ParityBound(COSINE_16, 0.045),
+    "bfloat16": ParityBound(COSINE_16, 0.045),
+    "int8": ParityBound(COSINE_8, 0.142),
+}
+
+
+class Prompt(NamedTuple):
+    """Prompt around a text, and the side for which the model encodes it."""
+
+    prefix: str
+    suffix: str
+    is_query: bool
+
+    @classmethod
+    def from_options(cls, run: RunOptions) -> Prompt:
+        return cls(run.prefix, run.suffix, run.is_query)
+
+    def around(self, text: str) -> str:
+        return self.prefix + text + self.suffix
+
+
+class Measured(NamedTuple):
+    """Worst agreement of a probe: `probe` is the number of the text, from 0."""
+
+    cosine: float
+    difference: float
+    probe: int
+
+
+class Deviates(Exception):
+    """The vectors of a remote server differ from the reference vectors."""
+
+    def __init__(self, measured: Measured, bound: ParityBound) -> None:
+        super().__init__(
+            f"probe {measured.probe} has cosine {measured.cosine:.7f} (bound {bound.cosine}) and relative difference "
+            f"{measured.difference:.2e} (bound {bound.difference:g}) to the vector of this model"
+        )
+        self.measured = measured
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Texts as they are sent to a remote server, and their vectors. `long`: position of the long text, if any."""
+
+    texts: tuple[str, ...]
+    vectors: Vectors
+    prompts: frozenset[Prompt]
+    precision: str
+    fingerprint: str = ""
+    long: int | None = None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A passed comparison. It holds for this entry of the model, for requests with these prompts. `any_length`: false
+    if texts that may be truncated were not compared, or differ. `unit_length`: all vectors have the length 1.
+    """
+
+    entry: ModelEntry
+    run: RunOptions
+    prompts: frozenset[Prompt]
+    any_length: bool
+    unit_length: bool
+    fingerprint: str
+    measured: Measured
+    width: int
+
+    def covers(self, entry: ModelEntry, run: RunOptions, texts: Sequence[str]) -> bool:
+        """Return whether the vectors of these texts, which contain the prompt, are proven for these options."""
+        prompt = Prompt.from_options(run)
+        if entry != self.entry or prompt not in self.prompts or without_prompt(run) != self.run:
+            return False
+        # a model that truncates a text keeps the end of its prompt, which another server takes for the end of the text
+        return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
+
+    def accepts(self, vectors: Vectors) -> bool:
+        """Return whether the lengths of vectors are possible for this model."""
+        return not self.unit_length or bool(np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 0.01)
+
+
+def without_prompt(run: RunOptions) -> RunOptions:
+    """Return the options without those of the prompt, which differ between requests with equal vectors for a text."""
+    return msgspec.structs.replace(run, prefix="", suffix="", is_query=False)
+
+
+def fits(text: str, max_tokens: int) -> bool:
+    """Return whether a text surely has at most `max_tokens` tokens: a token has at least one byte of the normalised
+    text.
+    """
+    most = max_tokens - SPECIAL_TOKENS
+    # the normal form never has fewer characters, and a long text takes long to normalise
+    return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
+
+
+def source_of(entry: ModelEntry) -> str:
+    """Return the digest of all on which reference vectors depend: the entry and the probe texts."""
+    return hashlib.sha256(msgspec.json.encode([entry, PROBES], order="sorted")).hexdigest()[:32]
+
+
+def long_text(entry: ModelEntry) -> str:
+    """Return a probe text that the model truncates; empty for a model with very long texts."""
+    return " ".join(map(str, range(entry.max_tokens + 1))) if entry.max_tokens <= MAX_LONG_TOKENS else ""
+
+
+def plain_run(resolved: Resolved) -> RunOptions:
+    """Return the options of a request for dense vectors without a prompt. Raises InvalidInput."""
+    return run_options(resolved, {"output_types": ["dense"], "prompt_name": None}, "encode")[1].run
+
+
+def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
+    """Return the prompts that requests without a template of their own may have, and parameters that select each."""
+    chosen: dict[Prompt, Mapping[str, Any]] = {}
+    names: list[Mapping[str, Any]] = [{"prompt_name": name} for name in (None, *templates(resolved.entry))]
+    for parameters in (names[0], {"is_query": False}, {"is_query": True}, *names[1:]):
+        try:
+            run = run_options(resolved, {"output_types": ["dense"], **parameters}, "encode")[1].run
+        except SIEError:  # the model has no such side
+            continue
+        if len(chosen) < MAX_PROMPTS:
+            chosen.setdefault(Prompt.from_options(run), parameters)
+    return chosen
+
+
+def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
+    """Return the golden vectors of texts without a prompt; None if the entry has none, or does not compare them."""
+    path = packaged_folder() / entry.golden
+    if not entry.golden or entry.load.accept_unproven or not path.is_file() or path.stat().st_size > MAX_GOLDEN_BYTES:
+        return None
+    cases = [case for case in msgspec.json.decode(path.read_bytes()).get("dense", ()) if "is_query" not in case]
+    if not cases:
+        return None
+    vectors = np.array([case["vector"] for case in cases], np.float32)
+    # their precision is float32, and so is the bound, whatever the workers compute in
+    return Reference(tuple(case["text"] for case in cases), vectors, frozenset({Prompt.from_options(run)}), "float32")
+
+
+def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | None:
+    """Return the reference vectors that a worker computed; None if they are not those of this entry."""
+    if stored.source != source_of(entry) or stored.precision not in BOUNDS:
+        return None
+    prompts = [Prompt(*prompt) for prompt in stored.prompts]
+    texts = [prompt.around(text) for prompt in prompts for text in PROBES]
+    long = len(texts) if stored.has_long else None
+    vectors = np.frombuffer(stored.vectors, "<f4").reshape(-1, stored.width)
+    texts += [long_text(entry)] if stored.has_long else []
+    if len(vectors) != len(texts):
+        return None
+    return Reference(tuple(texts), vectors, frozenset(prompts), stored.precision, stored.fingerprint, long)
+
+
+def measure(expected: Vectors, actual: Vectors) -> Iterator[Measured]:
+    """Yield the agreement of each pair of vectors."""
+    left, right = expected.astype(np.float64), actual.astype(np.float64)
+    lengths = np.linalg.norm(left, axis=1), np.linalg.norm(right, axis=1)
+    cosines = (left * right).sum(1) / np.maximum(lengths[0] * lengths[1], 1e-12)
+    differences = np.linalg.norm(left - right, axis=1) / np.maximum(lengths[0], 1e-12)
+    for probe, (cosine, difference) in enumerate(zip(cosines, differences, strict=True)):
+        yield Measured(float(cosine), float(difference), probe)
+
+
+def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vectors) -> Proof:
+    """Compare the vectors of a remote server with the reference vectors. A deviation of the long text alone limits the
+    proof to short texts. Raises Deviates.
+    """
+    bound = BOUNDS[reference.precision]
+    agreements = list(measure(reference.vectors, actual))
+    long = agreements.pop(reference.long) if reference.long is not None else None
+    worst = max(agreements, key=lambda measured: measured.difference)
+    if not _within(worst, bound):
+        raise Deviates(worst, bound)
+    lengths = np.linalg.norm(reference.vectors, axis=1)
+    return Proof(
+        entry,
+        without_prompt(run),
+        reference.prompts,
+        long is not None and _within(long, bound),
+        bool(np.abs(lengths - 1).max() < 1e-3),
+        reference.fingerprint,
+        worst,
+        reference.vectors.shape[1],
+    )
+
+
+def _within(measured: Measured, bound: ParityBound) -> bool:
+    return measured.cosine >= bound.cosine and measured.difference <= bound.difference

@@ -1,0 +1,495 @@
+"""Answers of proven remote servers to requests that this cluster refuses for lack of room.
+
+    every second ──► is a probe due? ──► reference vectors ──► probe texts, remotely ──► equal: proven for a day
+                                            └ none: refused       └ no answer, or too far: refused with the figure
+    a refused request ──► may it leave? is it proven? ──► budget ──► the remote server ──► checked vectors
+                             └ no: the refusal stays                    └ no answer: the refusal stays
+
+After two failures in a row a remote server gets no requests until it passes a probe. Probes run in the background, not
+on a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sie_broker import BrokerError, Entry, Store, Write
+from sie_broker.record import Record, RecordBucket
+from sie_contracts.api.views import ClusterFinding
+from sie_contracts.errors import SIEError
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import ModelEntry
+from sie_contracts.settings import Secret, SettingError, Settings, secret_variable
+from sie_contracts.wire import messages, records
+from sie_contracts.wire.heartbeats import ModelStatus
+from sie_contracts.wire.messages import ArraySlice, Ok, Stages, WorkResult, utf8_bytes
+from sie_contracts.wire.records import RemoteReference
+from sie_contracts.wire.topology import DEFAULT_POOL, REMOTES_BUCKET, model_token
+from sie_gateway.admission.grant import Grant
+from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.call import Call, EntryChanged, InferRequest
+from sie_gateway.inference.chunk import Chunk, estimated_tokens
+from sie_gateway.inference.reply import array_of
+from sie_gateway.inference.results import FailedRequest, PlannedRequest, RequestResult
+from sie_gateway.metrics import Metrics
+from sie_gateway.remotes import proof as proofs
+from sie_gateway.remotes.budget import BudgetUsed, MonthlyBudget, Stored
+from sie_gateway.remotes.client import RemoteClient, RemoteFailed, Vectors
+from sie_gateway.remotes.configuration import SETTING, RemoteServer
+from sie_gateway.remotes.proof import Deviates, Prompt, Proof, Reference
+from sie_runtime.feed import CatalogueFeed
+from sie_runtime.http.server import uuid7
+from sie_runtime.process import Stop, Trouble
+
+# codes of refusals that mean: no capacity of this cluster can answer now
+REFUSALS = frozenset({"PROVISIONING", "MODEL_LOADING", "QUEUE_FULL", "QUEUE_UNAVAILABLE"})
+MAX_FAILURES = 2
+CHECK_S = 1.0
+PROVEN_S = 86_400.0  # seconds until a proof is repeated
+# seconds until the next probe after a failure; the pause doubles with each failure, up to the second number
+FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
+DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
+GOLDEN_S = 3600.0  # seconds until a proof by golden vectors is repeated: they prove less than those of a worker
+BUDGET_S = 30.0  # longest time for reference vectors of a worker
+BROKER_S = 2.0
+MIN_LEFT_S = 0.05
+# largest number of bytes of the texts of a request: they are written as JSON in the event loop
+MAX_BYTES = 4 << 20
+KEY = "_remote"  # key of the requests for reference vectors
+UNTESTED = "it has not been probed yet"
+_PINNED = ("x-sie-remote", "x-sie-pool", "x-sie-machine-profile")
+_logger = logging.getLogger("sie.gateway.remotes")
+
+
+class NoReference(Exception):
+    """There are no vectors with which a remote server can be compared."""
+
+
+class Remote:
+    """One remote server: its proof, or the reason why it gets no requests."""
+
+    def __init__(self, server: RemoteServer, client: RemoteClient, budget: MonthlyBudget) -> None:
+        self.server = server
+        self.client = client
+        self.budget = budget
+        self.proof: Proof | None = None
+        self.reason = UNTESTED
+        self.failures = 0  # failures in a row
+        self.due_s = 0.0
+        self.pause_s = FIRST_PAUSE_S
+        self.shortage = Trouble(_logger, f"the monthly budget of remote {server.name}")
+
+    def accept(self, proof: Proof, due_s: float) -> None:
+        """Store a new proof. The next probe is due at `due_s`."""
+        self.proof, self.reason, self.failures, self.pause_s = proof, "", 0, FIRST_PAUSE_S
+        self.due_s = due_s
+
+    def refuse(self, reason: str, due_s: float) -> None:
+        """Drop the proof. The next probe is due at `due_s`."""
+        self.proof, self.reason, self.due_s = None, reason, due_s
+
+    def answered(self, *, failed: bool) -> None:
+        """Count the end of a call."""
+        self.failures = self.failures + 1 if failed else 0
+
+    def next_pause_s(self) -> float:
+        """Return the pause before the next probe, after one without an answer. The one after that is twice as long."""
+        pause_s, self.pause_s = self.pause_s, min(MAX_PAUSE_S, 2 * self.pause_s)
+        return pause_s
+
+
+class Remotes:
+    """All remote servers of a gateway. `run` executes a request in this cluster. `now_s` is the broker's time. Used
+    only in the gateway's event loop. Raises SettingError if the variable of a token is not set.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[RemoteServer],
+        settings: Settings,
+        broker: Store,
+        feed: CatalogueFeed,
+        fleet: Fleet,
+        metrics: Metrics,
+        run: Callable[[Call, InferRequest], Awaitable[RequestResult]],
+        now_s: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._feed = feed
+        self._fleet = fleet
+        self._metrics = metrics
+        self._run = run
+        self._clock = clock
+        bucket = RecordBucket(broker, REMOTES_BUCKET, replicas=settings.stream_replicas)
+        self._record: Record[Stored] = Record(bucket, _decode, lambda key, value, revision: None)
+        self._remotes = [
+            Remote(
+                server,
+                RemoteClient(server, _token(server)),
+                MonthlyBudget(self._record, server.name, server.monthly_tokens, now_s),
+            )
+            for server in servers
+        ]
+        for server in servers:
+            metrics.remote_ready.labels(server.name).set(0)
+
+    # ---- answers
+
+    async def instead(self, call: Call, request: PlannedRequest, error: SIEError) -> RequestResult | None:
+        """Return the answer of a remote server to a request that was refused with `error`; None if the refusal stays.
+        Raises RateLimited, PayloadTooLarge.
+        """
+        if error.code not in REFUSALS or not _may_leave(call, request):
+            return None
+        entry, run = request.resolved.entry, request.options.run
+        texts: list[str] = []
+        for remote in self._remotes:
+            if remote.server.model != entry.id:
+                continue
+            texts = texts or [Prompt.from_options(run).around(item.text or "") for item in request.items]
+            proof = remote.proof
+            if proof is None or not proof.covers(entry, run, texts):
+                self._count(remote, "unproven")
+            elif (answer := await self._answer(remote, proof, call, request, texts)) is not None:
+                return answer
+        return None
+
+    async def _answer(
+        self, remote: Remote, proof: Proof, call: Call, request: PlannedRequest, texts: Sequence[str]
+    ) -> RequestResult | None:
+        entry, sizes = request.resolved.entry, [utf8_bytes(text) for text in texts]
+        costs = [estimated_tokens(size, entry.max_tokens) for size in sizes]
+        began_s = time.perf_counter()
+        left_s = call.received_s + call.budget_s - began_s
+        if left_s < MIN_LEFT_S:
+            return None
+        if call.charge is not None:
+            call.charge.refund()  # of the attempt in this cluster
+            call.charge.spend(sum(costs))
+        try:
+            async with asyncio.timeout(min(BROKER_S, left_s)):
+                await remote.budget.spend(sum(costs))
+        except BudgetUsed as used:
+            self._count(remote, "budget")
+            remote.shortage.met(used)
+            return None
+        except (BrokerError, TimeoutError) as error:  # without the broker, nobody knows how much is left
+            self._count(remote, "budget")
+            remote.shortage.met(f"the broker did not answer how much is left: {error or type(error).__name__}")
+            return None
+        remote.shortage.passed()
+        left_s = call.received_s + call.budget_s - time.perf_counter()
+        try:
+            vectors, used_tokens = await remote.client.encode(
+                texts, proof.width, left_s, normalize=request.options.run.normalize
+            )
+            if not proof.accepts(vectors):
+                raise RemoteFailed("its vectors do not have the length 1")
+        except RemoteFailed as failure:
+            self._failed(remote, failure)
+            return None
+        remote.answered(failed=False)
+        if (
+            self._feed.catalogue.entries.get(entry.id) != entry
+        ):  # changed meanwhile: these are vectors of the one before
+            return None
+        # at most one token of each byte: a server cannot make a key pay for more
+        most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
+        tokens = sum(costs) if used_tokens is None else min(used_tokens, most)
+        await self._correct(remote, tokens - sum(costs))
+        self._count(remote, "served")
+        self._metrics.remote_tokens.labels(remote.server.name).inc(tokens)
+        elapsed_ms = (time.perf_counter() - began_s) * 1000
+        finished = _result(call, request, remote.server.name, proof, vectors, _shares(costs, tokens), elapsed_ms)
+        if call.charge is not None:
+            call.charge.settle(tokens)
+        self._metrics.used(call.grant.name, tokens, 0.0)
+        return finished
+
+    async def _correct(self, remote: Remote, difference: int) -> None:
+        try:
+            async with asyncio.timeout(BROKER_S):
+                await remote.budget.correct(difference)
+        except (BrokerError, TimeoutError) as error:  # the estimate stays
+            _logger.warning("the tokens of remote %s could not be corrected: %s", remote.server.name, error)
+
+    def _failed(self, remote: Remote, failure: RemoteFailed) -> None:
+        """Count a failed call. MAX_FAILURES faults of the server in a row void its proof."""
+        self._count(remote, "failed")
+        if not failure.is_fault:
+            return
+        remote.answered(failed=True)
+        _logger.warning("remote %s failed: %s", remote.server.name, failure)
+        if remote.failures >= MAX_FAILURES and remote.proof is not None:
+            self._refuse(remote, f"{remote.failures} calls in a row failed, the last: {failure}", FIRST_PAUSE_S)
+
+    def _count(self, remote: Remote, result: str) -> None:
+        self._metrics.remote_requests.labels(remote.server.name, result).inc()
+
+    # ---- probes
+
+    async def run(self, stop: Stop) -> None:
+        """Probe each remote server when that is due, until `stop`."""
+        try:
+            await asyncio.gather(*(self._follow(remote, stop) for remote in self._remotes))
+        finally:
+            for remote in self._remotes:
+                await remote.client.close()
+
+    async def _follow(self, remote: Remote, stop: Stop) -> None:
+        while not await stop.wait_for(CHECK_S):
+            if not self._feed.first.is_set():
+                continue
+            entry = self._feed.catalogue.entries.get(remote.server.model)
+            if remote.proof is not None and remote.proof.entry != entry:
+                self._refuse(remote, "the entry of its model has changed since its proof", 0.0)
+            if self._clock() >= remote.due_s:
+                await self._probe(remote)
+
+    async def _probe(self, remote: Remote) -> None:
+        """Probe a remote server, and store its proof or the reason of its refusal."""
+        name = remote.server.name
+        try:
+            proof = await self._proven(remote)
+        except Deviates as error:
+            self._measured(remote, error.measured)
+            self._refuse(remote, f"its vectors are not those of {remote.server.model}: {error}", DEVIATES_S)
+        except NoReference as error:
+            self._refuse(remote, str(error), FIRST_PAUSE_S)
+        except BudgetUsed as error:
+            self._refuse(remote, str(error), MAX_PAUSE_S)
+        except (RemoteFailed, BrokerError, SIEError, FailedRequest, EntryChanged) as error:
+            self._refuse(remote, f"its probe failed: {error}", remote.next_pause_s())
+        except Exception as error:  # the outermost handler of the task: the other remote servers go on
+            _logger.exception("the probe of remote %s failed", name)
+            self._refuse(remote, f"its probe failed: {type(error).__name__}", MAX_PAUSE_S)
+        else:
+            if remote.proof is None:
+                scope = "texts of any length" if proof.any_length else "texts that are surely not truncated"
+                cosine, difference = proof.measured.cosine, proof.measured.difference
+                _logger.info(
+                    "remote %s is proven for %s, %s: lowest cosine %.7f, largest relative difference %.2e",
+                    name,
+                    remote.server.model,
+                    scope,
+                    cosine,
+                    difference,
+                )
+            self._measured(remote, proof.measured)
+            self._metrics.remote_ready.labels(name).set(1)
+            remote.accept(proof, self._clock() + (PROVEN_S if proof.fingerprint else GOLDEN_S))
+
+    def _refuse(self, remote: Remote, reason: str, pause_s: float) -> None:
+        if remote.reason != reason:
+            _logger.warning("remote %s gets no requests: %s", remote.server.name, reason)
+        self._metrics.remote_ready.labels(remote.server.name).set(0)
+        remote.refuse(reason, self._clock() + pause_s)
+
+    def _measured(self, remote: Remote, measured: proofs.Measured) -> None:
+        self._metrics.remote_cosine.labels(remote.server.name).set(measured.cosine)
+        self._metrics.remote_difference.labels(remote.server.name).set(measured.difference)
+
+    async def _proven(self, remote: Remote) -> Proof:
+        """Return a new proof. Raises NoReference, Deviates, BudgetUsed, and other errors."""
+        model = remote.server.model
+        catalogue = self._feed.catalogue
+        if model not in catalogue.entries:
+            raise NoReference(f"the catalogue has no model {model}")
+        resolved = catalogue.resolve(model, follow=False)
+        if "dense" not in resolved.entry.outputs:
+            raise NoReference(f"{model} has no dense vectors")
+        run = proofs.plain_run(resolved)
+        if run.dtype != "float32":
+            raise NoReference(f"the vectors of {model} are {run.dtype} by its entry, not float32")
+        reference = await self._reference(resolved) or proofs.golden_reference(resolved.entry, run)
+        if reference is None:
+            raise NoReference(
+                f"{model} has no vectors to compare with: load it once in this cluster (`sie models load {model}`), or "
+                "name golden vectors in its entry"
+            )
+        max_tokens = resolved.entry.max_tokens
+        cost = sum(estimated_tokens(utf8_bytes(text), max_tokens) for text in reference.texts)
+        await remote.budget.spend(cost)
+        actual = await self._vectors(remote, reference, normalize=run.normalize)
+        return proofs.prove(resolved.entry, run, reference, actual)
+
+    async def _vectors(self, remote: Remote, reference: Reference, *, normalize: bool) -> Vectors:
+        """Return the vectors of a remote server for the reference texts. If it refuses the long text, the vector of
+        that text is zero, which differs from any other.
+        """
+        width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
+        texts = [text for place, text in enumerate(reference.texts) if place != reference.long]
+        vectors, _ = await remote.client.encode(texts, width, timeout_s, normalize=normalize)
+        if reference.long is None:
+            return vectors
+        try:
+            long, _ = await remote.client.encode(
+                [reference.texts[reference.long]], width, timeout_s, normalize=normalize
+            )
+        except RemoteFailed as error:
+            if error.is_fault:
+                raise
+            long = 0 * vectors[:1]
+        return np.concatenate([vectors, long])  # the long text is the last one
+
+    async def _reference(self, resolved: Resolved) -> Reference | None:
+        """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
+        other fingerprints, they are computed again. None without stored vectors and without such a worker.
+        """
+        entry = resolved.entry
+        key = f"reference.{model_token(entry.id)}"
+        stored = await self._record.bucket.get(key)
+        current = None if stored is None else _reference_in(stored, entry)
+        statuses = self._loaded(resolved)
+        fingerprints = {status.fingerprint for status in statuses}
+        if current is not None and (not statuses or current.fingerprint in fingerprints):
+            return current
+        served = {status.precision.served for status in statuses if status.precision is not None}
+        # with workers of several precisions, the strictest bound holds
+        precision = max(served & proofs.BOUNDS.keys(), key=lambda name: proofs.BOUNDS[name].cosine, default="")
+        if not precision:
+            return current
+        computed = await self._computed(resolved, precision)
+        await self._record.bucket.write([Write(key, messages.encode(computed), None)])
+        _logger.info("reference vectors of %s are stored, from a worker in %s", entry.id, precision)
+        return proofs.stored_reference(computed, entry)
+
+    def _loaded(self, resolved: Resolved) -> list[ModelStatus]:
+        """Return the reports of the workers that have the model loaded."""
+        try:
+            lane = self._fleet.lane(resolved, pool=DEFAULT_POOL, machine_profile="", known_pools=())
+        except SIEError:  # no worker could serve it
+            return []
+        return [
+            status
+            for beat in self._fleet.hosts(lane, resolved.residency)
+            for status in beat.models
+            if status.model == resolved.residency and status.state == "loaded"
+        ]
+
+    async def _computed(self, resolved: Resolved, precision: str) -> RemoteReference:
+        """Encode the probe texts in this cluster. Raises SIEError."""
+        prompts = proofs.prompts_of(resolved)
+        rows: list[Any] = []
+        fingerprint = ""
+        long = proofs.long_text(resolved.entry)
+        requests = [(parameters, proofs.PROBES) for parameters in prompts.values()]
+        for parameters, texts in [*requests, *([({"prompt_name": None}, (long,))] if long else [])]:
+            # bulk requests are never sent to a remote server
+            call = Call(
+                uuid7(),
+                time.perf_counter(),
+                {"x-sie-priority": "bulk", "x-sie-cache": "no-store"},
+                grant=Grant(KEY),
+                budget_s=BUDGET_S,
+            )
+            items = tuple(map(RequestItem, texts))
+            request = InferRequest("encode", resolved, items, {"output_types": ["dense"], **parameters})
+            finished = await self._run(call, request)
+            rows += [
+                array_of(result, outcome, "dense").astype("<f4") for result, outcome in finished.succeeded("items")
+            ]
+            fingerprint = finished.fingerprint
+        block = b"".join(row.tobytes() for row in rows)
+        source = proofs.source_of(resolved.entry)
+        return RemoteReference(source, precision, fingerprint, tuple(prompts), len(rows[0]), block, bool(long))
+
+    def findings(self) -> list[ClusterFinding]:
+        """List the remote servers that get no requests, with the reason."""
+        return [
+            ClusterFinding(
+                check="remotes",
+                wrong=f"remote {remote.server.name} gets no requests: {remote.reason}",
+                fix="docs/remote.md says what each reason means; a new probe runs by itself",
+            )
+            for remote in self._remotes
+            if remote.proof is None and remote.reason != UNTESTED
+        ]
+
+
+def _token(server: RemoteServer) -> Secret | None:
+    token = secret_variable(server.token_env) if server.token_env else None
+    if server.token_env and token is None:
+        raise SettingError(SETTING, f"remote {server.name}: its token_env, {server.token_env}, is not set")
+    return token
+
+
+def _reference_in(stored: Entry, entry: ModelEntry) -> Reference | None:
+    """Return the reference vectors of an entry of the bucket; None if they are not those of this entry of the model."""
+    try:
+        value = _decode(stored)
+    except ValueError as error:
+        _logger.warning("the reference vectors of %s cannot be read: %s", entry.id, error)
+        return None
+    return proofs.stored_reference(value, entry) if isinstance(value, RemoteReference) else None
+
+
+def _decode(entry: Entry) -> Stored:
+    if entry.value is None:
+        raise ValueError("it was removed")
+    stored: Stored = records.decode_remote(entry.value)
+    return stored
+
+
+def _may_leave(call: Call, request: PlannedRequest) -> bool:
+    """Return whether a request may be sent to another server: its credential allows it, it names no place to run, it is
+    interactive, and its inputs are texts alone.
+    """
+    if not call.grant.remote or any(name in call.headers for name in _PINNED):
+        return False
+    if sum(item.size for item in request.items) > MAX_BYTES:
+        return False
+    if request.operation != "encode" or request.priority != "interactive" or request.resolved.profile != "default":
+        return False
+    return all(
+        item.text and not item.modalities and item.size == utf8_bytes(item.text) and item.chunks is None
+        for item in request.items
+    )
+
+
+def _shares(costs: Sequence[int], tokens: int) -> list[int]:
+    """Return whole numbers in proportion to `costs`, whose sum is `tokens`."""
+    total, passed, shares = sum(costs), 0, list[int]()
+    for cost in costs:
+        before = passed * tokens // total
+        passed += cost
+        shares.append(passed * tokens // total - before)
+    return shares
+
+
+def _result(
+    call: Call,
+    request: PlannedRequest,
+    name: str,
+    proof: Proof,
+    vectors: Vectors,
+    tokens: Sequence[int],
+    elapsed_ms: float,
+) -> RequestResult:
+    """Return the result of a request whose vectors came from the remote server `name`."""
+    width = proof.width
+    outcomes = tuple(
+        Ok({"dense": ArraySlice("<f4", (width,), 4 * width * place)}, tokens=count)
+        for place, count in enumerate(tokens)
+    )
+    answer = WorkResult(
+        call.work_id,
+        0,
+        f"remote/{name}",
+        outcomes,
+        vectors.astype("<f4", copy=False).tobytes(),
+        revision=request.resolved.entry.revision,
+        fingerprint=proof.fingerprint,
+        stages=Stages(inference_ms=elapsed_ms, worker_ms=elapsed_ms),
+    )
+    finished = RequestResult(request, {})
+    finished.served_by = name
+    finished.add_results([*range(len(tokens))], [Chunk(0, len(tokens), sum(tokens))], [answer], [elapsed_ms])
+    return finished
