@@ -158,13 +158,15 @@ class ExtractParams(Params, total=False):
 
 
 class RedactOptions(Params, total=False):
-    """Parameters of redact. `style`: what replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
+    """Parameters of redact. `models`: up to three further models; what any of them finds is replaced. `style`: what
+    replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
     `key`, of the style `hash`: equal values have equal hashes in all calls with this key; by default in one call.
     `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: the unit of
     offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
     """
 
+    models: Sequence[str] | None
     style: Literal["mask", "hash", "tag", "synthetic"] | None
     key: str | None
     region: str | None

@@ -175,6 +175,10 @@ class RedactParams(_Params, kw_only=True):
             "its own. Patterns: `card_number`, `iban`, `email`, `ip_address`, `phone_number`; without `kinds` all."
         ),
     ] = UNSET
+    models: Annotated[
+        Annotated[list[str], Meta(min_length=1, max_length=3)] | UnsetType,
+        Meta(description="Further models that look at the texts: what any of them finds is replaced."),
+    ] = UNSET
     style: Annotated[
         RedactionStyle | UnsetType,
         Meta(description="What stands for a value: `*****` (mask, the default), a keyed hash, a tag, a stand-in."),
