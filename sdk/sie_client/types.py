@@ -158,13 +158,15 @@ class ExtractParams(Params, total=False):
 
 
 class RedactOptions(Params, total=False):
-    """Parameters of redact. `style`: what replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
+    """Parameters of redact. `models`: up to three further models; what any of them finds is replaced. `style`: what
+    replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
     `key`, of the style `hash`: equal values have equal hashes in all calls with this key; by default in one call.
     `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: the unit of
     offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
     """
 
+    models: Sequence[str] | None
     style: Literal["mask", "hash", "tag", "synthetic"] | None
     key: str | None
     region: str | None
@@ -405,6 +407,8 @@ class JobOptions(TypedDict, total=False):
     for example `{title}\\n{body}`. `image`: the column with image files. `id`: the column with ids. `keep`: columns to
     copy to the output. `input_format`: the format of files whose names do not show it. `chunks`: a rule by which each
     text is encoded in chunks, or the column with the spans or the rule of each row; `context` as in `encode`.
+    `documents`: the column with document files, whose Markdown is encoded in `chunks`; `parser`: the model that parses
+    them (default: docling).
 
     `output`: an `s3://`, `gs://` or `file:///` URL for the output files, or a map of `url`, `format` (default:
     parquet), `sink` and `collection`. Without a URL the server stores the files, and `Job.download` downloads them.
@@ -425,6 +429,8 @@ class JobOptions(TypedDict, total=False):
     keep: Sequence[str] | None
     chunks: Chunking | str | None
     context: bool | None
+    documents: str | None
+    parser: str | None
     input_format: Literal["jsonl", "csv", "parquet", "images"] | None
     output: str | JobOutput | None
     operation: Literal["encode", "score", "extract"] | None

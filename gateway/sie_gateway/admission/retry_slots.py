@@ -111,8 +111,8 @@ class RetrySlots:
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """Book a turn for a client and return its Retry-After in whole seconds. The turn is due after `wait_s` seconds,
-        rounded up or down at random, or in the first later second with space. `room` is the limit on the cost of all turns
-        of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
+        rounded up or down at random, or in the first later second with space. `room` is the limit on the cost of all
+        turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))

@@ -1,6 +1,6 @@
 """Handling of an inference request, from its route to its reply.
 
-    answer: resolve name ─► read body ─► the handler of a client family, which calls
+    answer: resolve name ─► read body ─► the handler of an API format, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
 All checks run before `publish`, so a bad request never causes the load of a model.
@@ -437,9 +437,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput for a value of X-SIE-Remote other than forbid, because this gateway forwards no request to a
-    remote service.
-    """
+    """Raise InvalidInput if X-SIE-Remote has a value other than forbid (no remote server may get the inputs)."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")
