@@ -42,7 +42,9 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data` and return its key. An existing object is written again, so that it counts as new."""
+        """Store `data` and return its key. An existing object is written again, so that its age begins again and
+        clean-up does not remove it.
+        """
         import obstore
 
         async def stored() -> str:

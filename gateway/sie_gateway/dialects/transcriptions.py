@@ -1,7 +1,8 @@
 """`POST /v1/audio/transcriptions` and `POST /v1/audio/translations` in the format of OpenAI: a recording in a form, its
 words as JSON, text or subtitles.
 
-    recording ──► part of 600 s ──► segments ──► the next part begins where the last whole segment ends ──► reply
+    recording ──► part of 600 s ──► segments ──► the next part begins where the last whole segment ended;
+    after the last part ──► reply
 
 Each part of the recording is a separate work item. So the work of other clients runs between the parts of a long
 recording, and no process has the features of the whole recording in memory.

@@ -237,8 +237,8 @@ class Placer:
 
 
 class Ages:
-    """Waiting messages of each model, and the age of the oldest one. Counts are read from the shared backlog, ages from
-    the oldest messages.
+    """Waiting messages of each model, and the age of the oldest one. Counts are read from `Backlog`, ages from the
+    oldest messages.
 
     An age is read only if the subject had work in two consecutive steps: work that is served at once needs no age. In
     each step, at most MAX_ASKED ages are read: those that were read longest ago.

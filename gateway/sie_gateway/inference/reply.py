@@ -30,7 +30,7 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
-PIECE_VALUES = 50_000  # number of numbers in one piece of a body: about 5 ms to write as JSON
+PIECE_VALUES = 50_000  # values (numbers) in one piece of a body: about 5 ms to write as JSON
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 

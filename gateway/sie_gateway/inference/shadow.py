@@ -158,9 +158,8 @@ class Shadows:
             resolved = self._catalogue().resolve(model, follow=False)
             pool = finished.request.lane.pool
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
-        except (
-            SIEError
-        ):  # model removed, or no lane of this pool serves it: every copy fails in this way until that changes
+        except SIEError:
+            # the model was removed, or no lane of this pool serves it: every copy fails until that changes
             self._count(alias, model, "unsuited")
             return
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
