@@ -136,7 +136,7 @@ async def images(place: Place, patience: RetryPolicy, after: str = "", most: int
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], patience: RetryPolicy, after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """Return the objects below a folder, sorted by name: all, or the first `most` whose names sort after `after`. Raises
+    """Return the objects below a folder by name: all, or the first `most` whose names sort after `after`. Raises
     InvalidInput if there are more than MAX_OBJECTS, and StoreError.
     """
     return await patience.repeated(lambda: _listed_once(place, is_wanted, patience.stall_s, after, most))
