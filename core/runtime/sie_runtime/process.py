@@ -34,7 +34,7 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
 START_S = 30.0  # seconds after the start in which a failure may only mean that another process is still starting
-# seconds after its first occurrence in which a failure is not logged: many end while other processes start
+# in START_S, a failure is logged only if it lasts this many seconds: shorter ones occur at every start
 QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")

@@ -141,7 +141,7 @@ def plan(
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
         # Number of times that the model reads a text. Some families read it once per label, with the hypothesis (a
-        # shared text about the label). All families read it once per part of an extraction schema.
+        # shared text about the label). The others read it once per part of an extraction schema, and once for labels.
         rows=_rows(entry, run),
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
