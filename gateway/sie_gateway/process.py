@@ -278,7 +278,11 @@ async def serve(
         side.leave()
         # a gateway that was never ready gets no traffic, so it needs no lame-duck time
         if lame_duck_s and readiness.started:
-            _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
+            _logger.info(
+                "shutdown: the gateway still accepts requests for %g s, %d requests are in progress",
+                lame_duck_s,
+                inference.in_progress,
+            )
             await stop.lame_duck(lame_duck_s)
             # connections are closed only now, because requests may arrive on them during the lame-duck time
             await main.hang_up()

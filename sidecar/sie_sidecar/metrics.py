@@ -60,7 +60,9 @@ class SidecarMetrics:
         self.adapter_deaths = make.counter("sie_adapter_deaths")
 
     def count_refused(self, reason: str) -> None:
-        """Count a request that was refused before it reached a route; `reason` is one of REFUSED."""
+        """Count a request to this worker's HTTP port (probes, metrics) that its server refused before a route handled
+        it. `reason` is one of REFUSED.
+        """
         self.refused.labels(reason).inc()
 
     def count_file(self, noun: str, result: str) -> None:

@@ -56,7 +56,9 @@ class Bounds(NamedTuple):
 
 
 def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 0) -> Bounds:
-    """Return the limits of a shard whose answers, which stay in memory until it is written, have about SHARD_BYTES.
+    """Return the limits with which the answers of a shard have about SHARD_BYTES: they stay in memory until the shard
+    is written.
+
     Token vectors are about a hundred times larger than their text. So with token vectors, or a vector for every
     `chunk_tokens` tokens, the bytes of the texts are limited too.
     """
@@ -92,7 +94,7 @@ class RowValues:
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """`fingerprint`: the one that all earlier answers of the job have; empty if there are none."""
+        """`fingerprint`: fingerprint of the model in all earlier answers of the job; empty if there are none."""
         self._client = client
         self._spec = spec
         self._operation: Operation = operation
@@ -149,7 +151,7 @@ class RowValues:
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """Copy the data of an outcome out of its message, so that the memory of the message can be freed."""
+    """Copy the data of an outcome, which is a view of a worker's message, so that the message's memory can be freed."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)
@@ -160,7 +162,7 @@ def value_of(placed: Placed) -> RowAnswer:
 
 def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
     """Group inputs into requests. Return the indexes of the inputs of each request. Inputs of a request have the same
-    query and similar lengths, the longest first. So batches need little padding, and no long text is left for the end.
+    query and similar lengths, the longest first. So batches need little padding, and no long text delays the end.
     """
     by_query: dict[str | None, list[int]] = defaultdict(list)
     for place, entry in enumerate(inputs):

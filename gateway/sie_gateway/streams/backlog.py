@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Sum messages by lane and priority: the first six tokens of a subject. `counts`: messages by subject."""
+    """Sum messages by lane and priority, which are the first six tokens of a subject. `counts`: messages by subject."""
     sums: dict[str, int] = {}
     for subject, count in counts.items():
         prefix = ".".join(subject.split(".", 6)[:6])

@@ -101,7 +101,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # by caller that waits while the model may be evicted: function that returns the number of its work items
+        # functions, one for each caller whose work items wait while the model may be evicted: each returns the number
+        # of these work items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter is loading it
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
