@@ -132,7 +132,9 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
 
 
 def _place(source: Any) -> Path | dict[str, str]:
-    """Return the path of a local file, or the fields that name a file id or URL. Raises InvalidInputError."""
+    """Interpret the input of a job: return the path of a local file, or the request field for a file id or a URL.
+    Raises InvalidInputError.
+    """
     if isinstance(source, FileObject):
         return {"file": source.id}
     if isinstance(source, os.PathLike):

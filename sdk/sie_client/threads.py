@@ -94,7 +94,9 @@ class ThreadDriver:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that stops it and waits `timeout_s` at most."""
+        """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds for
+        its end.
+        """
         stop = threading.Event()
         running = _spawn(
             lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send)

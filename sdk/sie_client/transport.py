@@ -55,7 +55,9 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
-    """Return the sink for a successful response. None for an error, whose body is read into memory."""
+    """Return the sink of the request if its response is a success. Return None for an error: its body is read into
+    memory.
+    """
     return request.sink if response.status_code == 200 else None
 
 

@@ -163,9 +163,9 @@ class TowerCounts:
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
     """Return the metrics with the label `model`: counters as metric -> model -> value, and histograms as metric ->
-    model -> buckets and counts. Values are summed over the other labels; of phases, only `total` counts. `buckets` are
-    upper bounds: `counts[i]` observations are at most `buckets[i]`. The last of `counts` is the number of all
-    observations.
+    model -> buckets and counts. Values are summed over the other labels. Of a metric with the label `phase`, only the
+    phase `total` is used. `buckets` are upper bounds: `counts[i]` observations are at most `buckets[i]`. The last of
+    `counts` is the number of all observations.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

@@ -202,6 +202,7 @@ class WorkerStatus:
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
         """Return how long deliveries are gathered (equal for all models) and how full this model's batches are. Without
         recent answers, `calibrated` is false, and `p50_ms` (the median time of a work item) and `headroom_ms` are null.
+        `headroom_ms` is the target minus `p50_ms`.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms

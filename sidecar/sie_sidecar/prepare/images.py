@@ -75,8 +75,8 @@ class Pixels(NamedTuple):
 
 
 def prepare(data: bytes, recipe: Recipe) -> Pixels:
-    """Return the pixels of an image file by a recipe. Raises InvalidInput with the reason `invalid_media`; its message
-    begins with too_large, undecodable or aspect.
+    """Return the pixels of an image file, resized by the recipe that the model requires. Raises InvalidInput with the
+    reason `invalid_media`; its message begins with the cause: too_large, undecodable or aspect (ratio).
     """
     try:
         with warnings.catch_warnings():
@@ -159,7 +159,9 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of such a page."""
+    """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of an empty page of this
+    size instead.
+    """
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":
