@@ -78,8 +78,8 @@ Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Let a process begin or end its recording (`word`). Return the recorded functions; none if the process
-    has ended.
+    """Begin or end the recording of a process (`word`). Return the recorded functions; none if the process has
+    ended.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         try:

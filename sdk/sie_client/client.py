@@ -1,5 +1,5 @@
-"""Blocking client, with `jobs` and `files`. A method runs in the thread of its caller; if it sends several
-requests at the same time, they run in additional threads.
+"""Blocking client, with `jobs` and `files`. A method runs in the thread of its caller; if it sends several requests at
+the same time, they run in additional threads.
 """
 
 from __future__ import annotations

@@ -162,9 +162,9 @@ class RedactOptions(Params, total=False):
     """Parameters of redact. `style`: what replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
     `key`: secret for the style `hash`. Equal values get equal hashes in all calls with this key; without a key, only
-    within one call.
-    `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: the unit of
-    offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
+    within one call. `region`: the country, such as `US`, whose phone numbers count without their country code.
+    `offsets`: the unit of offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least
+    score of an entity.
     """
 
     style: Literal["mask", "hash", "tag", "synthetic"] | None

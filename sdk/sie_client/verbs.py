@@ -81,7 +81,9 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Data of all requests of a call. `fixed`: fields of each body. `answers`: reply field with an entry per item."""
+    """Data of all requests of a call. `fixed`: fields of each body. `answers`: name of the reply's field that has an
+    entry for each item.
+    """
 
     path: str
     fixed: Mapping[str, Any]
@@ -265,7 +267,9 @@ def embed(
 
 
 class _VectorRows:
-    """Array of vectors that threads fill part by part. If their number is unknown, it grows in place without a copy."""
+    """Array of vectors that threads fill part by part. If the number of rows is unknown, the array grows in place
+    without a copy.
+    """
 
     def __init__(self, count: int | None) -> None:
         self._count = count

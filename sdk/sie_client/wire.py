@@ -1,4 +1,6 @@
-"""Encode items and decode replies. An item is encoded once for all attempts; arrays are copied once from a reply."""
+"""Encode items and decode replies. To save time, an item is encoded only once for all attempts, and arrays are copied
+only once from a reply.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,9 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of one device, summed over its adapter processes, each of which counts from zero."""
+    """Counts of one device, summed over the adapter processes that it has had one after another. Each process counts
+    from zero.
+    """
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, ...]] = Sum()  # counts of earlier adapter processes

@@ -146,7 +146,9 @@ class WorkerStatus:
         ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, list[ModelState]]) -> list[dict[str, Any]]:
-        """Return the models of this worker's bundle, and all others that it has loaded, the largest in memory first."""
+        """Return the models of this worker's bundle, and all others that it has loaded; those that use most memory
+        come first.
+        """
         pending = worker.inventory.pending_inputs() if worker else {}
         statuses = {status.model: status for status in worker.models.statuses()} if worker else {}
         catalogue = self._health.feed.catalogue

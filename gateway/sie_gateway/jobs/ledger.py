@@ -59,7 +59,8 @@ class JobLedger:
 
     async def create(self, job: JobRecord) -> JobRecord:
         """Store a new job, or return the job that has its id already. Raises RateLimited above a limit, BrokerError."""
-        if job.id not in self._usage:  # a job with this id that exists or is being stored is counted already
+        # otherwise a job with this id exists or is being stored, and is already counted against the limits
+        if job.id not in self._usage:
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)

@@ -109,9 +109,7 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """Store the answers that a shard has when its batch ends early. Return its record; None if it has no
-        answers.
-        """
+        """Store the answers that a shard has when its batch ends early. Return its record; None if it has none."""
         data = await self._place.existing(_part(number))
         # an earlier leader stored the part, and died before it wrote the record: write the record now
         if data is not None:

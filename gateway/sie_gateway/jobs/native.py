@@ -1,5 +1,5 @@
-"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy. If the
-job has a sink (a vector database), the vectors are also written into it.
+"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy. If the job has
+a sink (a vector database), the vectors are also written into it.
 
 input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
 """

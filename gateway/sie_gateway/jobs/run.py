@@ -426,7 +426,7 @@ class JobRun:
                     continue
                 # `_until_told` learns this from the watch of the record, and ends the work
                 except (Replaced, NotFound) as error:
-                    _logger.info("the progress of job %s is not written any more: %s", self._id, error)
+                    _logger.info("stopped writing the progress of job %s: %s", self._id, error)
                     return
                 before = state
 

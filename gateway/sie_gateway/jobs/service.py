@@ -131,7 +131,9 @@ class JobService:
         return await self.submit(call, job.request, retry_of=job.id)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
-        """Delete an ended job, but no output outside of the payload store. Raises NotFound, ContentConflict."""
+        """Delete an ended job, with its output in the payload store. Output at another place is not deleted. Raises
+        NotFound, ContentConflict.
+        """
         job = self.find(call, job_id)
         if not job.ended:
             raise ContentConflict(f"the job is {job.state}: cancel it first", param="job")
@@ -355,7 +357,7 @@ class Sweeper:
 
     async def sweep(self) -> int:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
-        BrokerError; SIEError for a job that could not be deleted, after all were tried.
+        BrokerError. If a job cannot be deleted, the others are tried too, and its SIEError is raised at the end.
         """
         if not self._has_store:
             return 0

@@ -70,7 +70,7 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
         width = outputs.get(output, 0)
         if output == "multivector":
             of_token += width * size
-        elif output == "sparse":  # four bytes of an index and four of a weight for each token
+        elif output == "sparse":  # an answer has four bytes of index and four of weight for each token of the text
             of_row += 8 * tokens
         elif run.muvera is not None:
             of_row += run.muvera.width(outputs.get("multivector", 0)) * size
@@ -104,8 +104,9 @@ class RowValues:
     async def answers_of(
         self, inputs: Sequence[ModelInput], on_done: Callable[[Sequence[int], Sequence[RowAnswer]], None]
     ) -> list[RowAnswer]:
-        """Return the answer to each input. After each group, `on_done` is called with the indexes of its inputs and
-        their answers. Raises SIEError for an error that every input would get; Halted if the model has changed.
+        """Return the answer to each input. After each group (the inputs of one request), `on_done` is called with the
+        indexes of its inputs and their answers. Raises SIEError for an error that every input would get; Halted if the
+        model has changed.
         """
         answers: list[RowAnswer | None] = [None] * len(inputs)
 

@@ -145,7 +145,9 @@ class DeadLetterOperations:
         return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
-        """Run the work of a letter again, and return its outcome after at most `timeout_s` seconds."""
+        """Run the work of a letter again, and return its outcome. If there is none after `timeout_s` seconds, return
+        the state `waiting`.
+        """
         letter = await self.letter(pool, name)
         async with self._replays(pool) as replays:
             return await _replayed(replays, letter, timeout_s)

@@ -165,7 +165,8 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
     """List each error code with which more than REFUSED_SHARE of the `requests` were refused. `errors`: refused
-    requests by code. `has_loads`: leave out MODEL_LOAD_FAILED, because `of_loads` lists the failed loads.
+    requests by code. `has_loads`: true if `of_loads` is also called, which lists the failed loads, so that
+    MODEL_LOAD_FAILED is left out here.
     """
     return [
         ClusterFinding(

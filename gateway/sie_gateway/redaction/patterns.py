@@ -90,7 +90,9 @@ def _email(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Return the length of the IP address, 0 if it is none. A colon behind it belongs to the sentence."""
+    """Return the length of the IP address, 0 if it is none. A colon at the end of the candidate belongs to the
+    sentence, not to an IPv6 address.
+    """
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
         address = ipaddress.ip_address(candidate[:end])

@@ -66,9 +66,7 @@ class Replacer:
 
 
 def redacted(text: str, spans: Sequence[SensitiveSpan], replacer: Replacer) -> tuple[str, list[ReplacedValue]]:
-    """Return the text with its spans replaced, and the list of replacements. `spans` are in order and do not
-    overlap.
-    """
+    """Return the text with its spans replaced, and the replacements. `spans` are in order and do not overlap."""
     pieces: list[str] = []
     parts: list[ReplacedValue] = []
     end = length = 0
@@ -82,7 +80,7 @@ def redacted(text: str, spans: Sequence[SensitiveSpan], replacer: Replacer) -> t
     return "".join([*pieces, text[end:]]), parts
 
 
-# Stand-ins: values that nobody has. `number` counts the different values of a kind, from 1.
+# Made-up values: valid in form, but assigned to nobody. `number` counts the different values of a kind, from 1.
 
 
 def _email(value: str, number: int) -> str:

@@ -364,7 +364,8 @@ class WorkConsumers:
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
-# seconds that the last attempt may take beyond the limit, so that it fails with its own error, not with a time-out
+# seconds that the last attempt may take beyond PUBLISH_PATIENCE_S, so that it fails with its own error instead of a
+# time-out
 LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0

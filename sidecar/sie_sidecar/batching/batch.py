@@ -12,8 +12,8 @@ operation and so on) take turns, so that much work of one key does not block the
 
 This limits every wait. A work item that has waited for the time limit and is the oldest of its priority is in one of
 the next K batches of its priority, where K is the number of keys of its model that have work. Batches of the other
-priority come between them. So with k = `bulk_max_overtakes`, an interactive work item runs within the next
-K + ceil(K / k) batches, and a bulk work item within the next K (k + 1) batches.
+priority come between them. So with k = `bulk_max_overtakes`, an interactive work item runs within the next K + ceil(K /
+k) batches, and a bulk work item within the next K (k + 1) batches.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest work item may wait,
-    `media_bytes` of pixels and audio features. `bulk_max_overtakes`: interactive batches in a row while bulk work
-    waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most these seconds
+    """Limits of a batch. `cost`: tokens. `requests`: work items. `wait_s`: seconds that its oldest work item may wait.
+    `media_bytes`: bytes of pixels and audio features. `bulk_max_overtakes`: interactive batches in a row while bulk
+    work waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most these seconds
     earlier.
     """
 
@@ -237,8 +237,8 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older
-    ones are ignored when they are popped.
+    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older ones are ignored
+    when they are popped.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,9 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of these work items, which fill a batch, run in the next one: the first ones, at least one."""
+    """Return how many of the work items `asks`, which would fill a batch, run in the next batch: the first ones, and at
+    least one.
+    """
     if len(asks) < 2:
         return len(asks)
     if not times.is_growth_known and min(ask.budget_s for ask in asks) > UNKNOWN_S:
@@ -64,8 +66,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was closed could be late. The time is that of a batch with these work items, or the mean time of the
-    last batches if that is longer. Before any batch was measured, return True if a work item has a short budget.
+    after the batch was closed could be late. The time of the batch is predicted from these work items; if the mean time
+    of the last batches is longer, it is used instead. Before any batch was measured, return True if a work item has a
+    short budget.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -163,7 +166,7 @@ def quantum_of(settings: Settings) -> Quantum:
     )
 
 
-MEMORY_S = 10.0  # seconds of busy time after which a batch has 1/e of its weight in the rate
+MEMORY_S = 10.0  # time constant: after these seconds of busy time, a batch has 1/e of its weight in the rate
 
 
 class Rate:

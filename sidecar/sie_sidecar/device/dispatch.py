@@ -14,8 +14,8 @@ sent next.
        └──► writing ──► next: one work item ──► run ──► end
 
 Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`) and
-use no lane (place for a running batch), because the adapter runs all of them together. They are not counted in
-the credit, which is the number of other deliveries that the broker may send.
+use no lane (place for a running batch), because the adapter runs all of them together. They are not counted in the
+credit, which is the number of other deliveries that the broker may send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
 device is lost, its waiting work moves to devices with an adapter.
@@ -73,7 +73,7 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        # batches that may be at the adapter, by the settings
+        # limit of the number of batches at the adapter, from the settings
         self._most = min(settings.max_concurrent_batches, settings.pool_size)
         # names of batches must be unique in a worker with several devices
         self._name = f"{worker_id}.{link.number}" if link.number else worker_id
@@ -88,7 +88,7 @@ class DeviceQueue:
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
         self.sent = 0  # number of batches at the adapter, not counting those that generate text
-        # by id() of a work item that generates text: event that is set when no request waits for its answer
+        # by id() of a work item that generates text: event that is set when no request waits for its answer any more
         self._written: dict[int, asyncio.Event] = {}
         self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
         self.number = 0  # number of batches sent since the start, from which the next batch gets its name

@@ -94,7 +94,7 @@ class InFlight:
     given_up: SIEError | None = None  # error for which it was given up; it is then written to the dead letters
     dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
     payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
-    counted: int = 0  # its tokens that count as waiting for a device
+    counted: int = 0  # number of its tokens that are counted now as waiting for a device
     span: Span | None = None  # its span in a trace; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
@@ -289,7 +289,9 @@ class Inventory:
         on_free: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """`on_less` is called when fewer tokens wait for a device, `on_free` when a consumer may deliver again."""
+        """`on_less` is called when fewer tokens wait for a device. `on_free` is called with the name of a consumer that
+        was held back and may deliver again.
+        """
         self._models = models
         self._on_less = on_less
         self._on_free = on_free

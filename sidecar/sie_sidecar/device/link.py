@@ -148,7 +148,7 @@ class AdapterLink:
         await self._up.wait()
 
     async def is_back(self) -> bool:
-        """Wait for the adapter until AWAY_S after its loss. Return True if it is connected."""
+        """Wait for the adapter, at most until AWAY_S seconds after its loss. Return True if it is connected."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._lost_s + AWAY_S - self._clock())):
                 await self._up.wait()

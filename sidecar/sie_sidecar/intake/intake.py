@@ -163,7 +163,7 @@ class WorkIntake:
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:
             return gathered
-        # each part can go to another device
+        # split, because each part can run on another device
         parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
         return gathered._replace(groups=parts)
 

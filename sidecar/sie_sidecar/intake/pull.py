@@ -75,8 +75,8 @@ class HostAssignment:
         is_up: Callable[[], bool],
     ) -> None:
         """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: it is loaded here.
-        `held(model)`: no more of its work should wait here. `on_change` is called after a change of the table.
-        `is_up()`: an adapter is connected; gateways place models only on workers with one.
+        `held(model)`: no more of its work should wait here, as in `role`. `on_change` is called after a change of the
+        table. `is_up()`: an adapter is connected; gateways place models only on workers with one.
         """
         self._broker = broker
         self._lane = lane
@@ -120,7 +120,8 @@ class HostAssignment:
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
     def _no_table(self) -> None:
-        if not self._was_up:  # without an adapter, gateways placed nothing on this worker: wait again
+        # this worker had no adapter when the wait began, so gateways could not place models on it: wait again
+        if not self._was_up:
             self._await_table()
             return
         _logger.warning(
@@ -506,7 +507,7 @@ class WorkSource:
 
     async def upkeep(self, *, is_check: bool) -> None:
         """Set how many messages the active consumers may deliver, and load models in advance; called once per second.
-        `is_check`, every ten seconds: also list the consumers and check the placement table. Raises BrokerError.
+        `is_check` (true every ten seconds): also list the consumers and check the placement table. Raises BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
@@ -539,7 +540,9 @@ class WorkSource:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Set the numbers of messages that consumers may deliver, once in this iteration of the event loop."""
+        """Set the numbers of messages that consumers may deliver, once for all calls in this iteration of the event
+        loop.
+        """
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)
@@ -550,7 +553,9 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Pull nothing from these consumers in the `with` block, where the worker reads new entries of their models."""
+        """Pull nothing from these consumers in the `with` block, in which the worker replaces the catalogue entries of
+        their models.
+        """
         self._paused.update(consumers)
         for consumer in consumers:
             self.pulling.refill_one(consumer)

@@ -206,7 +206,8 @@ class Loading:
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # the device is chosen here, after the loads before this one have begun, so that they count
+        # `obtain` chooses the device. It is called only here, when the earlier loads have begun, so that it counts
+        # their memory
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:

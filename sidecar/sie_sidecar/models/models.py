@@ -136,7 +136,7 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Return the number of work items here that wait and do not need the model in memory."""
+        """Return the number of work items here that wait and allow that the model is evicted meanwhile."""
         return sum(count() for count in self.before_gate)
 
     @property
@@ -286,14 +286,14 @@ class ModelStates:
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
     def is_closed(self, model: str) -> bool:
-        """Return True if new work of this model would wait here for the load of another model."""
+        """Return True if the model accepts no new work here, because another model is loaded in its place."""
         return any(hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def loaded_models(self) -> list[str]:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of mean size fit into the memory that is not in other use; 0 if unknown."""
+        """Return how many models of mean size fit into the memory that only models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
         # while a model is being loaded, its bytes are not reported for it yet, and would look like use by others
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):

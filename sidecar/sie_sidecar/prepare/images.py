@@ -55,9 +55,8 @@ _STRIP_PIXELS = 1 << 20  # number of pixels that are put on white at a time, bec
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 
 Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding
-AvifImagePlugin.DEFAULT_MAX_THREADS = (
-    1  # one thread: several media workers run at once, and threads need memory, which is limited
-)
+# threads of the AVIF decoder: several media workers run at once, and each thread needs memory, which is limited
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 class Pixels(NamedTuple):

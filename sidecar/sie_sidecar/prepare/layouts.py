@@ -47,7 +47,9 @@ _NONE = np.zeros(0, np.int32)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
-    """Return the rows of each work item. All are of one model with the same limits of length: tokenised in one call."""
+    """Return the rows of each work item. All are of one model and have the same limit of tokens, so they are tokenised
+    in one call.
+    """
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
     checked = [checked_work(tokenizer, layout, item) for item in items]
@@ -406,7 +408,8 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # removes a space at the end, which may be a part of the next token
+    # a space at the end is removed, because it may be a part of the next token, which was cut off
+    return text if read == text else read.rstrip()
 
 
 def _place(options: RunOptions) -> int:

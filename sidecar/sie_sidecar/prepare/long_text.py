@@ -256,7 +256,9 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of positions for cuts, by this tokenizer's steps; for unknown steps a guess to be tested."""
+    """Return the pattern of positions for cuts, by this tokenizer's steps. If it has unknown steps, the pattern is a
+    guess, which `_holds` tests.
+    """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
     is_supported = all(_is_local(step) for step in normalizers) and all(_is_known(step) for step in steps)

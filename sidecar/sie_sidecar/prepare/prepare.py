@@ -2,7 +2,7 @@
 their model is loaded, and their texts are tokenised.
 
     group ──► same revision of the model as at the gateway ──► model loaded ──► images, sounds ──► tokens ──► returned
-       │                                                             └──► tokenize, decode: answered here
+       │                                                             └──► requests to tokenize or decode: answered here
        ├──► this worker's catalogue is older: wait, then return the work items for other workers
        └──► it is newer: refused, and the gateway publishes the work again
 """
@@ -80,9 +80,9 @@ class Prepare:
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Prepare a group and return the work items that can be dispatched. Raises SIEError, the answer to the whole
-        group. `together`: characters of all groups gathered at the same time; if they are few, texts are tokenised on
-        the event loop.
+        """Prepare a group and return the work items that can be dispatched. Raises the SIEError with which the whole
+        group is answered. `together`: characters of all groups gathered at the same time; if they are few, texts are
+        tokenised on the event loop.
         """
         group = self._settle.still_wanted(group)
         if not group:

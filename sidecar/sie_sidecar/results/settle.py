@@ -4,8 +4,8 @@ item. `Leases` has the leases of the messages.
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
     larger result ──► parts, one after the other, each repeated until it is confirmed ──► the last one: taken
-                      if the verdict on the last part is `part`, the gateway lacks parts or the data is damaged:
-                      all parts are sent again, a few times
+                      if the verdict on the last part is `part`, the gateway lacks parts or the data is damaged: all
+                      parts are sent again, a few times
 
 `unknown`: the gateway does not have the request any more.
 
@@ -139,7 +139,7 @@ class ResultDelivery:
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
         """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
-        or `fenced` when the lease `fence` is lost. Raises PayloadTooBig.
+        or `fenced` if the lease `fence` is lost before. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -219,7 +219,9 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items to run, without cancelled ones. Answer late ones, and those of changed models."""
+        """Return the work items to run, without cancelled ones. Late ones, and those whose model has a new catalogue
+        entry, are answered here with an error.
+        """
         now_s = self._clock()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
         late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
