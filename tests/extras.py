@@ -78,6 +78,7 @@ TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {
     "starlette": "fastapi",  # which hands out its classes
     "docling": "docling-slim",  # whose package it is
+    "docling-core": "docling-slim",  # which brings it
 }
 # parts of others that need what their distribution does not bring
 NEEDS = {"uvicorn.protocols.websockets": "websockets"}

@@ -45,7 +45,8 @@ class FakeParser:
                 said = json.dumps([os.getpid(), dict(os.environ)])
             case ["exit"]:
                 os._exit(3)
-        return Parsed(job.number, job.document.format or "md", said, said, b'{"name": "fake"}', 1, True)
+        tree = b'{"name": "fake"}' if job.has_tree else b""
+        return Parsed(job.number, job.document.format or "md", said, said, tree, 1, True, ((0, 1),))
 
 
 if __name__ == "__main__":

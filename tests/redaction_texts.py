@@ -5,7 +5,12 @@ patterns know, in any order and without spaces between them.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
+
+from sie_contracts.wire.messages import Ok
+from sie_gateway.dialects import redact
+from sie_gateway.dialects.redact import RedactionRules
 
 CARD, IBAN, EMAIL, IPV4, IPV6, PHONE = (
     "4111 1111 1111 1111",
@@ -57,3 +62,8 @@ def random_entities(chance: random.Random, text: str) -> list[dict[str, Any]]:
         label = chance.choice(("person", "Place", "E-Mail", "שם"))
         entities.append({"label": label, "score": chance.random(), "start": start, "end": end, "text": text[start:end]})
     return entities
+
+
+def redacted_slot(text: str, entities: Sequence[dict[str, Any]], rules: RedactionRules) -> dict[str, Any]:
+    """The slot of a text in which the model found these entities."""
+    return redact._redacted(text, [Ok({}, data={"entities": list(entities)})], "items[0]", rules)

@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 INPUT_LIFE_S = 30 * 86_400
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-_COLUMNS = ("text", "query", "document", "image", "id", "keep", "chunks", "context")
+_COLUMNS = ("text", "query", "document", "image", "id", "keep", "chunks", "context", "documents", "parser")
 _OF_CLIENT = ("input_format", "output", "on_upload", "idempotency_key")
 _logger = logging.getLogger("sie_client")
 

@@ -159,7 +159,8 @@ class ExtractParams(Params, total=False):
 
 
 class RedactOptions(Params, total=False):
-    """Parameters of redact. `style`: what replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
+    """Parameters of redact. `models`: up to three further models; what any of them finds is replaced. `style`: what
+    replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
     `key`: secret for the style `hash`. Equal values get equal hashes in all calls with this key; without a key, only
     within one call. `region`: the country, such as `US`, whose phone numbers count without their country code.
@@ -167,6 +168,7 @@ class RedactOptions(Params, total=False):
     score of an entity.
     """
 
+    models: Sequence[str] | None
     style: Literal["mask", "hash", "tag", "synthetic"] | None
     key: str | None
     region: str | None
@@ -407,6 +409,8 @@ class JobOptions(TypedDict, total=False):
     for example `{title}\\n{body}`. `image`: the column with image files. `id`: the column with ids. `keep`: columns to
     copy to the output. `input_format`: the format of files whose names do not show it. `chunks`: a rule by which each
     text is encoded in chunks, or the column with the spans or the rule of each row; `context` as in `encode`.
+    `documents`: the column with document files, whose Markdown is encoded in `chunks`; `parser`: the model that parses
+    them (default: docling).
 
     `output`: an `s3://`, `gs://` or `file:///` URL for the output files, or a map of `url`, `format` (default:
     parquet), `sink` (URL of a vector database that also gets the vectors) and `collection` (in this database). Without
@@ -428,6 +432,8 @@ class JobOptions(TypedDict, total=False):
     keep: Sequence[str] | None
     chunks: Chunking | str | None
     context: bool | None
+    documents: str | None
+    parser: str | None
     input_format: Literal["jsonl", "csv", "parquet", "images"] | None
     output: str | JobOutput | None
     operation: Literal["encode", "score", "extract"] | None

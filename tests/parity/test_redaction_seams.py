@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from oracle import WORDS
 from parity.gliner_checkpoints import entry_of, gliner_folder, on_device
-from redaction_texts import VALUES
+from redaction_texts import VALUES, redacted_slot
 
 from sie_adapter.families.extraction import ExtractOptions
 from sie_adapter.families.gliner import GlinerModel
 from sie_client import restore
-from sie_gateway.dialects import redact
 from sie_gateway.dialects.redact import RedactionRules
 
 WINDOW = 20  # words
@@ -40,7 +39,7 @@ def test_values_and_entities_at_every_place_of_a_window_are_replaced(tmp_path: P
     ):
         assert isinstance(result, dict)
         entities = result["entities"]
-        slot = redact._redacted(text, entities, RedactionRules((), "tag", b"", "", "code_points"))
+        slot = redacted_slot(text, entities, RedactionRules((), "tag", b"", "", "code_points"))
         assert value not in slot["text"]
         for entity in entities:
             covering = [one for one in slot["spans"] if one["start"] <= entity["start"] and entity["end"] <= one["end"]]

@@ -1,15 +1,20 @@
-"""Jobs whose texts have chunks: formats, columns of spans, refusals, and processes that are killed in the middle."""
+"""Jobs whose texts have chunks: formats, columns of spans, documents, refusals, and processes that are killed in the
+middle. A stand-in for docling parses the documents.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
+import json
 import os
 import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +28,27 @@ from qdrant_server import QdrantServer
 RULE = {"max_tokens": 48, "min_tokens": 8}
 WORDS = ("river", "mill", "inn", "captain", "harbour", "flood", "bridge", "winter", "letter", "garden")
 TOLERANCE = 2e-5  # between batches of other sizes, in float32
+DOCUMENTS = {"documents": "file", "id": "key", "chunks": RULE}
+# read by each process of Python at its start: a module in place of the one that imports docling. A document is JSON.
+STAND_IN = """
+import sys, types
+
+class DoclingParser:
+    def parse(self, job):
+        import json
+        from sie_adapter.documents.parser_frames import Parsed
+        from sie_contracts.media.media import fault
+        try:
+            content = json.loads(job.document.data)
+        except ValueError:
+            raise fault("undecodable", "the document is damaged or encrypted")
+        starts = tuple(map(tuple, content["page_starts"]))
+        tree = b"{}" if job.has_tree else b""
+        return Parsed(job.number, "pdf", "", content["markdown"], tree, len(starts), True, starts)
+
+module = sys.modules["sie_adapter.documents.docling_parser"] = types.ModuleType("docling_parser")
+module.DoclingParser = DoclingParser
+"""
 
 
 def documents(count: int, sentences: int, seed: int = 1) -> Rows:
@@ -43,6 +69,33 @@ def documents(count: int, sentences: int, seed: int = 1) -> Rows:
         }
         for row in range(count)
     ]
+
+
+def parsable(rows: Rows) -> Rows:
+    """Rows with documents of these texts: a page and a heading for every two paragraphs."""
+    made = []
+    for row in rows:
+        paragraphs = row["body"].split("\n\n")
+        pages = ["\n\n".join(paragraphs[at : at + 2]) for at in range(0, len(paragraphs), 2)]
+        pages = [f"## Part {number}\n\n{page}" for number, page in enumerate(pages, 1)]
+        starts = itertools.accumulate((len(page) + 2 for page in pages[:-1]), initial=0)
+        markdown = "\n\n".join(pages)
+        content = {"markdown": markdown, "page_starts": [(start, number) for number, start in enumerate(starts, 1)]}
+        made.append(
+            {"key": row["key"], "body": markdown, "file": base64.b64encode(json.dumps(content).encode()).decode()}
+        )
+    return made
+
+
+def check_places(lines: Rows) -> None:
+    """The page and the heading of each chunk are those of its first word."""
+    for row in split_by_id(lines).values():
+        number = 0
+        for line in row:
+            first, heading, _ = line["text"].partition("## Part ")
+            begun = number + 1 if heading and not first.strip() else number
+            assert (line["page"], line["heading"]) == (begun, f"Part {begun}"), line
+            number += line["text"].count("## Part ")
 
 
 def split_by_id(lines: Rows) -> dict[str, Rows]:
@@ -78,10 +131,32 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qdrant]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, database: Qdrant) -> Iterator[Cluster]:
-    arguments = ["--model-filter", MODEL, "--no-spare", "--default-compute-precision", "float32"]
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "sitecustomize.py").write_text(STAND_IN)
+    package(folder)
+    (folder / "models" / "bundles").mkdir(parents=True)
+    (folder / "models" / "bundles" / "all.yaml").write_text("{id: all, families: [built-in, docling]}")
+    environ = {
+        "SIE_JOBS_SINKS": f"main={database.url}",
+        "SIE_BUNDLE": "all",
+        "SIE_MODELS_DIR": str(folder / "models"),
+        "SIE_MODEL_FILTER": f"{MODEL},docling",
+        "PYTHONPATH": str(folder),
+    }
+    arguments = ["--no-spare", "--default-compute-precision", "float32"]
     data = tmp_path_factory.mktemp("chunk-jobs")
-    with running(data, *arguments, environ={"SIE_JOBS_SINKS": f"main={database.url}"}) as cluster:
+    with running(data, *arguments, environ=environ) as cluster:
         yield cluster
+
+
+def package(folder: Path) -> None:
+    """Files of the package by which the model docling is installed."""
+    (folder / "docling").mkdir()
+    (folder / "docling" / "__init__.py").touch()
+    info = folder / "docling_slim-2.143.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: docling-slim\nVersion: 2.143.0\n")
+    (info / "RECORD").write_text("docling/__init__.py,,\n")
 
 
 @pytest.fixture
@@ -147,6 +222,94 @@ def test_a_column_names_the_chunks_of_each_row_and_wrong_ones_cost_their_row(job
     assert [line["id"] for line in jobs.rows(again)] == ["b", "c"]
 
 
+@pytest.mark.parametrize(("kind", "output"), [("jsonl", "parquet"), ("parquet", "jsonl"), ("csv", "npy")])
+def test_a_job_writes_the_chunks_of_documents_with_page_and_heading(jobs: JobClient, kind: str, output: str) -> None:
+    rows = parsable(documents(5, 30, seed=3))
+    raw = [base64.b64decode(row["file"]) for row in rows]
+    if kind == "csv":
+        data = b"key,file\n" + b"".join(f"{row['key']},{row['file']}\n".encode() for row in rows)
+    elif kind == "parquet":
+        data = parquet_file([{"key": row["key"], "file": content} for row, content in zip(rows, raw, strict=True)])
+    else:
+        forms = [{"data": rows[0]["file"], "format": "pdf"}, f"data:application/pdf;base64,{rows[1]['file']}"]
+        files = [*forms, *(row["file"] for row in rows[2:])]
+        data = jsonl([{"key": row["key"], "file": file} for row, file in zip(rows, files, strict=True)])
+    source = {"file": jobs.upload(f"a.{kind}", data), **DOCUMENTS}
+    job = jobs.submit(MODEL, source, output={"format": output})["id"]
+    counts = jobs.done(job)["counts"]
+    assert (counts["done"], counts["failed"]) == (5, 0), jobs.rows(job)
+    lines = jobs.rows(job)
+    check_tiles(rows, lines, RULE["max_tokens"])
+    check_places(lines)
+    slots = jobs.ask(
+        "POST", f"/v1/encode/{MODEL}", json={"items": [{"text": row["body"], "chunks": RULE} for row in rows]}
+    )
+    chunks = [chunk for slot in slots["items"] for chunk in slot["chunks"]]
+    for line, chunk in zip(lines, chunks, strict=True):
+        assert np.abs(np.array(line["dense"]) - np.array(chunk["dense"]["values"])).max() < TOLERANCE
+    # the usage of the parser has no tokens
+    tokens = [slot["usage"]["total_tokens"] for slot in slots["items"]]
+    assert [own[0]["row_tokens"] for own in split_by_id(lines).values()] == tokens
+    assert counts["tokens"] == sum(tokens)
+
+
+def test_a_document_that_cannot_be_parsed_costs_its_row(jobs: JobClient) -> None:
+    (good,) = parsable(documents(1, 20, seed=4))
+    empty = {"markdown": " ", "page_starts": []}
+    long = {"markdown": "word " * 60_000, "page_starts": []}
+    contents = [b"%PDF- damaged", *(json.dumps(content).encode() for content in (empty, long))]
+    files = [
+        good["file"],
+        *(base64.b64encode(content).decode() for content in contents),
+        "no base64!",
+        "https://a/b.pdf",
+        None,
+    ]
+    rows = [{"key": f"r{number}", "file": file} for number, file in enumerate(files)]
+    job = jobs.submit(MODEL, {"file": jobs.upload("a.jsonl", jsonl(rows)), **DOCUMENTS})["id"]
+    done = jobs.done(job)
+    assert (done["counts"]["done"], done["counts"]["failed"], done["errors"]) == (7, 6, {"INVALID_INPUT": 6})
+    by_id = split_by_id(jobs.rows(job))
+    assert "".join(line["text"] for line in by_id["r0"]) == good["body"]
+    expected = [
+        "undecodable: the document is damaged",
+        "has no text",
+        "code points of Markdown",
+        "base64",
+        "got a URL",
+        "is null",
+    ]
+    for (line,), message in zip(list(by_id.values())[1:], expected, strict=True):
+        assert message in line["error"]["message"]
+        assert [line[name] for name in ("chunk", "page", "heading", "text")] == [None] * 4
+    again = jobs.steer(job, "retry", 201)["id"]
+    assert jobs.done(again)["counts"]["rows"] == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"parser": MODEL}, "input.parser"),
+        ({"text": "{body}"}, "input.text"),
+        ({"image": "file"}, "input.image"),
+        ({"chunks": None}, "input.chunks"),
+        ({"keep": ["page"]}, "input.keep"),
+        ({"documents": "", "text": "{file}", "parser": "docling"}, "input.parser"),
+    ],
+    ids=range(6),
+)
+def test_a_job_of_documents_that_could_never_run_is_refused(
+    jobs: JobClient, change: dict[str, Any], param: str
+) -> None:
+    source = {"file": jobs.upload("a.jsonl", jsonl([{"key": "a", "file": "eA=="}])), **DOCUMENTS, **change}
+    assert jobs.refusal(MODEL, source)["param"] == param
+
+
+def test_a_job_of_documents_names_an_unknown_parser(jobs: JobClient) -> None:
+    source = {"file": jobs.upload("a.jsonl", jsonl([{"key": "a", "file": "eA=="}])), **DOCUMENTS, "parser": "no/parser"}
+    assert jobs.submit(MODEL, source, status=404)["error"]["code"] == "MODEL_NOT_FOUND"
+
+
 def test_a_second_job_with_the_cache_computes_no_chunk(jobs: JobClient) -> None:
     rows = documents(3, 20, seed=9)
     source = {"file": jobs.upload("a.jsonl", jsonl(rows)), "text": "{body}", "id": "key", "chunks": RULE}
@@ -169,20 +332,25 @@ def progress(cluster: Cluster, job: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize(
-    ("count", "sentences", "tokens_per_s"),
+    ("kind", "count", "sentences", "tokens_per_s"),
     [
-        pytest.param(48, 60, 12_000.0, id="48"),
-        pytest.param(1000, 60, 0.0, id="1000", marks=pytest.mark.long),
+        pytest.param("texts", 48, 60, 12_000.0, id="48"),
+        pytest.param("documents", 48, 60, 18_000.0, id="48 documents"),
+        pytest.param("texts", 1000, 60, 0.0, id="1000", marks=pytest.mark.long),
+        pytest.param("documents", 1000, 60, 0.0, id="1000 documents", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(1200)
 async def test_every_chunk_is_written_once_while_processes_are_killed(
-    cluster: Cluster, database: Qdrant, jobs: JobClient, count: int, sentences: int, tokens_per_s: float
+    cluster: Cluster, database: Qdrant, jobs: JobClient, kind: str, count: int, sentences: int, tokens_per_s: float
 ) -> None:
     """The gateway, the adapter and the gateway again are killed, each after a further quarter of the rows."""
     rows = documents(count, sentences, seed=count)
-    collection = f"chunks-{count}"
-    source = {"file": jobs.upload("a.parquet", parquet_file(rows, group=4)), "text": "{body}", "id": "key"}
+    if kind == "documents":
+        rows = parsable(rows)
+    collection = f"chunks-{kind}-{count}"
+    columns = {"text": "{body}"} if kind == "texts" else {"documents": "file"}
+    source = {"file": jobs.upload("a.parquet", parquet_file(rows, group=4)), "id": "key", **columns}
     output = {"sink": "main", "collection": collection}
     job = jobs.submit(
         MODEL, {**source, "chunks": RULE}, output=output, shard_rows=max(4, count // 40), tokens_per_s=tokens_per_s
@@ -211,7 +379,11 @@ async def test_every_chunk_is_written_once_while_processes_are_killed(
     check_tiles(rows, lines, RULE["max_tokens"])
     points = await database.found(collection)
     assert points.keys() == {f"{line['id']}#{line['chunk']}" for line in lines}
+    names = ["id", "chunk", "start", "end", "text"]
+    if kind == "documents":
+        check_places(lines)
+        names += ["page", "heading"]
     for line in lines[:: max(1, len(lines) // 100)]:
         vector, payload = points[f"{line['id']}#{line['chunk']}"]
-        assert payload == {name: line[name] for name in ("id", "chunk", "start", "end", "text")}
+        assert payload == {name: line[name] for name in names}
         assert np.abs(np.array(vector) - np.array(line["dense"])).max() < TOLERANCE

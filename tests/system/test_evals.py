@@ -19,7 +19,7 @@ from cluster import MODEL, SIE, Cluster
 from image_files import picture
 from zygote import Forked
 
-from sie_cli.evals import tasks
+from sie_cli.evals import labelled_tasks, tasks
 from sie_cli.main import main
 
 pytestmark = [shared.OPEN, pytest.mark.timeout(400)]
@@ -117,6 +117,23 @@ def test_a_reranker_is_measured_by_its_scores(open_cluster: Cluster, small: Path
     assert first == pytest.approx(second, abs=1e-6)
 
 
+def test_a_redaction_by_a_model_leaks_no_more_than_the_patterns_alone(
+    open_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with random weights: it replaces more, never less."""
+    monkeypatch.setattr(labelled_tasks, "WRITTEN", 1)
+    found = figures("test/gliner", "-t", "redaction-forms", "-s", "sie,patterns", "--url", open_cluster.url)
+    by_source = scores(found)
+    leaks = {name: own["leak"] for name, own in by_source.items() if name.startswith("sie, ")}
+    assert len(leaks) == 65
+    for name, leak in leaks.items():
+        assert leak <= by_source[name.replace("sie, ", "patterns, ")]["leak"], name
+    assert by_source["sie"]["recall"] > by_source["patterns"]["recall"]
+    monkeypatch.setattr(labelled_tasks, "STORIES", 5)
+    told = evaluated("test/gliner", "-t", "relations", "--url", open_cluster.url)
+    assert "sie, owns (" in told.stdout
+
+
 def test_images_are_found_by_texts(open_cluster: Cluster, tmp_path: Path) -> None:
     """Of a model with random weights: what it gives is that of the library."""
     folder = tmp_path / "pictures"
@@ -204,7 +221,7 @@ def test_what_cannot_be_measured_is_told(open_cluster: Cluster, small: Path) -> 
         nowhere == "Error: /proc/nothing: No such file or directory: name a folder that can be written with --results\n"
     )
     kind = evaluated("test/gliner", "-t", str(small), *where, status=1).stderr
-    assert "test/gliner has json: expected a model with vectors, or one that scores" in kind
+    assert "test/gliner has neither vectors nor scores" in kind
     for wrong in (("--rerank", MODEL), ("-t", "stsb", "--rerank", "test/cross")):
         assert "--rerank" in evaluated("test/dense", "-t", str(small), *wrong, *where, status=1).stderr
     scored = evaluated("test/cross", "-t", str(small), "--outputs", "int8", *where, status=1).stderr

@@ -30,7 +30,7 @@ OLD, NEW = "test/old", "test/new"
 KEY = "k3y-of-qdrant"
 ROWS, KILLS = 4000, 3
 MANY_ROWS, MANY_KILLS = 100_000, 5
-CLIENT_S = 0.02  # between two writes of the application
+CLIENT_S, MANY_CLIENT_S = 0.02, 0.2  # between two writes of the application: each flushes the engine of Qdrant
 
 pytestmark = [pytest.mark.xdist_group("migrate live"), pytest.mark.timeout(600)]
 
@@ -109,8 +109,9 @@ def text_of(number: int) -> str:
 class Writer(threading.Thread):
     """An application that writes: texts with the vectors of the alias, new rows, changed ones, deletions."""
 
-    def __init__(self, cluster: Cluster, alias: str, application: Application, rows: int) -> None:
+    def __init__(self, cluster: Cluster, alias: str, application: Application, rows: int, client_s: float) -> None:
         super().__init__(daemon=True)
+        self._client_s = client_s
         self._cluster, self._alias, self._application, self._rows = cluster, alias, application, rows
         self._over = threading.Event()
         self.writes = 0
@@ -120,7 +121,7 @@ class Writer(threading.Thread):
     def run(self) -> None:
         draw = random.Random(3)
         try:
-            while not self._over.wait(CLIENT_S):
+            while not self._over.wait(self._client_s):
                 self.writes += 1
                 (row_id,) = draw.choices([str(draw.randrange(self._rows // 2)), str(self._rows + self.writes)])
                 text = f"{text_of(self.writes)} written"
@@ -220,10 +221,13 @@ def kill_after(cluster: Cluster, alias: str, application: Application, share: fl
         process.communicate()
 
 
-def migrates(cluster: Cluster, alias: str, application: Application, rows: int, kills: int) -> None:
+def migrates(
+    cluster: Cluster, alias: str, application: Application, rows: int, kills: int, client_s: float
+) -> tuple[object, Writer]:
+    """Forward under writes and kills, and the way back. Returns the index from before, and the application."""
     filled(cluster, alias, application, rows)
     original = asyncio.run(application.found())
-    writer = Writer(cluster, alias, application, rows)
+    writer = Writer(cluster, alias, application, rows, client_s)
     writer.start()
     try:
         for kill in range(kills):
@@ -252,6 +256,11 @@ def migrates(cluster: Cluster, alias: str, application: Application, rows: int, 
     complete(cluster, application, OLD, original, writer)
     again = sie(cluster, alias, application, "--step", "back", status=1)
     assert "nothing to go back from" in again
+    return original, writer
+
+
+def goes_on_and_ends(cluster: Cluster, alias: str, application: Application, original: object, writer: Writer) -> None:
+    """Forward again, after the way back, and the end of the migration."""
     sie(cluster, alias, application, "--min-agreement", 0)
     complete(cluster, application, NEW, original, writer)
     told = sie(cluster, alias, application, "--step", "clean-up")
@@ -280,7 +289,8 @@ def complete(cluster: Cluster, application: Application, model: str, original: o
 def test_each_row_has_the_new_vector_of_its_latest_text_after_kills_and_under_writes(
     cluster: Cluster, application: Application
 ) -> None:
-    migrates(cluster, f"live-{type(application).__name__.lower()}", application, ROWS, KILLS)
+    alias = f"live-{type(application).__name__.lower()}"
+    goes_on_and_ends(cluster, alias, application, *migrates(cluster, alias, application, ROWS, KILLS, CLIENT_S))
 
 
 @pytest.mark.long
@@ -288,7 +298,7 @@ def test_each_row_has_the_new_vector_of_its_latest_text_after_kills_and_under_wr
 def test_a_hundred_thousand_rows_killed_five_times_all_have_the_new_vector(
     cluster: Cluster, application: Application
 ) -> None:
-    migrates(cluster, f"many-{type(application).__name__.lower()}", application, MANY_ROWS, MANY_KILLS)
+    migrates(cluster, f"many-{type(application).__name__.lower()}", application, MANY_ROWS, MANY_KILLS, MANY_CLIENT_S)
 
 
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(cluster: Cluster, application: Application) -> None:

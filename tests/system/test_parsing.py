@@ -72,6 +72,10 @@ def test_text_markdown_and_tree_are_those_of_docling(found: dict[str, Any]) -> N
         assert (data["format"], data["is_complete"]) == (name.partition(".")[2], True)
     assert ours["a.pdf"]["data"]["text"].split() == ["Invoice", "number", "17", "Total", "12.50", "Thank", "you"]
     assert ours["a.pdf"]["data"]["pages"] == 2
+    starts = {name: data["data"]["page_starts"] for name, data in ours.items() if isinstance(data, dict)}
+    second = ours["a.pdf"]["data"]["markdown"].index("Thank")
+    assert starts["a.pdf"] == [[0, 1], [second, 2]]
+    assert (starts["a.pptx"], starts["a.xlsx"], starts["a.docx"], starts["a.csv"]) == ([[0, 1]], [[0, 1]], [], [])
     assert "Zürich 東京" in ours["a.docx"]["data"]["markdown"]
     assert "| cat" in ours["a.xlsx"]["data"]["markdown"]
 

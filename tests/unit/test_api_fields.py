@@ -26,7 +26,13 @@ IGNORED = {
     "OllamaEmbed": {"keep_alive"},
     "OllamaPrompt": {"keep_alive"},
 }
-MODELS = {"rerank": "toy/score", "predict": "toy/classes", "classify": "toy/classes", "embed_sparse": "toy/wide"}
+MODELS = {
+    "rerank": "toy/score",
+    "predict": "toy/classes",
+    "classify": "toy/classes",
+    "embed_sparse": "toy/wide",
+    "extract": "toy/find",
+}
 ROUTES = [
     route
     for route in (*DIALECTS, *OLLAMA, *TEI)
@@ -54,6 +60,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[GatewayProcess]:
         cluster.source.put(toy_entry("toy/score", outputs={"score": 0}))
         cluster.source.put(toy_entry("toy/classes", family="text-classifier", outputs={"classifications": 0}))
         cluster.source.put(toy_entry("toy/wide", family="text-encoder", outputs={"dense": WIDTH, "sparse": 10}))
+        cluster.source.put(toy_entry("toy/find", family="gliner", outputs={"entities": 0}))
         # nobody answers: a body is read before that matters
         yield await cluster.gateway(SIE_LOAD_HOLD_S="0", SIE_GATEWAY_REQUEST_TIMEOUT="1")
 

@@ -237,6 +237,22 @@ def test_encode_writes_a_line_for_each_chunk_and_outcomes_reads_one_for_each_row
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+def test_encode_writes_page_and_heading_of_the_first_word_of_a_chunk_of_a_document(kind: OutputFormat) -> None:
+    text = "# A\n\none\n\n# B\n\ntwo"
+    answers = [chunked(9, (0, 8, 3), (8, 18, 4)), FAILED]
+    rows = [InputRow("x", text=text, page_starts=[(0, 1), (10, 2)]), InputRow("y")]
+    data = encode(shard_of(ABOUT, rows, answers), kind)
+    if kind == "parquet":
+        lines = table_of(data).to_pylist()
+        assert [str(table_of(data).schema.field(name).type) for name in ("page", "heading")] == ["int32", "string"]
+    else:
+        lines = lines_of(data if kind == "jsonl" else npz_of(data)["rows.jsonl"])
+    told = [tuple(line.get(name) for name in ("id", "chunk", "text", "page", "heading")) for line in lines]
+    assert told == [("x", 0, text[:8], 1, "A"), ("x", 1, text[8:], 2, "B"), ("y", None, None, None, None)]
+    assert [row.id for row in outcomes(data, kind)] == ["x", "y"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 def test_outcomes_reads_a_column_named_chunk_that_was_kept(kind: OutputFormat) -> None:
     own = [InputRow(name, copied={"chunk": value}) for name, value in (("a", 3), ("b", 0))]
     data = encode(shard_of(ABOUT, own, [RowAnswer(tokens=2), RowAnswer(tokens=1)], ("chunk",)), kind)

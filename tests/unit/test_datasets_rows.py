@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sie_contracts.api.jobs import JobInput
+from sie_contracts.api.jobs import JobChunkRule, JobInput
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import footers, plans, rows, sizes
@@ -160,6 +160,31 @@ async def test_images_come_from_columns(tmp_path: Path, place: Place) -> None:
         (),
     ]
     assert [row.fault.param for row in found if not row.images and row.fault] == ["input.image"] * 4
+
+
+async def test_a_file_of_a_document_is_read_as_it_is_and_a_missing_one_is_a_fault(tmp_path: Path, place: Place) -> None:
+    forms = ["eA==", {"data": "eA==", "format": "csv"}, None]
+    write_jsonl(tmp_path / "a.jsonl", [*({"f": form} for form in forms), {}])
+    parquet.write_table(pa.table({"f": [b"x", None]}), tmp_path / "b.parquet")
+    found = await rows_of(place, JobInput(url="u", documents="f", chunks=JobChunkRule(9)))
+    assert [row.file for row in found] == [*forms, None, b"x", None]
+    assert [row.fault.param if row.fault else "" for row in found] == [
+        "",
+        "",
+        *["input.documents"] * 2,
+        "",
+        "input.documents",
+    ]
+
+
+async def test_the_files_of_a_span_have_a_limit(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "MAX_DECODED_BYTES", 1000)
+    for name, form in (("a", "x" * 600), ("b", {"data": "x" * 600})):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"f": form}] * 2)
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / "rows.jsonl")
+        with pytest.raises(InvalidInput) as caught:
+            await rows_of(place, JobInput(url="u", documents="f", chunks=JobChunkRule(9)))
+        assert caught.value.reason == "too_large"
 
 
 async def test_images_of_a_folder_are_rows_by_name(tmp_path: Path, place: Place) -> None:

@@ -46,7 +46,7 @@ BLOCKS = {
     "image-search.md": {"": 4},
     "sounds.md": {"": 3},
     "files.md": {"": 1},
-    "jobs.md": {"": 5},
+    "jobs.md": {"": 5, "machine": 1},
     "kubernetes.md": {"kubernetes": 3},
     "lora.md": {"": 2},
     "mcp.md": {"machine": 2},

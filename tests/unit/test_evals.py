@@ -34,6 +34,7 @@ class Table:
     """A source that knows the vector of each text, or the score of each document."""
 
     is_here, main = True, DENSE
+    tokens = 0
 
     def __init__(
         self, rows: dict[str, Sequence[float]], *, scores_pairs: bool = False, identity: Sequence[str] = ()
@@ -118,7 +119,7 @@ def test_a_folder_that_lacks_a_file_and_a_task_that_nobody_knows_are_refused(tmp
         tasks.find(str(tmp_path))
     with pytest.raises(
         CommandRefused,
-        match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, mteb/NAME, texts/FILE, or a folder",
+        match="there is no task sts: give stsb, stsb-retrieval, scipy-docs, redaction, ",
     ):
         tasks.find("sts")
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "\xff"}')
@@ -150,7 +151,7 @@ def test_scipy_docs_has_a_long_document_for_each_summary_that_names_one() -> Non
 def test_all_packages_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packages.check("stsb", ["sie", "st"])
     monkeypatch.setattr(packages, "_MODULES", ("scipy", "no_such_module"))
-    monkeypatch.setattr(packages, "STSB_PACKAGE", "no-such-package-of-anybody")
+    monkeypatch.setattr(packages, "_TEXTS", {"stsb-retrieval": "no-such-package-of-anybody==1.0.3"})
     with pytest.raises(CommandRefused) as caught:
         packages.check("stsb-retrieval", ["sie"])
     assert caught.value.message.startswith("packages are missing: no_such_module, no-such-package-of-anybody (")
@@ -306,6 +307,29 @@ def test_a_report_has_a_row_of_each_source() -> None:
     json.dumps(alone.figures(), allow_nan=False)
 
 
+def test_the_cost_of_a_document_counts_documents_that_were_encoded(tmp_path: Path) -> None:
+    class Reader(Table):
+        def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
+            self.tokens += sum(len(text.split()) for text in texts)
+            return super().vectors(texts, output, is_query=is_query)
+
+    documents = {"a": "one two three", "b": "four", "c": "five six"}
+    rows = {text: [1.0, float(place)] for place, text in enumerate([*documents.values(), "a long question of words"])}
+    task = Retrieval("made", documents, {"q": "a long question of words"}, {"q": {"a": 1}})
+    made = []
+    for _ in range(2):
+        work = EvalWork(ResultCache(tmp_path), lambda done: None)
+        made.append(quality.measure(task, EvalStep(Reader(rows, identity=["of one model"]), DENSE), work))
+    first, again = made
+    assert first.cost is not None
+    assert (first.cost.tokens, first.cost.ms > 0) == (2, True)
+    assert again.cost is None, "the cache had all answers"
+    shown = report.of_quality("a/b", "made", "", [first, again], {}, [], {})
+    assert shown.table[0][-3:] == ["bytes", "tokens", "ms"]
+    assert (shown.table[1][-2], shown.table[2][-2:]) == ("2", ["-", "-"])
+    assert (shown.rows[0]["tokens_per_item"], shown.rows[1]["ms_per_item"]) == (2, None)
+
+
 def test_each_output_of_a_vector_is_ranked_by_what_an_index_of_it_has() -> None:
     rng = np.random.default_rng(4)
     documents = {f"d{number}": f"document {number}" for number in range(600)}
@@ -439,7 +463,7 @@ def test_texts_of_a_file_are_for_speed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ("foo", "there is no source foo: expected some of sie, st, targets"),
+        ("foo", "there is no source foo: expected some of sie, st, patterns, targets"),
         ("tei:localhost", "there is no source tei:localhost"),
         ("st:http://x", "there is no source"),
         ("sie,sie", "a source is named twice"),

@@ -139,6 +139,15 @@ def test_chunks_are_a_rule_or_a_column(
     assert server.bodies[f"{JOB}0"].input == JobInput(url="s3://b/in/", text="{t}", chunks=chunks, context=context)
 
 
+def test_submit_names_the_column_of_documents_and_their_parser(server: JobServer) -> None:
+    arguments = ["--documents", "pdf", "--parser", "org/parser", "--chunks", "max_tokens=40"]
+    assert sie(server, "submit", "org/m", "s3://b/in/", *arguments).exit_code == 0
+    rule = JobChunkRule(40)
+    assert server.bodies[f"{JOB}0"].input == JobInput(
+        url="s3://b/in/", documents="pdf", parser="org/parser", chunks=rule
+    )
+
+
 def test_templates_of_a_query_make_it_a_score_between_addresses(server: JobServer) -> None:
     found = sie(
         server, "submit", "org/m", "s3://b/in/", "--query", "{q}", "--document", "{d}", "-o", "s3://b/out/", "--json"

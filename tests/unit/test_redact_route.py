@@ -35,7 +35,8 @@ PERSON = {"text": "Ada", "label": "person", "score": 0.97, "start": 0, "end": 3}
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[InProcess]:
     async with InProcess(tmp_path) as cluster:
-        cluster.source.put(toy_entry(LABELLED, outputs={"entities": 0}, family="gliner"))
+        strict = {"strict": {"run": {"parameters": {"threshold": 0.9}}}}
+        cluster.source.put(toy_entry(LABELLED, outputs={"entities": 0}, family="gliner", profiles=strict))
         cluster.source.put(toy_entry(FIXED, outputs={"entities": 0}, family="token-classifier"))
         cluster.source.put(toy_entry("toy/classes", outputs={"classifications": 0}))
         cluster.source.put(toy_entry("toy/relations", outputs={"relations": 0}, family="glirel"))
@@ -85,6 +86,13 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"items": ["a"], "params": {"labels": ["person"]}}, "schema", "labels"),
     ({"items": ["a"], "labels": ["person"], "kinds": ["person"]}, "schema", "labels"),
     ({"items": ["a"], "kinds": ["person"], "options": {"labels": ["a"]}}, "schema", "labels"),
+    ({"items": ["a"], "kinds": ["person"], "models": "toy/kinds"}, "schema", "models"),
+    ({"items": ["a"], "kinds": ["person"], "models": []}, "empty_items", "models"),
+    ({"items": ["a"], "kinds": ["person"], "models": ["toy/kinds", 3]}, "schema", "models[1]"),
+    ({"items": ["a"], "kinds": ["person"], "models": ["a", "b", "c", "d"]}, "too_many_items", "models"),
+    ({"items": ["a"], "kinds": ["person"], "models": ["toy/kinds", "toy/find"]}, "schema", "models[1]"),
+    ({"items": ["a"], "kinds": ["person"], "models": ["toy/classes"]}, "unsupported_task", "models[0]"),
+    ({"items": ["a"], "kinds": ["person"], "models": ["../x"]}, "schema", "models[0]"),
     ({"items": ["a"], "kinds": ["person"], "style": "blank"}, "schema", "style"),
     ({"items": ["a"], "kinds": ["person"], "style": 3}, "schema", "style"),
     ({"items": ["a"], "kinds": ["person"], "style": "hash", "key": "short"}, "schema", "key"),
@@ -169,6 +177,71 @@ async def test_model_with_its_own_kinds_redacts_all_of_them_with_a_warning(
     answer = (await reply).json()
     assert answer["items"][0]["text"] == "***** ***** *****"
     assert "warnings" not in answer
+
+
+async def test_what_any_of_several_models_finds_is_replaced(cluster: InProcess, gateway: GatewayProcess) -> None:
+    text = f"Ada Lovelace, {EMAIL}"
+    body = {"items": [text], "kinds": ["person", "email"], "models": [FIXED], "style": "tag", "threshold": 0.4}
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    first = await work_options(cluster, entities(PERSON))
+    name = {"text": "Lovelace", "label": "surname", "score": 0.6, "start": 4, "end": 12}
+    second = await work_options(cluster, entities(name, {**name, "label": "name", "start": 0}), sequence=2)
+    assert (first.labels, second.labels) == (("person", "email"), ())
+    assert (first.parameters["threshold"], second.parameters["threshold"]) == (0.4, 0.4)
+    answer = await reply
+    told = answer.json()
+    (slot,) = told["items"]
+    assert slot["text"] == "[NAME_1], [EMAIL_1]"
+    assert slot["usage"]["total_tokens"] == told["usage"]["total_tokens"] == 6
+    assert answer.headers["x-sie-units-input-tokens"] == "6"
+    assert told["model"] == LABELLED
+    assert told["warnings"] == [
+        f"kinds: chooses patterns only, {FIXED} has kinds of its own and all of them are redacted"
+    ]
+    assert restore(slot["text"], slot["map"]) == text
+
+
+async def test_text_that_fails_with_one_of_several_models_has_no_text(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    """Otherwise a failure would mean less redaction, without a word."""
+    failed = Failed(InferenceFailed("not finite", reason="non_finite").info())
+    body = {"items": ["Ada met", "Bob met"], "kinds": ["person"], "models": [FIXED]}
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    await work_options(cluster, entities(PERSON), entities())
+    await work_options(cluster, failed, entities(), sequence=2)
+    answer = await reply
+    first, second = answer.json()["items"]
+    assert first["error"]["code"] == "INFERENCE_ERROR"
+    assert not first.keys() & {"text", "spans", "map"}
+    assert second["text"] == "Bob met"
+    assert answer.headers["x-sie-failed-items"] == "1"
+    for number, outcome in ((3, failed), (5, entities(truncated=True))):
+        reply = asyncio.create_task(post(gateway, LABELLED, {**body, "items": ["Ada met"]}))
+        await work_options(cluster, entities(PERSON), sequence=number)
+        await work_options(cluster, outcome, sequence=number + 1)
+        answer = await reply
+        assert answer.status_code in (400, 500)
+        assert "met" not in answer.text
+
+
+async def test_further_model_that_is_unknown_is_refused_before_any_work(
+    cluster: InProcess, gateway: GatewayProcess
+) -> None:
+    answer = await post(gateway, LABELLED, {"items": ["Ada"], "kinds": ["person"], "models": ["toy/none"]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "MODEL_NOT_FOUND")
+    answer = await post(gateway, FIXED, {"items": ["Ada"], "models": [LABELLED]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kinds"), "the further model needs labels"
+    assert cluster.server.streams[STREAM].last_sequence == 0
+
+
+async def test_profile_of_the_body_is_that_of_the_first_model_only(cluster: InProcess, gateway: GatewayProcess) -> None:
+    body = {"items": ["Ada"], "params": {"kinds": ["person"], "models": [FIXED], "profile": "strict"}}
+    reply = asyncio.create_task(post(gateway, LABELLED, body))
+    first = await work_options(cluster, entities())
+    second = await work_options(cluster, entities(), sequence=2)
+    assert (first.parameters, second.parameters) == ({"threshold": 0.9}, {})
+    assert (await reply).status_code == 200
 
 
 async def test_text_that_failed_has_an_error_and_no_text(cluster: InProcess, gateway: GatewayProcess) -> None:

@@ -9,7 +9,7 @@ import time
 from typing import Any, get_args
 
 import pytest
-from redaction_texts import CARD, EMAIL, IBAN, IPV4, IPV6, PHONE, VALUES, random_entities, random_text
+from redaction_texts import CARD, EMAIL, IBAN, IPV4, IPV6, PHONE, VALUES, random_entities, random_text, redacted_slot
 
 from sie_client import InvalidInputError, restore
 from sie_contracts.api.inference import Offsets, RedactionStyle
@@ -269,13 +269,13 @@ EXPECTED = {
 @pytest.mark.parametrize("style", EXPECTED)
 def test_redacted_text_has_the_replacements_of_its_style(style: str) -> None:
     entities = [{"label": "person", "score": 0.9, "start": start, "end": start + 3} for start in (0, 8)]
-    slot = redact._redacted("Ada met Ada.", entities, rules(style, "person"))
+    slot = redacted_slot("Ada met Ada.", entities, rules(style, "person"))
     assert slot["text"] == EXPECTED[style]
     assert [(one["start"], one["end"], one["source"]) for one in slot["spans"]] == [(0, 3, "model"), (8, 11, "model")]
 
 
 def test_pattern_carries_the_name_of_its_kind_in_the_request() -> None:
-    slot = redact._redacted(f"to {IBAN}", [], rules("tag", "person", "IBAN number"))
+    slot = redacted_slot(f"to {IBAN}", [], rules("tag", "person", "IBAN number"))
     assert slot["text"] == "to [IBAN_NUMBER_1]"
     assert slot["spans"] == [
         {"start": 3, "end": 3 + len(IBAN), "kind": "IBAN number", "score": None, "source": "pattern"}
@@ -283,19 +283,19 @@ def test_pattern_carries_the_name_of_its_kind_in_the_request() -> None:
 
 
 def test_pattern_that_no_kind_names_does_not_run() -> None:
-    assert redact._redacted(IBAN, [], rules("tag", "person"))["text"] == IBAN
+    assert redacted_slot(IBAN, [], rules("tag", "person"))["text"] == IBAN
 
 
 def test_combining_marks_go_with_the_character_before_them() -> None:
     entities = [{"label": "person", "score": 0.9, "start": 0, "end": 4}]
-    assert redact._redacted("Jose\u0301 met", entities, rules("mask", "person"))["text"] == "***** met"
+    assert redacted_slot("Jose\u0301 met", entities, rules("mask", "person"))["text"] == "***** met"
 
 
 @pytest.mark.parametrize("place", [(None, None), (0, None), (-1, 2), (0, 9), (3, 2), (0.0, 2)])
 def test_entity_without_a_place_in_the_text_fails_the_text(place: tuple[Any, Any]) -> None:
     entity = {"label": "person", "score": 0.9, "start": place[0], "end": place[1]}
     with pytest.raises(InferenceFailed):
-        redact._redacted("Ada met", [entity], rules("mask", "person"))
+        redacted_slot("Ada met", [entity], rules("mask", "person"))
 
 
 def test_random_texts_keep_what_is_outside_of_spans_and_are_restored_byte_for_byte() -> None:
@@ -306,7 +306,7 @@ def test_random_texts_keep_what_is_outside_of_spans_and_are_restored_byte_for_by
         text = random_text(chance)
         entities = random_entities(chance, text)
         style, offsets = STYLES[number % 4], get_args(Offsets)[number // 4 % 2]
-        slot = redact._redacted(text, entities, rules(style, offsets=offsets))
+        slot = redacted_slot(text, entities, rules(style, offsets=offsets))
         assert restore(slot["text"], slot["map"]).encode() == text.encode()
         units = [1 + (ord(character) > 0xFFFF and offsets == "utf16") for character in text]
         places = [0, *itertools.accumulate(units)]
@@ -341,7 +341,7 @@ def test_utf16_offsets_are_those_of_the_encoded_text() -> None:
 
 
 def test_restore_refuses_another_text() -> None:
-    slot = redact._redacted(f"mail {EMAIL} or {EMAIL}", [], rules("tag"))
+    slot = redacted_slot(f"mail {EMAIL} or {EMAIL}", [], rules("tag"))
     assert slot["text"] == "mail [EMAIL_1] or [EMAIL_1]"
     for wrong in (f"{slot['text']} ", slot["text"][1:], slot["text"].replace("_1", "_2"), ""):
         with pytest.raises(InvalidInputError, match="another text"):
@@ -349,14 +349,14 @@ def test_restore_refuses_another_text() -> None:
 
 
 def test_restore_refuses_parts_that_are_out_of_order() -> None:
-    slot = redact._redacted(f"{EMAIL} {EMAIL}", [], rules("tag"))
+    slot = redacted_slot(f"{EMAIL} {EMAIL}", [], rules("tag"))
     slot["map"]["parts"].reverse()
     with pytest.raises(InvalidInputError):
         restore(slot["text"], slot["map"])
 
 
 def test_error_of_restore_repeats_no_value() -> None:
-    slot = redact._redacted(EMAIL, [], rules("tag"))
+    slot = redacted_slot(EMAIL, [], rules("tag"))
     with pytest.raises(InvalidInputError) as caught:
         restore("x", slot["map"])
     assert EMAIL not in str(caught.value)

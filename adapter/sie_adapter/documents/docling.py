@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 from tokenizers import Tokenizer, models
 
-from sie_adapter.documents.parser_frames import Parsed
+from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_adapter.documents.parsers import ParserNotStarted, Parsers
 from sie_adapter.engine.device import Compute, usable_cores
 from sie_adapter.families.extraction import ExtractOptions, Result
@@ -32,9 +32,9 @@ class DoclingModel:
     """Parser processes of one model, one for each core. Several threads may use the objects that `reading` returns at
     the same time.
 
-    A result is `{"data": {text, markdown, document, format, pages, is_complete}}`. An input gets an InvalidInput if it
-    has no document, or if the document is refused (reason `invalid_media`; the message begins with the cause). Texts
-    are not read.
+    A result is `{"data": {text, markdown, document, format, pages, page_starts, is_complete}}`; the parameter `tree`
+    false leaves `document` out. An input gets an InvalidInput if it has no document, or if the document is refused
+    (reason `invalid_media`; the message begins with the cause). Texts are not read.
     """
 
     rows: ClassVar[dict[str, Rows]] = {"extract": Rows("raw", documents=DocumentLimits(), writes=True)}
@@ -76,8 +76,8 @@ class DoclingCall:
         """
         refused = [_refusal(document, option) for document, option in zip(documents, options, strict=True)]
         parseable = [
-            document
-            for document, error in zip(documents, refused, strict=True)
+            ParseJob(0, document, has_tree=option.parameters.get("tree") is not False)
+            for document, option, error in zip(documents, options, refused, strict=True)
             if document is not None and error is None
         ]
         parsed = iter(self._parsers.parse(parseable, self._is_gone))
@@ -103,16 +103,17 @@ def _result(parsed: Parsed | SIEError) -> Result:
     if isinstance(parsed, SIEError):
         return parsed
     try:
-        tree = msgspec.json.decode(parsed.tree)
+        tree = {"document": msgspec.json.decode(parsed.tree)} if parsed.tree else {}
     except (msgspec.DecodeError, RecursionError):
         return InternalFailure("the tree of the document is not JSON")
     return {
         "data": {
             "text": parsed.text,
             "markdown": parsed.markdown,
-            "document": tree,
+            **tree,
             "format": parsed.format,
             "pages": parsed.pages,
+            "page_starts": parsed.page_starts,
             "is_complete": parsed.is_complete,
         }
     }

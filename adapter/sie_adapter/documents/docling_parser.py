@@ -9,11 +9,17 @@ The text of a PDF is the text in the file, read line by line. A page that is onl
 from __future__ import annotations
 
 import io
+import re
+import secrets
+from typing import Any
 
 import msgspec
 from docling.datamodel.base_models import ConversionStatus, DocumentStream, InputFormat
 from docling.datamodel.pipeline_options import NativePdfPipelineOptions
 from docling.document_converter import DocumentConverter, NativePdfFormatOption
+from docling_core.transforms.serializer.base import SerializationResult
+from docling_core.transforms.serializer.markdown import MarkdownDocSerializer
+from docling_core.types.doc import DocItem, NodeItem, TableItem
 
 from sie_adapter.documents.document_formats import format_of
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
@@ -72,12 +78,45 @@ class DoclingParser:
         if result.status not in _READ:  # docling's messages are not passed on, because they contain paths and digests
             raise fault("undecodable", f"the {kind} document is damaged or encrypted")
         document = result.document
+        markdown = document.export_to_markdown()
         return Parsed(
             job.number,
             kind,
             document.export_to_text(),
-            document.export_to_markdown(),
-            msgspec.json.encode(document.export_to_dict()),
+            markdown,
+            msgspec.json.encode(document.export_to_dict()) if job.has_tree else b"",
             len(document.pages),
             result.status is ConversionStatus.SUCCESS,
+            _PageMarker(doc=document).page_starts(markdown),
         )
+
+
+class _PageMarker(MarkdownDocSerializer):  # type: ignore[misc]  # the package is not typed here
+    """Serializer that writes `mark`, the number of the page and a full stop before the first text of each page."""
+
+    _mark: str = secrets.token_hex(16)
+    _page: int = 0
+    _is_in_table: bool = False
+
+    def serialize(self, *, item: NodeItem | None = None, **options: Any) -> SerializationResult:
+        page = item.prov[0].page_no if isinstance(item, DocItem) and item.prov and not self._is_in_table else 0
+        begins_page = page > self._page
+        if begins_page:
+            self._page = page
+        was_in_table, self._is_in_table = self._is_in_table, self._is_in_table or isinstance(item, TableItem)
+        result = super().serialize(item=item, **options)
+        self._is_in_table = was_in_table
+        if not begins_page:
+            return result
+        return result.model_copy(update={"text": f"{self._mark}{page}.{result.text}"})
+
+    def page_starts(self, markdown: str) -> tuple[tuple[int, int], ...]:
+        """Return the first code point and the number of each page with text. If the marks change the Markdown in other
+        ways, the pages are unknown.
+        """
+        first, *pages = re.split(rf"{self._mark}(\d+)\.", self.serialize().text)
+        text, starts = first, []
+        for number, page in zip(pages[::2], pages[1::2], strict=True):
+            starts.append((len(text), int(number)))
+            text += page
+        return tuple(starts) if text == markdown else ()

@@ -12,13 +12,17 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class ParseJob(msgspec.Struct, frozen=True, tag=True):
+    """Document to parse. `number` is set when it is sent. `has_tree`: the answer has the tree of the document."""
+
     number: int
     document: DocumentFile
+    has_tree: bool = True
 
 
 class Parsed(msgspec.Struct, frozen=True, tag=True):
-    """Content of a document. `tree`: the document in the JSON of docling. `pages`: the number of pages, 0 for a format
-    without pages. `is_complete`: False if some pages could not be read.
+    """Content of a document. `tree`: the document in the JSON of docling; empty if it was not asked for. `pages`: the
+    number of pages, 0 for a format without pages. `is_complete`: False if some pages could not be read. `page_starts`:
+    first code point of each page in the Markdown, with the number of the page.
     """
 
     number: int
@@ -28,6 +32,7 @@ class Parsed(msgspec.Struct, frozen=True, tag=True):
     tree: bytes
     pages: int
     is_complete: bool
+    page_starts: tuple[tuple[int, int], ...] = ()
 
 
 Answer = Hello | Parsed | Unusable

@@ -29,7 +29,6 @@ from sie_adapter.documents import parser_frames
 from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_adapter.memory.device_errors import cancelled
 from sie_contracts.errors import InternalFailure, ResourceExhausted, SIEError
-from sie_contracts.media.documents import DocumentFile
 from sie_contracts.media.media import fault
 from sie_contracts.wire.child_frames import Hello, Unusable
 from sie_contracts.wire.ipc import FrameError, receive_frame
@@ -81,9 +80,7 @@ class Parsers:
     def pids(self) -> tuple[int, ...]:
         return tuple(sorted(process.pid for process in list(self._processes.values()) if process.runs))
 
-    def parse(
-        self, documents: Sequence[DocumentFile], is_gone: Callable[[], bool] = lambda: False
-    ) -> list[Parsed | SIEError]:
+    def parse(self, jobs: Sequence[ParseJob], is_gone: Callable[[], bool] = lambda: False) -> list[Parsed | SIEError]:
         """Return each parsed document, or an error. The error of an unusable document is an InvalidInput, reason
         invalid_media, whose message begins with the cause. Other errors are not caused by the document.
 
@@ -91,7 +88,7 @@ class Parsers:
         `cancelled` is raised.
         """
         call = _ParseCall()
-        left = futures = [self._threads.submit(self._parse, document, call) for document in documents]
+        left = futures = [self._threads.submit(self._parse, job, call) for job in jobs]
         while left := list(wait(left, LOOK_S).not_done):
             if is_gone():
                 for future in futures:
@@ -105,9 +102,9 @@ class Parsers:
             process.end()
         self._threads.shutdown(cancel_futures=True)
 
-    def _parse(self, document: DocumentFile, call: _ParseCall) -> Parsed | SIEError:
+    def _parse(self, job: ParseJob, call: _ParseCall) -> Parsed | SIEError:
         try:
-            return self._answered(document, call)
+            return self._answered(job, call)
         except SIEError as error:
             return error
         except ParserNotStarted as error:
@@ -135,11 +132,11 @@ class Parsers:
         if process is not None:
             process.end()
 
-    def _answered(self, document: DocumentFile, call: _ParseCall) -> Parsed:
+    def _answered(self, job: ParseJob, call: _ParseCall) -> Parsed:
         process = self._started()
         try:
             with call.running(process):
-                answer = process.run(document, self._deadline_s)
+                answer = process.run(job, self._deadline_s)
         except _Late as error:
             self._dismiss()
             _logger.warning("the parsing process %d exceeded %g s and is killed", process.pid, self._deadline_s)
@@ -258,10 +255,10 @@ class _ParserProcess:
             return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
         return 0
 
-    def run(self, document: DocumentFile, deadline_s: float) -> Parsed | Unusable:
+    def run(self, job: ParseJob, deadline_s: float) -> Parsed | Unusable:
         """Return the answer for a document. Raises _ParserLost if the process ended, _Late after the deadline."""
         self._number += 1
-        job = ParseJob(self._number, document)
+        job = msgspec.structs.replace(job, number=self._number)
         answer = self._waited(deadline_s, parser_frames.frame(job))
         if isinstance(answer, Hello) or answer.number != job.number:
             raise _ParserLost("its answer belongs to another document")

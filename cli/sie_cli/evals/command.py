@@ -75,7 +75,7 @@ def evals() -> None:
     default="sie",
     show_default=True,
     metavar="SOURCE,...",
-    help="Who answers, and what is expected: sie, st, targets, sie:URL, openai:URL, tei:URL, infinity:URL.",
+    help="Who answers, and what is expected: sie, st, patterns, targets, sie:URL, openai:URL, tei:URL, infinity:URL.",
 )
 @click.option("--outputs", "kinds", default="", metavar="OUTPUT,...", help=f"Also these: {', '.join(outputs.NAMES)}.")
 @click.option("--rerank", multiple=True, metavar="MODEL", help="Also the nearest documents in the order of this model.")
@@ -122,6 +122,7 @@ def run(
       sie            the cluster that --url names or that runs on this machine; without one a cluster is started
       sie:URL        another cluster
       st             sentence-transformers in this process, in float32
+      patterns       the patterns of a redaction, without a model
       openai:URL, infinity:URL, tei:URL   a server that is not SIE
       targets        a file of targets, or the last measured values: exit code 1 if the first source is worse
 
@@ -129,6 +130,8 @@ def run(
     Tasks:
       stsb             how alike two sentences are (Spearman's rank correlation)
       stsb-retrieval   find the sentence that says the same (NDCG@10, MAP, recall)
+      redaction        replace personal data (precision, recall, leak of each kind); also redaction-forms
+      entities         find names and places (precision, recall, F1); also entities-ja, relations, topics
       FOLDER           your own documents, queries and judgements
       mteb/NAME        a task of the library mteb; without the hub, a folder mteb/NAME or NAME
       texts/FILE       a file with one text per line, for --type perf

@@ -11,13 +11,14 @@ from typing import Any
 
 from sie_cli.display import counted, items
 from sie_cli.evals import opened, outputs, packages, perf, quality, report, results, targets, tasks
+from sie_cli.evals.labelled import FactTask
 from sie_cli.evals.load import NOBODY, WorkerWatch
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.opened import EvalGateway, OpenSources
 from sie_cli.evals.perf import LoadPlan, LoadPoint
 from sie_cli.evals.quality import Measurement
 from sie_cli.evals.report import EvalReport, Kind
-from sie_cli.evals.sources import EvalSource, Sie
+from sie_cli.evals.sources import EvalSource, FactSource, Sie
 from sie_cli.evals.steps import EvalStep, EvalWork, ResultCache
 from sie_cli.evals.targets import Targets
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
@@ -89,6 +90,7 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
             for name in spec.sources:
                 if name != "targets":
                     sources.open(name)
+            _check_sources(task, sources.sources, spec.kind)
             context = _context(spec, task, sources.sources)
             return _speed(context) if spec.kind == "perf" else _quality(context, sources)
         except SIEConnectionError as error:
@@ -98,6 +100,19 @@ def run(spec: EvalSpec, gateway: EvalGateway) -> EvalOutcome:
             ) from error
         except SIEError as error:
             raise CommandRefused(str(error)) from error
+
+
+def _check_sources(task: Task, sources: Sequence[EvalSource], kind: Kind) -> None:
+    """Raise CommandRefused if a source does not answer what the task needs."""
+    is_labelled = isinstance(task, FactTask) and kind == "quality"
+    for source in sources:
+        if is_labelled and not isinstance(source, FactSource):
+            raise CommandRefused(f"-s {source.name} has only vectors and scores: use sie for the task {task.name}")
+        if not is_labelled and isinstance(source, Sie) and source.only_extracts:
+            raise CommandRefused(
+                f"{source.model} has neither vectors nor scores: the tasks redaction, entities, relations and topics"
+                " measure the quality of such a model"
+            )
 
 
 def _context(spec: EvalSpec, task: Task, sources: Sequence[EvalSource]) -> _EvalContext:
@@ -144,9 +159,9 @@ def _steps(context: _EvalContext, rerankers: Sequence[EvalSource]) -> Iterator[E
         yield EvalStep(source, source.main)
     main = context.cluster.main if context.cluster else outputs.DENSE
     compared = [outputs.find(name) for name in context.spec.outputs if name != main.name]
-    if (compared or rerankers) and isinstance(context.task, Mteb):
+    if (compared or rerankers) and isinstance(context.task, Mteb | FactTask):
         raise CommandRefused(
-            "--outputs and --rerank need single queries, which the library mteb does not return: use a folder"
+            "--outputs and --rerank need the vectors of single queries: use stsb-retrieval, scipy-docs or a folder"
         )
     if (compared or rerankers) and context.cluster is None:
         raise CommandRefused("--outputs and --rerank need a cluster: name it with -s sie")
@@ -239,5 +254,8 @@ def counts(task: Task) -> str:
             return counted(len(task.gold), "pair")
         case Retrieval():
             return f"{counted(len(task.queries), 'query', 'queries')}, {counted(len(task.corpus), 'document')}"
+        case FactTask():
+            facts = sum(len(text.facts) for text in task.texts)
+            return f"{counted(len(task.texts), 'text')}, {counted(facts, 'fact')}"
         case Texts() | Mteb():
             return counted(len(task.texts), "text")

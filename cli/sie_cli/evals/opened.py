@@ -1,6 +1,6 @@
 """Opening of the sources that -s names: the clusters, servers or libraries whose vectors and scores are measured.
 
-sie, sie:URL, st, openai:URL, infinity:URL, tei:URL ──► EvalSource
+sie, sie:URL, st, patterns, openai:URL, infinity:URL, tei:URL ──► EvalSource
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from sie_cli import access
 from sie_cli.access import Access
 from sie_cli.cluster import GATEWAY_URL, Cluster
 from sie_cli.evals.load import PATIENCE_S
-from sie_cli.evals.sources import DIALECTS, EvalSource, SentenceTransformers, ServerSource, Sie, catalogue_entry
+from sie_cli.evals.sources import (
+    DIALECTS,
+    EvalSource,
+    Patterns,
+    SentenceTransformers,
+    ServerSource,
+    Sie,
+    catalogue_entry,
+)
 from sie_cli.refusal import CommandRefused
 from sie_cli.serve.ports import free_port
 from sie_client import SIEClient
@@ -30,7 +38,7 @@ from sie_contracts.settings import Secret, public_url
 
 CONNECT_S = 10.0  # seconds to reach a gateway that the user named, and to reach it again after a lost connection
 LOAD_S = 900.0  # seconds for the load of a model that no worker has loaded yet
-PLAIN = ("sie", "st", "targets")
+PLAIN = ("sie", "st", "patterns", "targets")
 
 
 def names(sources: str) -> list[str]:
@@ -92,6 +100,8 @@ class OpenSources:
         kind, _, url = name.partition(":")
         if kind == "sie":
             source: EvalSource = self.of_cluster(name, url, self._model)
+        elif name == "patterns":
+            source = Patterns()
         elif name == "st":
             source = SentenceTransformers(self._model, scores_pairs=self._scores_pairs())
         else:

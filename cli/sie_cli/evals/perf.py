@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sie_cli.evals.labelled import FactTask
 from sie_cli.evals.load import NOBODY, DeviceUsage, LoadLevel, LoadReply, LoadRequest, Send, SentRequest, UsageWatch
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.sources import EvalSource
@@ -83,6 +84,8 @@ def texts_of(task: Task) -> list[str]:
             texts = [*task.corpus.values(), *task.queries.values()]
         case Texts() | Mteb():
             texts = list(task.texts)
+        case FactTask():
+            texts = [text.text for text in task.texts]
     if not texts:
         raise CommandRefused(f"{task.name} has no texts, so there is nothing to send: name a task with texts")
     return [texts[place] for place in np.random.default_rng(0).permutation(len(texts))]

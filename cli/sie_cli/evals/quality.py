@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sie_cli.evals import mteb_tasks
+from sie_cli.evals import labelled, mteb_tasks
+from sie_cli.evals.labelled import FactTask, Ratios
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.outputs import VectorOutput
-from sie_cli.evals.sources import EvalSource
-from sie_cli.evals.steps import EvalStep, EvalWork
+from sie_cli.evals.sources import EvalSource, FactSource
+from sie_cli.evals.steps import EncodeCost, EvalStep, EvalWork
 from sie_cli.evals.tasks import Judged, Retrieval, Similarity
 
 DEPTH = 100  # largest number of documents of a ranking
@@ -38,24 +39,31 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 @dataclass(frozen=True)
 class Measurement:
     """Result of one source. `values`: for each metric, its values of the queries; for a task with pairs, the
-    similarities of the pairs, and the metric is their rank correlation with `gold`. `bytes_per_item`: bytes of a
-    document in an index; None for a reranker.
+    similarities of the pairs, and the metric is their rank correlation with `gold`. With `weights` a metric is the sum
+    of its values divided by the sum of its weights. `bytes_per_item`: bytes of a document in an index; None for a
+    reranker. `cost`: of the vectors of a document. `kinds`: results of the facts of each kind.
     """
 
     source: str
     values: Mapping[str, Sequence[float]]
     gold: Sequence[float] = ()
     bytes_per_item: float | None = None
+    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    kinds: Sequence[Measurement] = ()
+    cost: EncodeCost | None = field(default=None, compare=False)  # times differ between equal results
 
     @property
     def scores(self) -> dict[str, float]:
         return {name: self.score(name, np.arange(len(own))) for name, own in self.values.items()}
 
     def score(self, metric: str, chosen: NDArray[np.intp]) -> float:
-        """Return a metric over the queries or pairs at the positions `chosen`. NaN if all these pairs have the same
-        value, because then no correlation is defined.
+        """Return a metric over the queries or pairs at the positions `chosen`. NaN if it is not defined: all these
+        pairs have the same value, or the weights are zero.
         """
         own = np.asarray(self.values[metric])[chosen]
+        if self.weights:
+            weight = float(np.asarray(self.weights[metric])[chosen].sum())
+            return float(own.sum()) / weight if weight else math.nan
         return _spearman(own, np.asarray(self.gold)[chosen]) if self.gold else float(own.mean())
 
 
@@ -75,6 +83,8 @@ def count(task: Judged, step: EvalStep) -> int | None:
     if isinstance(task, Similarity):
         sides = 1 if step.output.queries == step.output.documents else 2
         return len(task.gold) if step.source.scores_pairs else sides * len({*task.left, *task.right})
+    if isinstance(task, FactTask):
+        return len(task.texts)
     scored = sum(max(FIRST_STAGE, len(own)) for own in task.qrels.values())
     if step.source.scores_pairs:
         return scored
@@ -85,6 +95,8 @@ def measure(task: Judged, step: EvalStep, work: EvalWork) -> Measurement:
     if isinstance(task, Mteb):
         scores = mteb_tasks.measure(task, step, work)
         return Measurement(step.name, {name: [value] for name, value in scores.items()})
+    if isinstance(task, FactTask):
+        return _labelled(task, step, work)
     if isinstance(task, Similarity):
         return _similarity(task, step, work)
     return _retrieval(task, step, work)
@@ -110,6 +122,18 @@ def difference(score: Measurement, reference: Measurement, metric: str) -> Diffe
     return Difference(score.score(metric, every) - reference.score(metric, every), low, high)
 
 
+def _labelled(task: FactTask, step: EvalStep, work: EvalWork) -> Measurement:
+    assert isinstance(step.source, FactSource), "checked before the measurement"
+    every, by_kind = labelled.ratios(task, work.facts(step.source, task))
+    kinds = [_of_ratios(f"{step.name}, {kind}", ratios) for kind, ratios in by_kind.items()]
+    return replace(_of_ratios(step.name, every), kinds=kinds)
+
+
+def _of_ratios(name: str, ratios: Ratios) -> Measurement:
+    values = {metric: numerators for metric, (numerators, _) in ratios.items()}
+    return Measurement(name, values, weights={metric: denominators for metric, (_, denominators) in ratios.items()})
+
+
 def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement:
     if step.source.scores_pairs:
         pairs = zip(task.left, task.right, strict=True)
@@ -126,7 +150,8 @@ def _similarity(task: Similarity, step: EvalStep, work: EvalWork) -> Measurement
         float(step.output.similar([asking[left]], [rows[right]])[0, 0])
         for left, right in zip(task.left, task.right, strict=True)
     ]
-    return Measurement(step.name, {"spearman": alike}, task.gold, _mean_size(step.output, list(rows.values())))
+    size = _mean_size(step.output, list(rows.values()))
+    return Measurement(step.name, {"spearman": alike}, task.gold, size, cost=work.cost)
 
 
 def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
@@ -138,7 +163,7 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
     judged = {query: dict(own) for query, own in task.qrels.items()}
     metrics = pytrec_eval.RelevanceEvaluator(judged, set(METRICS.values())).evaluate(run)
     values = {name: [metrics[query][own] for query in task.queries] for name, own in METRICS.items()}
-    return Measurement(step.name, values, bytes_per_item=size)
+    return Measurement(step.name, values, bytes_per_item=size, cost=work.cost)
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:

@@ -79,7 +79,7 @@ class EvalReport:
         queries or pairs.
         """
         head = {"model": self.model, "task": self.task, "kind": self.kind, "about": self.about}
-        hidden = () if with_values else ("values", "gold", "queries")
+        hidden = () if with_values else ("values", "gold", "weights", "queries")
         rows = [{name: value for name, value in row.items() if name not in hidden} for row in self.rows]
         more = {name: value for name, value in self.more.items() if name not in hidden}
         document: dict[str, Any] = _json({**head, "rows": rows, **more, "missed": self.missed, "notes": self.notes})
@@ -114,13 +114,18 @@ def of_quality(
     """
     metrics = list(scores[0].values)
     has_bytes = any(score.bytes_per_item for score in scores)
-    table = [["source", *metrics, *(["bytes"] if has_bytes else [])]]
-    for row in scores:
-        sizes = [f"{row.bytes_per_item:,.0f}" if row.bytes_per_item else "-"] if has_bytes else []
-        table.append([row.source, *(_shown(row.scores[metric]) for metric in metrics), *sizes])
+    costs = ["bytes", *(["tokens", "ms"] if any(score.cost for score in scores) else [])] if has_bytes else []
+    table = [["source", *metrics, *costs]]
+    listed = [row for score in scores for row in (score, *score.kinds)]
+    for row in listed:
+        size = f"{row.bytes_per_item:,.0f}" if row.bytes_per_item else "-"
+        tokens, ms = (row.cost.tokens or None, row.cost.ms) if row.cost else (None, None)
+        sizes = [size, _rounded(tokens), _rounded(ms)][: len(costs)]
+        own = row.scores
+        table.append([row.source, *(_shown(own[metric]) if metric in own else "-" for metric in metrics), *sizes])
     if targets:
         expected = {metric: f"{target.value:.4f} - {target.tolerance:g}" for metric, target in targets.items()}
-        table.append(["targets", *(expected.get(metric, "") for metric in metrics), *([""] if has_bytes else [])])
+        table.append(["targets", *(expected.get(metric, "") for metric in metrics), *("" for _ in costs)])
     first, *rest = scores
     differences = [
         (alternative, metric, difference(first, alternative, metric)) for alternative in rest for metric in metrics
@@ -137,10 +142,13 @@ def of_quality(
             "source": score.source,
             "scores": score.scores,
             "bytes_per_item": score.bytes_per_item,
+            "tokens_per_item": (score.cost.tokens or None) if score.cost else None,
+            "ms_per_item": score.cost.ms if score.cost else None,
             "values": score.values,
             "gold": score.gold,
+            "weights": score.weights,
         }
-        for score in scores
+        for score in listed
     ]
     more = {
         "differences": [

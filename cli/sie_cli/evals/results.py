@@ -133,7 +133,9 @@ def _row_compared(
         if before is None or after is None:
             change = "-"
         elif "values" in old and len(old["values"][metric]) == len(new["values"][metric]):
-            was, now = (Measurement(key[0], row["values"], row["gold"]) for row in (old, new))
+            was, now = (
+                Measurement(key[0], row["values"], row["gold"], weights=row.get("weights", {})) for row in (old, new)
+            )
             gap = difference(now, was, metric)
             change = f"{gap.value:+.4f} ({gap.low:+.4f} to {gap.high:+.4f} in {CONFIDENCE:.0%} of resamples)"
             notes += _fallen(key, metric, was, now, queries)

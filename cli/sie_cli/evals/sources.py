@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import httpx
 import msgspec
 import numpy as np
 
+from sie_cli.evals.labelled import Fact, FactKind, FactTask, KindSpan, LabelledText
 from sie_cli.evals.load import NOBODY, PATIENCE_S, LoadFailure, LoadReply, LoadRequest, Send
 from sie_cli.evals.outputs import DENSE, Matrix, VectorOutput, find
 from sie_cli.refusal import CommandRefused
@@ -64,6 +65,7 @@ class EvalSource(Protocol):
     scores_pairs: bool
     main: VectorOutput
     identity: Sequence[str]
+    tokens: int  # number of tokens that the source has read for vectors; 0 if it does not say
 
     def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
         """Return one vector for each text, in the form of `output`."""
@@ -75,8 +77,22 @@ class EvalSource(Protocol):
         """Return a context with a function that sends a request, also concurrently. It raises LoadFailure."""
 
 
+@runtime_checkable
+class FactSource(Protocol):
+    """A source that finds facts in texts. `name`, `is_here` and `identity` are those of an EvalSource."""
+
+    name: str
+    is_here: bool
+    identity: Sequence[str]
+
+    def facts(self, task: FactTask, texts: Sequence[LabelledText]) -> Sequence[Sequence[Fact]]:
+        """Return the facts in each text. Raises CommandRefused or SIEError."""
+
+
 class Sie:
-    """Source that is a model of an SIE cluster. `info`: the cluster's description of the model after its load."""
+    """Source that is a model of an SIE cluster. `info`: the cluster's description of the model after its load.
+    `only_extracts`: the model has neither vectors nor scores.
+    """
 
     is_here = False
 
@@ -85,26 +101,28 @@ class Sie:
     ) -> None:
         self.name, self.url = name, url
         self.token = token
-        self._client, self._model = client, model
+        self._client, self.model = client, model
+        self.tokens = 0
         self.info = info
         outputs = [find(kind) for kind in ("dense", "multivector", "sparse") if kind in self.info["outputs"]]
-        self.scores_pairs = not outputs
+        self.scores_pairs = not outputs and "score" in self.info["tasks"]
+        self.only_extracts = not outputs and not self.scores_pairs
         self.main = outputs[0] if outputs else DENSE
-        if self.scores_pairs and "score" not in self.info["tasks"]:
-            names = ", ".join(self.info["outputs"])
-            raise CommandRefused(f"{model} has {names}: expected a model with vectors, or one that scores")
         # the model's fingerprint is read from an answer to a request, since a gateway that has just started may not
         # know it yet
         answer: Any = self.info
         if "text" in self.info["inputs"]:
-            answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
+            if self.only_extracts:
+                answer = client.extract(model, ".", labels=["."])
+            else:
+                answer = client.score(model, ".", ["."]) if self.scores_pairs else client.encode(model, ".")
         self.fingerprint = str(answer.get("fingerprint") or "")
         self.identity: Sequence[str] = [name, model, self.fingerprint] if self.fingerprint else []
 
     def machine(self) -> str:
         """Return the machine profile of a worker that has the model loaded, or of any worker; empty without workers."""
         workers = self._client.health()["workers"]
-        having = [worker for worker in workers if self._model.partition(":")[0] in worker["loaded_models"]]
+        having = [worker for worker in workers if self.model.partition(":")[0] in worker["loaded_models"]]
         return next((str(worker["gpu"]) for worker in [*having, *workers]), "")
 
     @asynccontextmanager
@@ -116,9 +134,9 @@ class Sie:
                 items = [item(text) for text in request.texts]
                 try:
                     if self.scores_pairs:
-                        ranked = await client.score(self._model, item(request.query), items)
+                        ranked = await client.score(self.model, item(request.query), items)
                         return LoadReply(ranked["usage"]["total_tokens"], _stages(ranked["timing"]))
-                    results = await client.encode(self._model, items, on_item_error="fail")
+                    results = await client.encode(self.model, items, on_item_error="fail")
                     return LoadReply(results.usage["total_tokens"], _stages(results[0]["timing"]))
                 except SIEConnectionError as error:
                     raise LoadFailure(NOBODY, str(error)) from error
@@ -131,17 +149,84 @@ class Sie:
         params: Any = output.queries if is_query else output.documents
         items = [item(text) for text in texts]
         results: Any = self._client.encode(
-            self._model, items, is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
+            self.model, items, is_query=is_query, on_item_error="fail", priority="bulk", progress=False, **params
         )
+        self.tokens += results.usage["total_tokens"]
         return [output.vector(result) for result in results]
 
     def scores(self, query: str, documents: Sequence[str]) -> list[float]:
         values = [0.0] * len(documents)
         for result in self._client.rerank(
-            self._model, item(query), list(map(item, documents)), priority="bulk", progress=False
+            self.model, item(query), list(map(item, documents)), priority="bulk", progress=False
         ):
             values[result["index"]] = result["score"]
         return values
+
+    def facts(self, task: FactTask, texts: Sequence[LabelledText]) -> Sequence[Sequence[Fact]]:
+        items: list[str | Item] = [
+            {"text": text.text, "metadata": {"entities": [_mention(span) for span in text.mentions]}}
+            if text.mentions
+            else text.text
+            for text in texts
+        ]
+        params: Any = {"on_item_error": "fail", "priority": "bulk", "progress": False}
+        if task.kind == "redaction":
+            redacted = self._client.redact(self.model, items, task.labels, **params)
+            return [[(span["start"], span["end"], span["kind"]) for span in result["spans"]] for result in redacted]
+        if not self.info["needs_labels"]:
+            labels = ", ".join(task.labels)
+            raise CommandRefused(f"{self.model} has labels of its own: the task {task.name} needs {labels}")
+        results: Any = self._client.extract(self.model, items, labels=task.labels, **params)
+        return [_FACTS[task.kind](result) for result in results]
+
+
+def _mention(span: KindSpan) -> dict[str, Any]:
+    return {"start": span.start, "end": span.end, "label": span.kind}
+
+
+def _best_class(result: Mapping[str, Any]) -> list[Fact]:
+    ranked = sorted(result["classifications"], key=lambda row: -row["score"])
+    return [(row["label"],) for row in ranked[:1]]
+
+
+_FACTS: Mapping[FactKind, Callable[[Mapping[str, Any]], Sequence[Fact]]] = {
+    "entities": lambda result: [(row["start"], row["end"], row["label"]) for row in result["entities"]],
+    "relations": lambda result: [(row["head"], row["relation"], row["tail"]) for row in result["relations"]],
+    "classes": _best_class,
+}
+
+
+class Patterns:
+    """Source that is the patterns of a redaction, without a model, in this process."""
+
+    is_here = True
+    scores_pairs = False
+    main = DENSE
+    name = "patterns"
+    identity: Sequence[str] = ()
+    tokens = 0
+
+    def facts(self, task: FactTask, texts: Sequence[LabelledText]) -> Sequence[Sequence[Fact]]:
+        from sie_gateway.redaction.patterns import KINDS, pattern_of, ranges_of
+
+        if task.kind != "redaction":
+            raise CommandRefused(f"-s {self.name}: patterns find no {task.kind}: name a task of redaction")
+        patterns = [pattern for pattern in map(pattern_of, task.labels) if pattern in KINDS]
+        return [
+            [(*span, pattern) for pattern in patterns for span in ranges_of(text.text, pattern, "")] for text in texts
+        ]
+
+    def vectors(self, texts: Sequence[str], output: VectorOutput, *, is_query: bool) -> Sequence[Any]:
+        raise self._refusal()
+
+    def scores(self, query: str, documents: Sequence[str]) -> list[float]:
+        raise self._refusal()
+
+    def sender(self) -> AbstractAsyncContextManager[Send]:
+        raise self._refusal()
+
+    def _refusal(self) -> CommandRefused:
+        return CommandRefused(f"-s {self.name}: patterns have neither vectors nor scores: name a task of redaction")
 
 
 class SentenceTransformers:
@@ -149,6 +234,7 @@ class SentenceTransformers:
 
     is_here = True
     main = DENSE
+    tokens = 0
 
     def __init__(self, model: str, *, scores_pairs: bool) -> None:
         self.name = "st"
@@ -282,7 +368,7 @@ _OPENAI = ServerDialect(
     lambda model, query, documents: {"model": model, "query": query, "documents": list(documents)},
     lambda body: body["results"],
     "relevance_score",
-    lambda body: body.get("usage", {}).get("total_tokens"),
+    lambda body: (body.get("usage") or {}).get("total_tokens"),
 )
 _TEI = ServerDialect(
     "/embed",
@@ -309,6 +395,7 @@ class ServerSource:
         # empty, so answers are not cached: the server may change its model without notice
         self.identity: Sequence[str] = ()
         self._client, self._dialect, self._model = client, dialect, model
+        self.tokens = 0
 
     @asynccontextmanager
     async def sender(self) -> AsyncIterator[Send]:
@@ -353,6 +440,7 @@ class ServerSource:
                 if parts and rows.shape[1] != parts[0].shape[1]:
                     raise ValueError(f"vectors have {parts[0].shape[1]} numbers, then {rows.shape[1]}")
                 _check_finite(rows)
+                self.tokens += self._dialect.tokens(body) or 0
             parts.append(rows)
         return list(np.concatenate(parts))
 

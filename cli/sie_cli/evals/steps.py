@@ -15,17 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from sie_cli.evals.labelled import Fact, FactTask
 from sie_cli.evals.outputs import DENSE, VectorOutput
-from sie_cli.evals.sources import EvalSource, key
+from sie_cli.evals.sources import EvalSource, FactSource, key
 from sie_cli.refusal import CommandRefused
 from sie_contracts import arrays
 
 KEEP_S = 7 * 86_400
+T = TypeVar("T")
 
 
 class ResultCache:
@@ -39,8 +41,8 @@ class ResultCache:
     def part(
         self, identity: Sequence[str], texts: Sequence[str], compute: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Return one answer for each text, an array, a number, or a map of arrays, from the cache, or computed and
-        cached. Raises CommandRefused, and the errors of `compute`.
+        """Return one answer for each text, an array, a number, a list, or a map of arrays, from the cache, or computed
+        and cached. Raises CommandRefused, and the errors of `compute`.
 
         `identity`: all data that the answers depend on, other than the texts; empty if it is unknown: then nothing is
         cached.
@@ -110,6 +112,15 @@ class EvalStep:
         return ", ".join([self.source.name, *output, *reranker])
 
 
+class EncodeCost(NamedTuple):
+    """Cost of the vectors of a document: the mean number of tokens that the model read, 0 if the source does not say,
+    and the mean milliseconds.
+    """
+
+    tokens: float
+    ms: float
+
+
 class EvalWork:
     """Sender of a measurement's requests. `cache`: answers of an interrupted evaluation. `advance` is called with the
     number of completed texts.
@@ -117,14 +128,42 @@ class EvalWork:
 
     def __init__(self, cache: ResultCache, advance: Callable[[int], None]) -> None:
         self._cache, self._advance = cache, advance
+        self._documents, self._tokens, self._seconds = 0, 0, 0.0
+
+    @property
+    def cost(self) -> EncodeCost | None:
+        """Cost of the documents that were encoded; None if the cache had all of them."""
+        if not self._documents:
+            return None
+        return EncodeCost(self._tokens / self._documents, 1000 * self._seconds / self._documents)
 
     def vectors(self, step: EvalStep, texts: Sequence[str], *, is_query: bool) -> list[Any]:
         source, output = step.source, step.output
         rows: list[Any] = []
         for part in batched(texts, PART):
             identity = [*source.identity, output.name, str(is_query)] if source.identity else []
-            compute = functools.partial(source.vectors, part, output, is_query=is_query)
+            compute = functools.partial(self._encoded, step, part, is_query=is_query)
             rows += self._cache.part(identity, [key(text) for text in part], compute)
+            self._advance(len(part))
+        return rows
+
+    def _encoded(self, step: EvalStep, part: Sequence[str], *, is_query: bool) -> Sequence[Any]:
+        began_s, began = time.perf_counter(), step.source.tokens
+        vectors = step.source.vectors(part, step.output, is_query=is_query)
+        if not is_query:
+            self._seconds += time.perf_counter() - began_s
+            self._tokens += step.source.tokens - began
+            self._documents += len(part)
+        return vectors
+
+    def facts(self, source: FactSource, task: FactTask) -> list[Sequence[Fact]]:
+        """Return the facts that the source finds in each text of the task."""
+        rows: list[Sequence[Fact]] = []
+        for part in batched(task.texts, PART):
+            identity = [*source.identity, task.kind, *task.labels] if source.identity else []
+            contents = [repr((text.text, text.mentions)) for text in part]
+            answers = self._cache.part(identity, contents, functools.partial(source.facts, task, part))
+            rows += [[tuple(fact) for fact in facts] for facts in answers]
             self._advance(len(part))
         return rows
 
@@ -135,5 +174,5 @@ class EvalWork:
         return values
 
 
-def batched(texts: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+def batched(texts: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (texts[start : start + size] for start in range(0, len(texts), size))

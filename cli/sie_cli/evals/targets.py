@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from sie_cli.evals.labelled import LEAK
 from sie_cli.refusal import CommandRefused
 from sie_contracts.models.catalogue import packaged_folder
 
@@ -26,7 +27,7 @@ SPEED_TOLERANCE = 0.1  # tolerance of a speed target, as a share of its value: 0
 
 class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Target of one metric. It is missed if the metric is worse than `value` by more than `tolerance`. For milliseconds
-    a lower value is better, for all other metrics a higher value.
+    and leaks a lower value is better, for all other metrics a higher value.
     """
 
     value: float
@@ -34,7 +35,8 @@ class ScoreTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def is_missed(self, metric: str, value: float) -> bool:
         """Return whether a value misses the target. NaN always misses it."""
-        if metric.partition("/")[0].endswith("_ms"):
+        name = metric.partition("/")[0]
+        if name.endswith("_ms") or name == LEAK:
             return not value <= self.value + self.tolerance
         return not value >= self.value - self.tolerance
 

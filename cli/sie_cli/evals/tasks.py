@@ -5,11 +5,11 @@ scipy-docs           ──► the docstrings of the package scipy  ──► Re
 FOLDER, beir/FOLDER  ──► corpus.jsonl, queries.jsonl, qrels   ──► Retrieval
 texts/FILE           ──► a text in each line                  ──► Texts
 mteb/NAME            ──► the library mteb, else a folder      ──► Mteb, Retrieval
+redaction, topics, … ──► labelled_tasks.py                    ──► FactTask
 """
 
 from __future__ import annotations
 
-import ast
 import csv
 import importlib.metadata
 import re
@@ -20,7 +20,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from sie_cli.evals import mteb_tasks
+from sie_cli.evals import labelled_tasks, mteb_tasks
+from sie_cli.evals.docstrings import scipy_docstrings
+from sie_cli.evals.labelled import FactTask
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.packages import STSB_PACKAGE
 from sie_cli.evals.sources import ImagePath
@@ -74,7 +76,7 @@ class Texts:
     texts: Sequence[str]
 
 
-Judged = Similarity | Retrieval | Mteb
+Judged = Similarity | Retrieval | Mteb | FactTask
 Task = Judged | Texts
 
 
@@ -176,17 +178,11 @@ def scipy_docs() -> Retrieval:
     words, of a public function or class of scipy, without its summary, the first paragraph. The summary is its query,
     unless several docstrings have it. Documents differ between versions of scipy.
     """
-    import scipy
-
-    root = Path(scipy.__file__).parent
     bodies: dict[str, dict[str, str]] = {}  # by summary: the name of each document, and its text
-    for file in sorted(root.rglob("*.py")):
-        if not {"tests", "_lib"}.isdisjoint(file.parts):
-            continue
-        for name, docstring in _docstrings(file):
-            summary, _, body = docstring.partition("\n\n")
-            if len(body.split()) >= LEAST_WORDS:
-                bodies.setdefault(" ".join(summary.split()), {})[f"{file.relative_to(root)}:{name}"] = body
+    for name, docstring in scipy_docstrings():
+        summary, _, body = docstring.partition("\n\n")
+        if len(body.split()) >= LEAST_WORDS:
+            bodies.setdefault(" ".join(summary.split()), {})[name] = body
     unique = {summary: own for summary, own in bodies.items() if len(own) == 1 and len(summary.split()) > 2}
     documents = {name: body for own in unique.values() for name, body in own.items()}
     queries = {f"q{number}": summary for number, summary in enumerate(unique)}
@@ -194,17 +190,11 @@ def scipy_docs() -> Retrieval:
     return Retrieval("scipy-docs", documents, queries, qrels)
 
 
-def _docstrings(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and the docstring of each public function and class of a module, without importing it."""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            yield node.name, ast.get_docstring(node) or ""
-
-
 SHIPPED: Mapping[str, Callable[[], Task]] = {
     "stsb": stsb,
     "stsb-retrieval": stsb_retrieval,
     "scipy-docs": scipy_docs,
+    **labelled_tasks.SHIPPED,
 }
 
 

@@ -78,6 +78,8 @@ def jobs() -> None:
     help="Encode each text in chunks: max_tokens=256,overlap_tokens=32, or the column of its spans.",
 )
 @click.option("--no-context", is_flag=True, help="Encode each chunk alone.")
+@click.option("--documents", metavar="COLUMN", help="The column of document files, such as PDF, to encode in --chunks.")
+@click.option("--parser", metavar="MODEL", help="The model that parses --documents.  [default: docling]")
 @click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet", "images"]),

@@ -273,6 +273,7 @@ def submit_options(values: dict[str, Any], place: OutputPlace) -> JobOptions:
 
 
 BAR = 40
+_CHECKED = ("text", "query", "document", "image", "documents", "id")  # options that name columns of the input
 
 
 def check_columns(path: Path, job_options: JobOptions) -> None:
@@ -283,7 +284,7 @@ def check_columns(path: Path, job_options: JobOptions) -> None:
     from sie_contracts.errors import InvalidInput
 
     named: Mapping[str, Any] = job_options
-    fields = {name: named[name] for name in ("text", "query", "document", "image", "id") if name in named}
+    fields = {name: named[name] for name in _CHECKED if name in named}
     if isinstance(column := named.get("chunks"), str):
         fields["chunks"] = column
     source = JobInput(**fields, keep=tuple(named.get("keep", ())), format=named.get("input_format"))

@@ -156,6 +156,7 @@ class JobRecord(msgspec.Struct, frozen=True, omit_defaults=True, tag="job/1"):
     batch: BatchRequest | None = None
     model: str = ""  # resolved name of the model, with its profile
     lane: str = ""  # lane (pool, machine profile and bundle) whose workers run the job
+    parser: str = ""  # resolved name of the model that parses the documents of the job
     fingerprint: str = ""
     leader: str = ""
     lost: tuple[str, ...] = ()

@@ -9,23 +9,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from sie_contracts.api.inference import Offsets, RedactionStyle
 from sie_contracts.errors import GatewayTimeout, InferenceFailed, InvalidInput
-from sie_contracts.models.entries import ModelEntry, needs_labels
+from sie_contracts.models.catalogue import Resolved
+from sie_contracts.models.entries import needs_labels
 from sie_contracts.models.options import MAX_LABELS
-from sie_contracts.wire.messages import Ok
+from sie_contracts.wire.messages import Failed, Ok, Outcome
 from sie_gateway.dialects import fields
-from sie_gateway.dialects.selection import able
+from sie_gateway.dialects.selection import able, checked
+from sie_gateway.fleet.capabilities import CAN
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside, decode_body
-from sie_gateway.inference.results import RequestResult
+from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.redaction.patterns import KINDS, is_region, pattern_of, ranges_of
 from sie_gateway.redaction.replacements import Replacer, redacted
 from sie_gateway.redaction.spans import SensitiveSpan, disjoint, utf16_offsets, with_marks
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
 
 MAX_TEXT = 1 << 18  # largest number of code points of a text; the slowest pattern takes 4 s for such a text
-MAX_KIND = 1000  # largest number of characters in the name of a kind of personal data
+MAX_NAME = 1000  # largest number of characters in the name of a kind of personal data or of a model
+MAX_MODELS = 3  # largest number of further models: each reads all texts
 KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be guessed, and with it the values
 _ASIDE = 1 << 13  # number of code points: if the texts of a request have more, they are redacted in a thread
 _CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write in a reply as one number
-_OWN = ("kinds", "style", "key", "region", "offsets", "restorable")
+_OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
+_OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters that further models do not get: their names have a profile
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
 _STYLES: tuple[str, ...] = get_args(RedactionStyle)
 _OFFSETS: tuple[str, ...] = get_args(Offsets)
@@ -47,7 +51,8 @@ _OFFSETS: tuple[str, ...] = get_args(Offsets)
 @dataclass(frozen=True)
 class RedactionRules:
     """Fields of the body that only this route has. `kinds` is empty if the client names none. `region`: the region of
-    national phone numbers. `restorable`: the reply has a map of the replaced values.
+    national phone numbers. `restorable`: the reply has a map of the replaced values. `models`: names of further models
+    that read the texts.
     """
 
     kinds: tuple[str, ...]
@@ -56,6 +61,7 @@ class RedactionRules:
     region: str
     offsets: str
     restorable: bool = True
+    models: tuple[str, ...] = ()
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
@@ -70,35 +76,81 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     is_msgpack = "msgpack" in call.headers.get("content-type", "").lower()
     body = await decode_body(call, raw, msgpack=is_msgpack)
     resolved = able(inference, call, "redact")
-    rules, parameters = _rules(body, resolved.entry)
+    rules, parameters = _rules(body)
     items = await beside(raw, lambda: bodies.items(body, limit=inference.max_items(call)))
     _check_texts(items)
-    with fields.named(labels="kinds"):
-        planned = inference.understand(call, InferRequest("extract", resolved, items, parameters))
-    warnings = bodies.ignored(items, None)
-    if rules.kinds and not needs_labels(resolved.entry):
-        message = (
-            f"kinds: chooses patterns only, {resolved.requested} has kinds of its own and all of them are redacted"
-        )
-        warnings = (message, *warnings)
-    finished = await inference.execute(call, planned.with_warnings(*warnings))
-    finished.check()
+    # all models are checked before the first one runs
+    plans = [_plan(inference, call, resolved, items, rules, parameters)]
+    for number, further in enumerate(_further(inference, call, resolved, rules)):
+        own = replace(call, id=f"{call.id}-model{number}", labels=dict(call.labels))
+        plans.append(_plan(inference, own, further, items, rules, _without(parameters, _OF_ONE_MODEL)))
+    results = []
+    for own, planned in plans:
+        results.append(await inference.execute(own, planned))
+        results[-1].check()
+    call.finished = finished = results[0]
     began_s = time.perf_counter()
     size = sum(len(item.text or "") for item in items)
     one_thread = inference.one_thread if size >= _ASIDE else None
+    shared = finished.shared(explain=call.explains)
+    tokens = sum(result.usage["prompt_tokens"] for result in results)
+    warnings = [warning for _, planned in plans for warning in planned.options.warnings]
     content = {
         "model": resolved.requested,
-        "items": [slot async for slot in _slots(call, finished, rules, one_thread)],
-        **finished.shared(explain=call.explains),
+        "items": [slot async for slot in _slots(call, results, rules, one_thread)],
+        **shared,
+        "usage": {**finished.usage, "prompt_tokens": tokens, "total_tokens": tokens},
+        **({"warnings": list(dict.fromkeys(warnings))} if warnings else {}),
     }
     format_ = reply.requested_format(call.headers.get("accept", ""), body_is_msgpack=is_msgpack)
-    values = finished.values + size // _CODE_POINTS_PER_VALUE
+    values = sum(result.values for result in results) + size // _CODE_POINTS_PER_VALUE
     late = finished.late(call.received_s, began_s)
     data, content_type = reply.body_of(content, values, msgpack=format_ == "msgpack", late=late)
-    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+    failed = sum("error" in slot for slot in content["items"])
+    headers = {
+        **finished.headers(finished.reported_times),
+        "X-SIE-Units-Input-Tokens": str(tokens),
+        **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
+    }
+    return EncodedReply(data, content_type, headers)
 
 
-def _rules(body: Mapping[str, Any], entry: ModelEntry) -> tuple[RedactionRules, dict[str, Any]]:
+def _plan(
+    inference: Inference,
+    call: Call,
+    resolved: Resolved,
+    items: tuple[RequestItem, ...],
+    rules: RedactionRules,
+    parameters: Mapping[str, Any],
+) -> tuple[Call, PlannedRequest]:
+    """Return the call and the request with which a model reads the texts. Raises SIEError."""
+    takes_labels = needs_labels(resolved.entry)
+    labels = list(rules.kinds) if takes_labels else None
+    params = {**parameters.get("params", {}), "labels": labels, "truncate": "NONE"}
+    with fields.named(labels="kinds"):
+        planned = inference.understand(call, InferRequest("extract", resolved, items, {**parameters, "params": params}))
+    if rules.kinds and not takes_labels:
+        message = (
+            f"kinds: chooses patterns only, {resolved.requested} has kinds of its own and all of them are redacted"
+        )
+        planned = planned.with_warnings(message)
+    return call, planned
+
+
+def _further(inference: Inference, call: Call, first: Resolved, rules: RedactionRules) -> list[Resolved]:
+    """Return the models of the field `models`. Raises SIEError."""
+    models = [first]
+    for number, name in enumerate(rules.models):
+        with fields.named(model=f"models[{number}]"):
+            resolved = checked(inference.resolve(name, call, CAN["redact"]), "redact")
+        if resolved.canonical in [model.canonical for model in models]:
+            message = f"models[{number}]: expected a further model, this one reads the texts already"
+            raise InvalidInput(message, reason="schema", param=f"models[{number}]")
+        models.append(resolved)
+    return models[1:]
+
+
+def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
     """Return the fields of this route, and the parameters of the extract. Fields may be at the same levels as the
     parameters of an extract. Raises InvalidInput.
     """
@@ -113,18 +165,15 @@ def _rules(body: Mapping[str, Any], entry: ModelEntry) -> tuple[RedactionRules, 
         truncate = level.get("truncate")
         if truncate is not None and truncate is not False and not (isinstance(truncate, str) and truncate == "NONE"):
             raise fields.refused("truncate", truncate, "NONE: a text is redacted whole or refused")
-    rules = _read(own)
-    of_model = _without_own(body)
-    labels = list(rules.kinds) if needs_labels(entry) else None
-    of_model["params"] = {**_without_own(params), "labels": labels, "truncate": "NONE"}
-    return rules, of_model
+    return _read(own), _without({**body, "params": params}, _OWN)
 
 
-def _without_own(level: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `level` (a map of parameters), and the options in it, without the fields of this route."""
-    rest = {name: value for name, value in level.items() if name not in _OWN}
-    if isinstance(options := rest.get("options"), dict):
-        rest["options"] = _without_own(options)
+def _without(level: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a level of parameters, and the levels in it, without the fields `names`."""
+    rest = {name: value for name, value in level.items() if name not in names}
+    for inner in ("params", "options"):
+        if isinstance(rest.get(inner), dict):
+            rest[inner] = _without(rest[inner], names)
     return rest
 
 
@@ -134,24 +183,25 @@ def _read(own: Mapping[str, Any]) -> RedactionRules:
     if region and not is_region(region):
         raise fields.refused("region", region, "an ISO 3166 code of two upper-case letters that has phone numbers")
     return RedactionRules(
-        _kinds(own.get("kinds")),
+        _names(own, "kinds", MAX_LABELS),
         style,
         _key(own, style),
         region,
         fields.choice(own, "offsets", _OFFSETS, "code_points"),
         fields.flag(own, "restorable", default=True),
+        _names(own, "models", MAX_MODELS),
     )
 
 
-def _kinds(value: Any) -> tuple[str, ...]:
-    if value is None:
+def _names(own: Mapping[str, Any], name: str, most: int) -> tuple[str, ...]:
+    if name not in own:
         return ()
-    kinds = fields.inputs(value, "kinds", MAX_LABELS)
-    for index, kind in enumerate(kinds):
-        if not isinstance(kind, str) or not kind.strip() or len(kind) > MAX_KIND:
-            raise fields.refused(f"kinds[{index}]", kind, f"a name of 1 to {MAX_KIND} characters")
-        bodies.utf8(kind, f"kinds[{index}]")
-    return tuple(dict.fromkeys(kinds))
+    values = fields.inputs(own[name], name, most)
+    for index, value in enumerate(values):
+        if not isinstance(value, str) or not value.strip() or len(value) > MAX_NAME:
+            raise fields.refused(f"{name}[{index}]", value, f"a name of 1 to {MAX_NAME} characters")
+        bodies.utf8(value, f"{name}[{index}]")
+    return tuple(dict.fromkeys(values))
 
 
 def _key(own: Mapping[str, Any], style: RedactionStyle) -> bytes:
@@ -178,23 +228,22 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
 
 
 async def _slots(
-    call: Call, finished: RequestResult, rules: RedactionRules, one_thread: asyncio.Lock | None
+    call: Call, results: Sequence[RequestResult], rules: RedactionRules, one_thread: asyncio.Lock | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the slot of each text. A text that failed has its error and no text. With `one_thread`, texts are redacted
-    in a thread while the lock is held. Raises GatewayTimeout.
+    """Yield the slot of each text. A text that failed with any of the models has its error and no text. With
+    `one_thread`, texts are redacted in a thread while the lock is held. Raises GatewayTimeout.
     """
     until_s = call.received_s + call.budget_s
-    for index, (item, (_, outcome)) in enumerate(zip(finished.request.items, finished.outcomes, strict=True)):
+    for index, item in enumerate(results[0].request.items):
+        outcomes = [result.outcomes[index][1] for result in results]
+        outcome = next((outcome for outcome in outcomes if isinstance(outcome, Failed)), outcomes[0])
         extracted = reply.extract_slot(index, item, outcome)
         slot = {name: value for name, value in extracted.items() if name in _SHARED}
         if "error" not in slot:
             assert item.text is not None, "checked before the run"
-            if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
-                raise InferenceFailed("the model returned no list of entities")
-            if extracted["usage"]["truncated"]:
-                message = f"items[{index}]: longer than the model reads, so it cannot be redacted"
-                raise InvalidInput(message, reason="input_too_long", param=f"items[{index}]")
-            work = partial(_redacted, item.text, extracted["entities"], rules)
+            tokens = sum(outcome.tokens for outcome in outcomes if isinstance(outcome, Ok))
+            slot["usage"] |= {"prompt_tokens": tokens, "total_tokens": tokens}
+            work = partial(_redacted, item.text, outcomes, f"items[{index}]", rules)
             try:
                 async with asyncio.timeout(until_s - time.perf_counter()):
                     slot |= work() if one_thread is None else await _aside(work, one_thread)
@@ -212,8 +261,10 @@ async def _aside(work: Callable[[], dict[str, Any]], one_thread: asyncio.Lock) -
     return await asyncio.shield(thread)
 
 
-def _redacted(text: str, entities: Sequence[Mapping[str, Any]], rules: RedactionRules) -> dict[str, Any]:
-    spans = disjoint(with_marks(text, span) for span in _spans(text, entities, rules))
+def _redacted(text: str, outcomes: Sequence[Outcome], path: str, rules: RedactionRules) -> dict[str, Any]:
+    """Return the fields of a slot for a text with these results of the models. Raises the errors of `model_spans`."""
+    spans = [span for outcome in outcomes for span in model_spans(text, outcome, path)]
+    spans = joined_spans(text, [*spans, *_pattern_spans(text, rules)])
     new_text, parts = redacted(text, spans, Replacer(rules.style, rules.key))
     places = [place for span in spans for place in (span.start, span.end)]
     new_places = [place for part in parts for place in (part.start, part.end)]
@@ -237,18 +288,34 @@ def _redacted(text: str, entities: Sequence[Mapping[str, Any]], rules: Redaction
     return slot
 
 
-def _spans(text: str, entities: Sequence[Mapping[str, Any]], rules: RedactionRules) -> Iterator[SensitiveSpan]:
-    """Yield the spans (ranges of the text to replace) of the model and of the patterns. Raises InferenceFailed for an
-    entity without a place in the text: it cannot be replaced.
+def _pattern_spans(text: str, rules: RedactionRules) -> Iterator[SensitiveSpan]:
+    for name, kind in rules.patterns.items():
+        for start, end in ranges_of(text, name, rules.region):
+            yield SensitiveSpan(start, end, kind, None, "pattern")
+
+
+def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
+    """Return the parts of a text that are entities of the model. `path`: place of the text in the body.
+
+    Raises InvalidInput if the model did not read the whole text, and InferenceFailed if it gave no entities or one
+    without a place in the text: it could not be replaced.
     """
-    for entity in entities:
-        start, end = entity["start"], entity["end"]
+    if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
+        raise InferenceFailed("the model returned no list of entities")
+    if outcome.truncated:
+        raise InvalidInput(f"{path}: longer than the model reads", reason="input_too_long", param=path)
+    spans = []
+    for entity in (outcome.data or {})["entities"]:
+        start, end = entity.get("start"), entity.get("end")
         if type(start) is not int or type(end) is not int or not 0 <= start <= end <= len(text):
             raise InferenceFailed(
                 "the model returned an entity without valid positions, so the text cannot be redacted"
             )
         if start < end:
-            yield SensitiveSpan(start, end, entity["label"], entity["score"], "model")
-    for name, kind in rules.patterns.items():
-        for start, end in ranges_of(text, name, rules.region):
-            yield SensitiveSpan(start, end, kind, None, "pattern")
+            spans.append(SensitiveSpan(start, end, entity["label"], entity["score"], "model"))
+    return spans
+
+
+def joined_spans(text: str, spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
+    """Return spans that do not overlap, each with the combining marks behind it, in the order of the text."""
+    return disjoint(with_marks(text, span) for span in spans)

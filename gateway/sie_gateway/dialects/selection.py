@@ -47,7 +47,11 @@ def able(inference: Inference, call: Call, capability: Capability, named: Any = 
     routes that the model supports, and the errors of `model_for`. Call it before the fields of the body are read: a
     body for another task has other fields, and an error about them would mislead.
     """
-    resolved = model_for(inference, call, capability, named)
+    return checked(model_for(inference, call, capability, named), capability)
+
+
+def checked(resolved: Resolved, capability: Capability) -> Resolved:
+    """Return the model if it has the task of a route. Raises InvalidInput like `able`."""
     entry = resolved.entry
     if _VERBS[capability] not in entry.tasks or (capability in _CHECKED and not CAN[capability](entry)):
         raise unable(resolved, capability)

@@ -23,6 +23,7 @@ from sie_contracts.wire.configs import config_shape
 from sie_gateway.dialects import (
     cohere,
     contextual,
+    guardrails,
     infinity,
     native,
     ollama,
@@ -167,6 +168,15 @@ DIALECTS = (
     _dialect("/v2/embed", "embed", cohere.v2, _EMBED, api.EmbedV2Body, api.Embedded, family("cohere")),
     _CLASSIFY,
     replace(_CLASSIFY, path="/classify"),
+    _dialect(
+        "/v1/extract",
+        "extract",
+        guardrails.extract,
+        ("NVIDIA", "Entities of one text, as NeMo Guardrails reads them"),
+        api.GuardrailText,
+        api.GuardrailEntities,
+        family("native"),
+    ),
     *(
         _dialect(
             f"/v1/audio/{name}",

@@ -11,6 +11,7 @@ can never succeed, for example because the model was removed.
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 import time
 from collections import deque
@@ -184,6 +185,15 @@ class JobClient:
         # answers of jobs are cached in the payload store; in the gateway's memory they would take the place of others
         self._headers = {"x-sie-priority": "bulk", "x-sie-cache": "no-store", **headers}
         self._on_trouble = on_trouble
+
+    def sibling(self, without: str) -> JobClient:
+        """Return a client for another model of the same job, whose requests lack the header `without`. Both share the
+        limit on the rate of the job.
+        """
+        client = copy.copy(self)
+        client.room = Room()
+        client._headers = {name: value for name, value in self._headers.items() if name != without}
+        return client
 
     def call(self) -> Call:
         """Return a new Call for a request of the job, which has no HTTP connection. Raises Halted."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sie_gateway.inference.handler import InferenceRoute
 
 STORE = "SIE_PAYLOAD_STORE_URL"
+PARSER_FAMILY = DEFAULT_PARSER = "docling"
 # dtypes that a database (sink) can store; other dtypes are packed bits, or need a scale to be read
 SINK_DTYPES = ("float32", "float16")
 
@@ -92,7 +93,17 @@ class JobEngine:
         understood = self._pinned(call, request)
         if request.output.sink:
             self._check_sink(request, understood)
-        return replace(job, model=understood.resolved.canonical, lane=str(understood.lane))
+        parser = self._pinned_parser(call, request) if request.input.documents else ""
+        return replace(job, model=understood.resolved.canonical, lane=str(understood.lane), parser=parser)
+
+    def _pinned_parser(self, call: Call, request: JobRequest) -> str:
+        """Return the resolved name of the model that parses the documents of a job. Raises SIEError."""
+        resolved = self._inference.resolve(request.input.parser or DEFAULT_PARSER, call)
+        entry = resolved.entry
+        if entry.family != PARSER_FAMILY:
+            message = f"input.parser: expected a model of the family {PARSER_FAMILY}, {entry.id} is of {entry.family}"
+            raise InvalidInput(message, reason="schema", param="input.parser")
+        return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
         """Return the plan of a sample request of the job. Raises SIEError if the model cannot serve such a request."""

@@ -2,6 +2,7 @@
 a sink (a vector database), the vectors are also written into it.
 
 input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
+                  └ documents ──► their texts ┘
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.jobs.client import Halted, JobClient
+from sie_gateway.jobs.documents import DocumentTexts
 from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
 from sie_gateway.jobs.storage import JobStorage
-from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, unique
+from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, document_bounds, unique
 from sie_store.datasets import manifests, parts, plans, shards, templates
 from sie_store.datasets.answers import About, OutputLine, RowAnswer, lines_of, shard_of
 from sie_store.datasets.places import Place
@@ -111,6 +113,10 @@ class NativeJob:
         # by number, the answered shards that are not in the database or not in the store yet
         self._unwritten: dict[int, AnsweredShard] = {}
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
+        # another model has machines of its own, so the job's machine profile is not that of the parser
+        self._documents = (
+            DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser) if job.parser else None
+        )
 
     async def plan(self) -> Plan:
         """Return the plan of the input, which is stored at the first call (see `run.JobWork`)."""
@@ -146,7 +152,10 @@ class NativeJob:
         if chunks is not None:
             chunk_tokens = SPAN_TOKENS if isinstance(chunks, str) else chunk_fields.step_of(chunks)
         has_images = reads_images or bool(request.input.image)
-        fit = bounds(understood, has_images=has_images, chunk_tokens=chunk_tokens)
+        if request.input.documents:
+            fit = document_bounds(understood, chunk_tokens)
+        else:
+            fit = bounds(understood, has_images=has_images, chunk_tokens=chunk_tokens)
         return fit._replace(rows=min(fit.rows, request.shard_rows))
 
     async def _retried(self) -> Plan:
@@ -212,6 +221,8 @@ class NativeJob:
             rows = await self._rows(number, span)
         except InvalidInput as error:
             raise ShardBroken(error.info()) from error
+        if self._documents is not None:
+            rows = await self._documents.parsed(rows)
         answers, reused = await self._answers(number, rows)
         about = About(self._job.id, number, self._job.model, self._values.fingerprint, reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
@@ -409,8 +420,8 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
 def _payload(line: OutputLine) -> dict[str, Any]:
     if line.chunk is None:
         return line.row.copied
-    number, start, end, text, _ = line.chunk
-    return {**line.row.copied, "id": line.row.id, "chunk": number, "start": start, "end": end, "text": text}
+    of_chunk = {name: value for name, value in line.chunk.columns.items() if name != "row_tokens"}
+    return {**line.row.copied, "id": line.row.id, **of_chunk}
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:

@@ -15,6 +15,7 @@ from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Operation
 from sie_gateway.answers.keys import digests_of
 from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.chunk_fields import MAX_TEXT
 from sie_gateway.inference.reply import Placed, array_of, chunks_missing
 from sie_gateway.inference.results import PlannedRequest
 from sie_gateway.jobs.client import Halted, JobClient
@@ -27,6 +28,7 @@ GROUP_FILES = 16  # largest number of files in a request of a job
 SHARD_BYTES = 256 << 20  # largest number of bytes that the answers of a shard are expected to have
 TEXT_TOKENS, IMAGE_TOKENS = 512, 1024  # assumed tokens of a text, and of an image
 TOKEN_BYTES = 4  # bytes of text for one token, roughly
+CODE_POINT_BYTES = 4  # largest number of bytes of a code point in memory
 _SIZES = {"float32": 4, "float16": 2}
 
 
@@ -81,6 +83,16 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
     rows = SHARD_BYTES // max(1, of_row + of_token * tokens)
     text_bytes = SHARD_BYTES // of_token * TOKEN_BYTES if of_token and not has_images else None
     return Bounds(max(1, rows), text_bytes)
+
+
+def document_bounds(understood: PlannedRequest, chunk_tokens: int) -> Bounds:
+    """Return the limits of a shard of documents. Their texts are unknown before they are parsed, so each one counts as
+    the longest text that may have chunks.
+    """
+    fit = bounds(understood, has_images=False, chunk_tokens=chunk_tokens)
+    longest = MAX_TEXT * CODE_POINT_BYTES
+    rows = min(SHARD_BYTES // longest, (fit.text_bytes or SHARD_BYTES) // MAX_TEXT)
+    return Bounds(max(1, rows), None)
 
 
 class RowValues:

@@ -20,13 +20,17 @@ Check = Callable[[str], int]
 # returns the ranges of a kind in a text. The second argument is the region whose national phone numbers count
 Finder = Callable[[str, str], Iterator[Range]]
 
-_SPACE = r"[ \u00a0\u2009\u202f]"
-_JOINT = r"[ \u00a0\u2009\u202f.\-\u2010-\u2013]"
+# between groups: spaces of all widths, line breaks, hyphens, dots, slashes. Two of them, because the text of a PDF file
+# has doubled spaces
+_JOINT = r"[\s\u200b\u2060./\-\u2010-\u2013]{1,2}"
 _CARD_GROUPS = ((4, 4, 4, 4), (4, 4, 4, 4, 3), (4, 6, 5), (4, 6, 4))
 _CARDS = (r"\d{13,19}", *(_JOINT.join(rf"\d{{{size}}}" for size in groups) for groups in _CARD_GROUPS))
-_IBAN = rf"[A-Za-z]{{2}}[0-9]{{2}}(?:(?:{_SPACE}|-)?[A-Za-z0-9]){{11,30}}"
+_IBAN = rf"[A-Za-z]{{2}}[0-9]{{2}}(?:(?:{_JOINT})?[A-Za-z0-9]){{11,30}}"
 # \u0300-\u036f: combining marks, which \w leaves out
-_EMAIL = r"[\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]{1,64}+@[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
+_EMAIL = (
+    r"[\w.!#$%&'*+/=?^`{|}~\u0300-\u036f-]{1,64}+[@\uff20]"
+    r"[\w\u0300-\u036f-]{1,63}+(?:\.[\w\u0300-\u036f-]{1,63}+){1,8}"
+)
 _IPV4 = r"(?<![\d.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?!\.?\d)"
 _IPV6 = r"(?<![\w:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:\.[0-9]{1,3}){0,3}(?!\w)"
 # number of characters of an IBAN, by its country

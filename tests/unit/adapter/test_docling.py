@@ -72,6 +72,7 @@ def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: Do
             "document": {"name": "fake"},
             "format": "csv",
             "pages": 1,
+            "page_starts": ((0, 1),),
             "is_complete": True,
         }
     }
@@ -81,6 +82,15 @@ def test_each_input_is_answered_in_its_place_and_a_bad_one_fails_alone(model: Do
     assert told == [("unsupported_modality", "document"), ("invalid_media", "document"), ("unknown_option", "ocr")]
     assert isinstance(bad, InvalidInput)
     assert bad.message == "document: undecodable: the document is damaged"
+
+
+def test_extract_leaves_the_tree_out_without_the_parameter_tree(model: DoclingModel) -> None:
+    options = [ExtractOptions((), parameters={"tree": has_tree}) for has_tree in (False, True)]
+    bare, whole = model.reading(None, lambda: False).extract([""] * 2, options, [DocumentFile(b"a")] * 2)
+    assert isinstance(bare, dict)
+    assert isinstance(whole, dict)
+    assert whole["data"].pop("document") == {"name": "fake"}
+    assert bare == whole
 
 
 def test_a_document_that_nobody_waits_for_is_parsed_no_further(model: DoclingModel) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sie_adapter.documents import parser_frames
-from sie_adapter.documents.parser_frames import Parsed
+from sie_adapter.documents.parser_frames import Parsed, ParseJob
 from sie_adapter.documents.parsers import ParserNotStarted, Parsers
 from sie_contracts.errors import InternalFailure, InvalidInput, ResourceExhausted, SIEError
 from sie_contracts.media.documents import DocumentFile
@@ -31,7 +31,7 @@ def parsers() -> Iterator[Parsers]:
 
 
 def parsed(parsers: Parsers, *texts: str) -> list[Parsed | SIEError]:
-    return parsers.parse([DocumentFile(text.encode()) for text in texts])
+    return parsers.parse([ParseJob(0, DocumentFile(text.encode())) for text in texts])
 
 
 def told(parsers: Parsers, text: str) -> str:
@@ -78,7 +78,9 @@ def test_who_leaves_ends_what_is_parsed_for_him_and_for_nobody_else(parsers: Par
     """One call has both processes: one of each of two documents. Only those of the one who leaves are killed."""
     with ThreadPoolExecutor() as callers:
         stays = callers.submit(parsed, parsers, f"meet {tmp_path}")
-        leaves = callers.submit(parsers.parse, [DocumentFile(b"sleep 60"), DocumentFile(b"later")], stays.running)
+        leaves = callers.submit(
+            parsers.parse, [ParseJob(0, DocumentFile(text)) for text in (b"sleep 60", b"later")], stays.running
+        )
         with pytest.raises(InternalFailure) as raised:
             leaves.result(DEADLINE_S / 2)
         assert raised.value.reason == "cancelled"

@@ -482,3 +482,49 @@ class Classified(Reply, kw_only=True):
     data: list[list[Label]] | UnsetType = UNSET
     id: Text = UNSET
     created: Whole = UNSET
+
+
+# Bodies of the GLiNER server that NeMo Guardrails asks
+
+
+class GuardrailText(Struct, kw_only=True):
+    """Request to find entities in one text. `chunk_length` and `overlap` are ignored: a model reads a long text in
+    windows of its own.
+    """
+
+    EXAMPLE: ClassVar[Any] = {"text": "Ada met Bob.", "labels": ["person"], "threshold": 0.5, "flat_ner": True}
+
+    text: str
+    model: Text = UNSET
+    labels: Texts = UNSET
+    threshold: Number = UNSET
+    chunk_length: Whole = UNSET
+    overlap: Whole = UNSET
+    flat_ner: Flag = UNSET
+
+
+class GuardrailEntity(Struct, kw_only=True):
+    """An entity. `start_position` and `end_position` are code points of the text."""
+
+    value: str
+    suggested_label: str
+    start_position: int
+    end_position: int
+    score: float
+
+
+class GuardrailEntities(Reply, kw_only=True):
+    """Reply with the entities, of which no two overlap, and the text with each of them as `[entity](label)`."""
+
+    EXAMPLE: ClassVar[Any] = {
+        "entities": [
+            {"value": "Ada", "suggested_label": "person", "start_position": 0, "end_position": 3, "score": 0.97}
+        ],
+        "total_entities": 1,
+        "tagged_text": "[Ada](person) met Bob.",
+        **SHARED,
+    }
+
+    entities: list[GuardrailEntity]
+    total_entities: int
+    tagged_text: str

@@ -146,6 +146,7 @@ class ExtractParams(_Params, kw_only=True):
         Whole, Meta(description="Readers: the most that is written, of a sound for each 30 s.")
     ] = UNSET
     ocr: Annotated[Flag, Meta(description="Docling: only false, since it reads the text that a file has.")] = UNSET
+    tree: Annotated[Flag, Meta(description="Docling: false leaves `document` out of `data`.")] = UNSET
     output_schema: Annotated[
         Map, Meta(description="JSON Schema of the values to answer in `data`: docs/schemas.md has what it may hold.")
     ] = UNSET
@@ -173,6 +174,10 @@ class RedactParams(_Params, kw_only=True):
             description="What to replace. A model with labels looks for these; one with kinds of its own for all of "
             "its own. Patterns: `card_number`, `iban`, `email`, `ip_address`, `phone_number`; without `kinds` all."
         ),
+    ] = UNSET
+    models: Annotated[
+        Annotated[list[str], Meta(min_length=1, max_length=3)] | UnsetType,
+        Meta(description="Further models that look at the texts: what any of them finds is replaced."),
     ] = UNSET
     style: Annotated[
         RedactionStyle | UnsetType,

@@ -54,6 +54,9 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
 
     `chunks`: each text is encoded in chunks, by this rule, or by the spans or the rule in the column of this name. The
     output has a line for each chunk. `context`: chunks are pooled from the whole text, not encoded alone.
+
+    `documents`: a column of document files, such as PDF, in the forms that `/v1/extract` reads. `parser`, a model of
+    the family docling, writes each one as Markdown, which has `chunks`. By default it is `docling`.
     """
 
     file: Annotated[str, Meta(max_length=64)] = ""
@@ -67,6 +70,8 @@ class JobInput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unk
     keep: Annotated[tuple[_Column, ...], Meta(max_length=MAX_KEEP)] = ()
     chunks: _Column | JobChunkRule | None = None
     context: bool = True
+    documents: Annotated[str, Meta(max_length=256)] = ""
+    parser: Annotated[str, Meta(max_length=512)] = ""
 
 
 class JobOutput(Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

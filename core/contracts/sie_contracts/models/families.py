@@ -181,7 +181,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "docling": Family(
             implementation="sie_adapter.documents.docling:DoclingModel",
-            parameters=frozenset({"ocr"}),
+            parameters=frozenset({"ocr", "tree"}),
             ignores_text_beside_images=True,
             extra="documents",
             is_package=True,

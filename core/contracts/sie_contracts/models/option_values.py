@@ -197,6 +197,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "precompute_labels": boolean,
     "raw_scores": boolean,
     "ocr": boolean,
+    "tree": boolean,
     "hypothesis_template": hypothesis,
     "score_weights": weights,
     "score_mode": lambda path, value: one_of(

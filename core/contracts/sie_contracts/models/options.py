@@ -83,6 +83,7 @@ NEUTRAL: Mapping[str, str] = {
     "label_groups": "as labels",
     "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
     "ocr": "has one value",
+    "tree": "changes the form of the reply",
 }
 _USED: dict[str, frozenset[str]] = {
     "encode": _EVERYWHERE

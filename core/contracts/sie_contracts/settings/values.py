@@ -226,7 +226,7 @@ def _socket_path(text: str) -> str:
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
-    allowed = ("embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe")
+    allowed = ("embed", "embed_sparse", "embed_all", "rerank", "predict", "transcribe", "redact")
     pairs = []
     for part in _list_of(text):
         operation, equals, model = part.partition("=")
@@ -286,7 +286,7 @@ ORIGINS = (
 HOSTS = "a comma-separated list of host names, *.suffixes or *", _hosts
 SOCKET = "an absolute path of at most 100 bytes", _socket_path
 DEFAULT_MODELS = (
-    "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict or transcribe",
+    "a list of operation=model with operation embed, embed_sparse, embed_all, rerank, predict, transcribe or redact",
     _pairs,
 )
 SECRETIVE = frozenset({_secret, _secrets, _sinks, password})  # parsers of secret values, which are never shown

@@ -6,7 +6,7 @@ The columns have the same names as in the API: `dense`, with `dense_scale` and `
 an extraction. A row with an error has none of them.
 
 A row of the input is one line of the output. A row whose text has chunks is a line for each chunk, with the columns
-`chunk`, `start`, `end`, `text` and `row_tokens`.
+`chunk`, `start`, `end`, `text` and `row_tokens`, and of a document also `page` and `heading`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.jobs import MAX_CODES
 from sie_contracts.wire import chunk_tables
+from sie_store.datasets.outlines import Outline, Section
 from sie_store.datasets.rows import InputRow
 
 Array = NDArray[Any]
@@ -62,13 +63,22 @@ class RowAnswer:
 
 
 class RowChunk(NamedTuple):
-    """Chunk of a row's text. `start` and `end`: code points. `row_tokens`: tokens of the whole row, its usage."""
+    """Chunk of a row's text. `start` and `end`: code points. `row_tokens`: tokens of the whole row, its usage.
+    `section`: where it begins in a document; None in a text.
+    """
 
-    number: int
+    chunk: int
     start: int
     end: int
     text: str
     row_tokens: int
+    section: Section | None = None
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        columns = self._asdict()
+        section: Section | None = columns.pop("section")
+        return columns if section is None else columns | section._asdict()
 
 
 class OutputLine(NamedTuple):
@@ -81,7 +91,7 @@ class OutputLine(NamedTuple):
     @property
     def unique_id(self) -> str:
         """Return the id of the row, with the number of the chunk if there is one. It is unique in the output."""
-        return self.row.id if self.chunk is None else f"{self.row.id}#{self.chunk.number}"
+        return self.row.id if self.chunk is None else f"{self.row.id}#{self.chunk.chunk}"
 
 
 def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[OutputLine]:
@@ -91,8 +101,12 @@ def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[Out
         if chunk_tables.TABLE not in answer.arrays:
             lines.append(OutputLine(row, answer))
             continue
+        whole = row.text or ""
+        outline = None if row.page_starts is None else Outline.parsed(whole, row.page_starts)
         for number, (start, end, tokens, arrays) in enumerate(chunk_tables.split(answer.arrays)):
-            chunk = RowChunk(number, start, end, (row.text or "")[start:end], answer.tokens)
+            text = whole[start:end]
+            section = None if outline is None else outline.at(end - len(text.lstrip()))
+            chunk = RowChunk(number, start, end, text, answer.tokens, section)
             lines.append(OutputLine(row, RowAnswer(None, tokens, answer.truncated, arrays), chunk))
     return lines
 

@@ -75,8 +75,7 @@ def _lines(shard: Shard, *, has_arrays: bool) -> Iterator[bytes]:
         for name, values in shard.copied.items():
             row[name] = orjson.Fragment(kept_json(values[at]))
         if shard.chunks and (chunk := shard.chunks[at]) is not None:
-            row["chunk"] = chunk.number
-            row |= {name: value for name, value in chunk._asdict().items() if name != "number"}
+            row |= chunk.columns
         if error is not None:
             row["error"] = error_of(error)
         row["tokens"], row["truncated"] = int(shard.tokens[at]), bool(shard.truncated[at])

@@ -37,7 +37,10 @@ _Columns = Mapping[str, Any] | ErrorInfo
 
 @dataclass(frozen=True)
 class InputRow:
-    """Row of the input. A row with a `fault` is not sent to a model. `chunks`: unchecked value of the chunks column."""
+    """Row of the input. A row with a `fault` is not sent to a model. `chunks`, `file`: unchecked values of the columns
+    of chunks and of documents. `page_starts`: if the text is the Markdown of a document, the first code point and the
+    number of each page; else None.
+    """
 
     id: str
     text: str | None = None
@@ -47,6 +50,8 @@ class InputRow:
     copied: dict[str, Any] = field(default_factory=dict)
     fault: ErrorInfo | None = None
     chunks: Any = None
+    file: Any = None
+    page_starts: Sequence[tuple[int, int]] | None = None
 
 
 async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
@@ -126,6 +131,9 @@ class _RowMaker:
     def __init__(self, span: RowSpan, source: JobInput) -> None:
         self._span, self._source = span, source
         self._templates = templates(source)
+        columns = {"chunks": source.chunks, "documents": source.documents}
+        # columns whose values are checked later, by the parameter that names them
+        self._unchecked = {name: column for name, column in columns.items() if isinstance(column, str) and column}
 
     def all(self, rows: Iterable[_Columns], size: SpanSize) -> list[InputRow]:
         """Return the rows of a span. Raises InvalidInput if they need too much memory together."""
@@ -155,12 +163,20 @@ class _RowMaker:
             files = self._images(row)
         except ColumnFault as error:
             return InputRow(own, copied=columns_to_keep, fault=_fault("schema", f"{error}", "input.image"))
-        chunks = None
-        if isinstance(self._source.chunks, str) and (chunks := row.get(self._source.chunks)) is None:
-            fault = _fault("schema", f"column {self._source.chunks!r} is null or missing", "input.chunks")
-            return InputRow(own, copied=columns_to_keep, fault=fault)
+        for name, column in self._unchecked.items():
+            if row.get(column) is None:
+                fault = _fault("schema", f"column {column!r} is null or missing", f"input.{name}")
+                return InputRow(own, copied=columns_to_keep, fault=fault)
+        chunks, file = (row.get(self._unchecked.get(name, "")) for name in ("chunks", "documents"))
         return InputRow(
-            own, texts.get("text"), texts.get("query"), texts.get("document"), files, columns_to_keep, chunks=chunks
+            own,
+            texts.get("text"),
+            texts.get("query"),
+            texts.get("document"),
+            files,
+            columns_to_keep,
+            chunks=chunks,
+            file=file,
         )
 
     def _id(self, row: Mapping[str, Any], default: str) -> str:
@@ -183,8 +199,9 @@ class _RowMaker:
 
 
 def _bytes_of(row: InputRow) -> int:
-    """Return the bytes of a row's texts and images in memory. The values of lists and maps are counted elsewhere."""
-    texts = (row.text, row.query, row.document, *row.images, *row.copied.values())
+    """Return the bytes of a row's texts and files in memory. The values of lists and maps are counted elsewhere."""
+    file = row.file.get("data") if isinstance(row.file, dict) else row.file
+    texts = (row.text, row.query, row.document, file, *row.images, *row.copied.values())
     return sum(sys.getsizeof(text) for text in texts if isinstance(text, str | bytes))
 
 

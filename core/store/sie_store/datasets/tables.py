@@ -80,10 +80,13 @@ def _chunk_columns(chunks: list[RowChunk | None]) -> dict[str, pa.Array]:
     """Build the columns of chunks. They are null for a row with an error."""
     import pyarrow as pa
 
-    columns = list(zip(*((None,) * len(RowChunk._fields) if chunk is None else chunk for chunk in chunks), strict=True))
-    kinds = (pa.int32(), pa.int32(), pa.int32(), pa.string(), pa.int32())
-    names = ("chunk", *RowChunk._fields[1:])
-    return {name: pa.array(values, kind) for name, values, kind in zip(names, columns, kinds, strict=True)}
+    columns = [{} if chunk is None else chunk.columns for chunk in chunks]
+    names = max(columns, key=len)
+    texts = ("text", "heading")
+    return {
+        name: pa.array([of_chunk.get(name) for of_chunk in columns], pa.string() if name in texts else pa.int32())
+        for name in names
+    }
 
 
 def _inferred(values: list[Any]) -> pa.Array:

@@ -28,6 +28,7 @@ ANSWER_COLUMNS = frozenset(
 )
 # columns of the output if texts have chunks; a job must not copy input columns with these names
 CHUNK_COLUMNS = frozenset({"chunk", "start", "end", "text"})
+DOCUMENT_COLUMNS = frozenset({"page", "heading"})  # further columns of the output if rows have documents
 # largest number of times that one template may name a column: a short template could otherwise make gigabytes of text
 MAX_REPEATS = 4
 
@@ -103,7 +104,7 @@ def columns(source: JobInput) -> dict[str, str]:
     for name, template in templates(source).items():
         for column in template.columns:
             params.setdefault(column, f"input.{name}")
-    for name in ("image", "id"):
+    for name in ("image", "documents", "id"):
         if column := str(getattr(source, name)):
             params.setdefault(column, f"input.{name}")
     if isinstance(source.chunks, str):
@@ -115,7 +116,8 @@ def columns(source: JobInput) -> dict[str, str]:
 
 def reads_images(source: JobInput) -> bool:
     """Return whether the input is a folder of images, so that each row is one file."""
-    return source.format == "images" or not (source.format or source.text or source.image or source.query)
+    columns = (source.text, source.image, source.query, source.documents)
+    return source.format == "images" or not (source.format or any(columns))
 
 
 def check(source: JobInput, operation: str) -> None:
@@ -123,8 +125,11 @@ def check(source: JobInput, operation: str) -> None:
     if bool(source.file) == bool(source.url):
         raise InvalidInput("input: expected exactly one of file and url", param="input")
     parsed = templates(source)
+    reserved = ANSWER_COLUMNS.union(
+        CHUNK_COLUMNS if source.chunks is not None else (), DOCUMENT_COLUMNS if source.documents else ()
+    )
     for column in source.keep:
-        if column in ANSWER_COLUMNS or (source.chunks is not None and column in CHUNK_COLUMNS):
+        if column in reserved:
             raise InvalidInput(f"input.keep: {column!r} is a column of the output", param="input.keep")
     if len(set(source.keep)) < len(source.keep):
         raise InvalidInput("input.keep: a column is named twice", param="input.keep")
@@ -136,14 +141,21 @@ def check(source: JobInput, operation: str) -> None:
     else:
         _refuse(source, ("query", "document"), f"{operation} reads a text or an image")
     if reads_images(source):
-        _refuse(source, (*TEXTS, "image", "id", "keep"), "the files of images have no columns")
+        _refuse(source, (*TEXTS, "image", "documents", "id", "keep"), "the files of images have no columns")
         if operation == "score":
             raise InvalidInput("input.format: images cannot be scored", param="input.format")
-    elif operation != "score" and "text" not in parsed and not source.image:
+    elif operation != "score" and "text" not in parsed and not source.image and not source.documents:
         raise InvalidInput(f"input.text: {operation} needs a text or an image", param="input.text")
     if source.chunks is None and not source.context:
         raise InvalidInput("input.context: only chunks have a context", param="input.context")
-    if source.chunks is not None and (operation != "encode" or "text" not in parsed or source.image):
+    if source.documents:
+        _refuse(source, ("text", "image"), "the text of a row with a document is that of the document")
+        if source.chunks is None:
+            raise InvalidInput("input.chunks: documents need chunks", param="input.chunks")
+    else:
+        _refuse(source, ("parser",), "only documents have a parser")
+    has_text = "text" in parsed or bool(source.documents)
+    if source.chunks is not None and (operation != "encode" or not has_text or source.image):
         raise InvalidInput("input.chunks: only encode supports chunks, and only of texts", param="input.chunks")
     for name in ("text", "document"):  # a query without a column is allowed: then all rows have the same query
         if name in parsed and not parsed[name].columns:

@@ -1,0 +1,21 @@
+"""Docstrings of the library scipy, as texts of tasks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def scipy_docstrings() -> Iterator[tuple[str, str]]:
+    """Yield the file and name, and the docstring, of each public function and class of scipy."""
+    import scipy
+
+    root = Path(scipy.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        if not {"tests", "_lib"}.isdisjoint(file.parts):
+            continue
+        # parsed and not imported: an import has effects
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                yield f"{file.relative_to(root)}:{node.name}", ast.get_docstring(node) or ""

@@ -1,0 +1,102 @@
+"""Texts with known entities, relations, classes or personal data, and the counts that their metrics are made of.
+
+FactTask ──► facts of a source ──► for each text: numerator and denominator of each metric ──► quality.Measurement
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FactKind = Literal["entities", "relations", "classes", "redaction"]
+# (start, end, label) of an entity or of a part with personal data, (head, relation, tail) of a relation, (class,)
+Fact = tuple[int | str, ...]
+# metric -> numerators and denominators, one of each for each text. The metric of some texts is the sum of their
+# numerators divided by the sum of their denominators
+Ratios = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+LEAK = "leak"
+
+
+class KindSpan(NamedTuple):
+    """Part of a text, in code points, with its kind."""
+
+    start: int
+    end: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """Text with all its facts. `mentions`: entities that a model of relations reads with the text."""
+
+    text: str
+    facts: Sequence[Fact]
+    mentions: Sequence[KindSpan] = ()
+
+
+@dataclass(frozen=True)
+class FactTask:
+    """Task to find facts in texts. `labels`: sent to the model. A fact may have a finer kind than the labels."""
+
+    name: str
+    kind: FactKind
+    labels: Sequence[str]
+    texts: Sequence[LabelledText]
+
+
+_PLACE_OF_KIND: Mapping[FactKind, int] = {"entities": 2, "relations": 1, "classes": 0, "redaction": 2}
+
+
+def ratios(task: FactTask, answers: Sequence[Sequence[Fact]]) -> tuple[Ratios, dict[str, Ratios]]:
+    """Return the ratios over all facts, and those of each kind by its name and its number of facts.
+
+    `answers`: the facts that a source found in each text. A redaction is measured by letters and digits: precision is
+    the share of the replaced ones that are personal, recall the share of the personal ones that were replaced. Its
+    leak is the share of the parts of which a letter or digit stayed. Elsewhere a fact is right if all of it is equal.
+    """
+    place = _PLACE_OF_KIND[task.kind]
+    texts = [text.text for text in task.texts]
+    truth = [text.facts for text in task.texts]
+    counts = Counter(fact[place] for facts in truth for fact in facts)
+    by_kind: dict[str, Ratios] = {}
+    for kind, count in sorted(counts.items()):
+        own = [[fact for fact in facts if fact[place] == kind] for facts in truth]
+        if task.kind == "redaction":
+            every = _redaction(texts, own, answers)
+            by_kind[f"{kind} ({count})"] = {metric: every[metric] for metric in (LEAK, "recall")}
+        else:
+            answered = [[fact for fact in facts if fact[place] == kind] for facts in answers]
+            by_kind[f"{kind} ({count})"] = _exact(own, answered)
+    return _redaction(texts, truth, answers) if task.kind == "redaction" else _exact(truth, answers), by_kind
+
+
+def _exact(truth: Sequence[Sequence[Fact]], answers: Sequence[Sequence[Fact]]) -> Ratios:
+    pairs = [({*facts}, {*own}) for facts, own in zip(truth, answers, strict=True)]
+    return _ratios([(len(facts & own), len(facts), len(own)) for facts, own in pairs])
+
+
+def _redaction(texts: Sequence[str], truth: Sequence[Sequence[Fact]], answers: Sequence[Sequence[Fact]]) -> Ratios:
+    counts, leaks = [], []
+    for text, facts, spans in zip(texts, truth, answers, strict=True):
+        replaced = _characters(text, spans)
+        parts = [_characters(text, [fact]) for fact in facts]
+        personal = set[int]().union(*parts)
+        counts.append((len(personal & replaced), len(personal), len(replaced)))
+        leaks.append(sum(not part <= replaced for part in parts))
+    return {LEAK: (leaks, list(map(len, truth))), **_ratios(counts)}
+
+
+def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
+    """Return F1, precision and recall. `counts`: for each text, how many are right, true and answered."""
+    right, truth, answers = map(list, zip(*counts, strict=True))
+    both = list(map(sum, zip(truth, answers, strict=True)))
+    return {"f1": ([2 * count for count in right], both), "precision": (right, answers), "recall": (right, truth)}
+
+
+def _characters(text: str, facts: Iterable[Fact]) -> set[int]:
+    """Return the places of letters and digits in these parts of a text. A space that stays shows nothing."""
+    return {
+        place for start, end, *_ in facts for place in range(int(start), int(end)) if text[place : place + 1].isalnum()
+    }

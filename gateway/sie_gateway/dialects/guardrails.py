@@ -1,0 +1,66 @@
+"""`POST /v1/extract` in the format of the GLiNER server that NeMo Guardrails asks: entities of one text.
+
+Its client masks each entity by its place and checks no two for an overlap. A nested pair would make it replace the
+wrong characters, so entities that overlap are joined as in a redaction.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sie_contracts.models import families
+from sie_gateway.dialects import fields
+from sie_gateway.dialects.redact import joined_spans, model_spans
+from sie_gateway.dialects.selection import able
+from sie_gateway.inference import reply
+from sie_gateway.inference.body import RequestItem
+from sie_gateway.inference.call import Call, EncodedReply, InferRequest, beside, decode_body
+from sie_gateway.redaction.spans import SensitiveSpan
+
+if TYPE_CHECKING:
+    from sie_gateway.inference.handler import Inference
+
+VALUES_PER_ENTITY = 10  # an entity takes as long to write as this many numbers
+_READ = frozenset({"threshold", "flat_ner"})  # fields of the client that a model may read
+
+
+async def extract(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
+    """Answer `POST /v1/extract` with the entities, and the text in which each is marked as `[entity](label)`."""
+    body = await decode_body(call, raw)
+    resolved = able(inference, call, "redact", body.get("model"))
+    text = fields.text(body, "text")
+    for name in ("chunk_length", "overlap"):  # a model reads a long text in windows of its own
+        fields.whole(body, name, 0)
+    names = _READ & families.row(resolved.entry.family).parameters
+    parameters = {**fields.parameters(body, "labels", *names), "truncate": "NONE"}
+    finished = await inference.run(call, InferRequest("extract", resolved, (RequestItem(text),), parameters))
+    ((_, outcome),) = finished.succeeded("text")
+    began_s = time.perf_counter()
+    content = await beside(raw, lambda: _content(text, joined_spans(text, model_spans(text, outcome, "text"))))
+    content |= finished.shared(explain=call.explains)
+    late = finished.late(call.received_s, began_s)
+    data, content_type = reply.body_of(content, VALUES_PER_ENTITY * content["total_entities"], msgpack=False, late=late)
+    return EncodedReply(data, content_type, finished.headers(finished.reported_times))
+
+
+def _content(text: str, spans: Sequence[SensitiveSpan]) -> dict[str, Any]:
+    pieces, place = [], 0
+    for span in spans:
+        pieces += [text[place : span.start], f"[{text[span.start : span.end]}]({span.kind})"]
+        place = span.end
+    return {
+        "entities": [
+            {
+                "value": text[span.start : span.end],
+                "suggested_label": span.kind,
+                "start_position": span.start,
+                "end_position": span.end,
+                "score": span.score,
+            }
+            for span in spans
+        ],
+        "total_entities": len(spans),
+        "tagged_text": "".join([*pieces, text[place:]]),
+    }
