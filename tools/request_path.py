@@ -78,9 +78,7 @@ Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Begin or end the recording of a process (`word`). Return the recorded functions; none if the process has
-    ended.
-    """
+    """Begin or end a process's recording (`word`). Return the recorded functions; none if the process has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))

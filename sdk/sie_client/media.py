@@ -69,7 +69,9 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """Convert a sound as `media` does. A map of numpy samples and their `sample_rate` becomes a WAV file."""
+    """Convert a sound to the form of a request, see `media`. A map of numpy samples and their `sample_rate` becomes a
+    WAV file.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
     if isinstance(value, np.ndarray):

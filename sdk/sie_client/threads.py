@@ -89,7 +89,9 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: items of the call. `send` is called instead of HTTP requests."""
+        """Run a plan and return its result. `total`: number of items of the call. `send`: called with each request
+        instead of sending it over HTTP.
+        """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 

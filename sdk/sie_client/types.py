@@ -45,8 +45,8 @@ Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
 
 
 class Item(TypedDict, total=False):
-    """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, width] of an
-    encoded text, sent instead of the text. `chunks`: chunks of the text that each get vectors. With `context` True,
+    """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, dimension] of
+    an encoded text, sent instead of the text. `chunks`: chunks of the text that each get vectors. With `context` True,
     the whole text is encoded, and the vectors of a chunk are computed from its token vectors; otherwise each chunk is
     encoded alone.
     """
@@ -273,10 +273,10 @@ class ChunkResult(TypedDict, total=False):
 class EncodeResult(Shared, total=False):
     """Result of encode for one item. If the item failed, it has `error` instead of vectors.
 
-    `dense`: [width]. `multivector`: [tokens, width]. Arrays are writable, and float32 unless the call has another
-    `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and offset of integer
-    values. `muvera`: the parameters by which `dense` was computed, if the call asked for MUVERA. If the item has
-    `chunks`, the vectors are in the result's `chunks`.
+    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call has
+    another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and offset of
+    integer values. `muvera`: the parameters by which `dense` was computed, if the call asked for MUVERA. If the item
+    has `chunks`, the vectors are in the result's `chunks`.
     """
 
     id: str

@@ -471,7 +471,7 @@ class WorkSource:
         return "none" if held else self.assignment.role(consumer)
 
     def _narrowed(self, load: Load, consumer: str) -> Load:
-        """Return the part of a load at the devices that run this consumer's work."""
+        """Return the part of a load that waits for the devices that would run this consumer's work."""
         is_bulk = consumer.startswith(self.pulling.bulk_prefix)
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 

@@ -587,7 +587,7 @@ class Hosting(ModelStates):
                 beside or came or self.busy(hosted) or await self._went_to_earlier_loads(error, left_over)
             ):
                 return None
-            # the error is about an old entry of the model: do not record it for the new one
+            # if the model has a new catalogue entry now, the error is about the old one, and is not recorded
             if hosted.resolved.entry != resolved.entry:
                 raise
             failure = self.failed(hosted, error)

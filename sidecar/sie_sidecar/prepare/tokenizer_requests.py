@@ -25,7 +25,7 @@ MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: WorkItemInput) -> int:
-    """Return how long the answer takes, as a number of characters to tokenise."""
+    """Estimate the time for the answer. Return it as the number of characters that are tokenised in the same time."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)

@@ -231,7 +231,9 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Answer work items of an old entry of their model: the gateway then publishes them for the new entry."""
+        """Answer work items whose model has a new catalogue entry. On their error, the gateway publishes them again for
+        the new entry.
+        """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
             self.answer_all(flights, changed())
