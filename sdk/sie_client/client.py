@@ -312,8 +312,9 @@ class SIEClient:
         """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
 
         `kinds`: names of the kinds of personal data to replace, such as `email`. A model that was trained for fixed
-        kinds replaces all of them; for this model `kinds` may be None. `restore(result["text"], result["map"])` gives
-        the text back. An item that failed has `error` in its result, and no text.
+        kinds replaces all of them; for this model `kinds` may be None, or name kinds that the server finds by patterns.
+        `restore(result["text"], result["map"])` gives the text back. An item that failed has `error` in its result, and
+        no text.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))

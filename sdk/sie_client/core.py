@@ -4,7 +4,7 @@ result back into the generator.
     Send ──► HTTP request ──► Received | TransportFailed
     Pause ──► sleep                   BlockingWork ──► call of a function that may take long or read files
     Together ──► several plans, a limited number at a time ──► their results in order
-    HttpAnswer (the answer to a part of the call) ──► progress of the call is reported
+    HttpAnswer (more items were answered) ──► progress of the call is reported
 
 The blocking client and the asyncio client are two drivers of the same plans, so they behave in the same way.
 """

@@ -93,7 +93,7 @@ class SIEConnectionError(SIEError):
 
 
 class RequestError(SIEError):
-    """The request must be changed before it can succeed, or sent later (only `RateLimitedError`)."""
+    """The request must be changed before it can succeed, or, as for `RateLimitedError`, sent later."""
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):

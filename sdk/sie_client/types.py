@@ -413,8 +413,8 @@ class JobOptions(TypedDict, total=False):
     them (default: docling).
 
     `output`: an `s3://`, `gs://` or `file:///` URL for the output files, or a map of `url`, `format` (default:
-    parquet), `sink` (URL of a vector database that also gets the vectors) and `collection` (in this database). Without
-    a `url` the server stores the files, and `Job.download` downloads them.
+    parquet), `sink` (name of a vector database in the server's setting SIE_JOBS_SINKS, which also gets the vectors) and
+    `collection` (in this database). Without a `url` the server stores the files, and `Job.download` downloads them.
 
     `params`: parameters of the `operation` (default: encode). `windows`: times of the day at which the job may run, for
     example `22:00-06:00`, in `time_zone` (default: UTC). `deadline`: a datetime, or seconds since 1970. With `expires`,
