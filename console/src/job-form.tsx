@@ -13,14 +13,17 @@ import type { Model } from "./types";
 
 type Operation = NonNullable<JobRequest["operation"]>;
 type InputFormat = NonNullable<JobRequest["input"]["format"]>;
+type Boundary = (typeof BOUNDARIES)[number];
 type OutputFormat = NonNullable<NonNullable<JobRequest["output"]>["format"]>;
 
 const OPERATIONS: Operation[] = ["encode", "score", "extract"];
+const BOUNDARIES = ["sentence", "paragraph", "token"] as const; // at which a chunk may end
 const INPUTS: InputFormat[] = ["jsonl", "csv", "parquet", "images"];
 const OUTPUTS: OutputFormat[] = ["parquet", "jsonl", "npy"];
 const FILE_LIFE_S = 30 * 86_400; // the longest that the server takes; no job lasts as long
 const EMPTY = {
   url: "", model: "", operation: "encode" as Operation, text: "{text}", query: "{query}", document: "{document}", image: "",
+  chunk: "", overlap: "", least: "", boundary: "sentence" as Boundary, alone: false, documents: "", parser: "",
   id: "", keep: "", input: "" as InputFormat | "", format: "parquet" as OutputFormat, place: "", name: "", deadline: "", cache: false,
   expires: false, windows: "", zone: Intl.DateTimeFormat().resolvedOptions().timeZone, tokens: "", rows: "", pool: "", sink: "", collection: "",
 };
@@ -29,12 +32,27 @@ type Written = { [Name in keyof Given]: string extends Given[Name] ? Name : neve
 
 const listed = (text: string): string[] => text.split(",").map((each) => each.trim()).filter(Boolean);
 
+/** Whether each text is encoded in chunks. */
+const isChunked = ({ operation, image, chunk }: Given): boolean => operation === "encode" && !image.trim() && Boolean(chunk);
+
+function chunksOf({ chunk, overlap, least, boundary }: Given) {
+  return {
+    max_tokens: Number(chunk),
+    ...(overlap ? { overlap_tokens: Number(overlap) } : {}),
+    ...(boundary === EMPTY.boundary ? {} : { boundary }),
+    ...(least ? { min_tokens: Number(least) } : {}),
+  };
+}
+
 /** The request of what was filled in; fields that are empty are left to the gateway. */
 function requestOf(given: Given, settings: Settings, model: Model | undefined): JobRequest {
   const { operation, image } = given;
   // as `sie jobs submit` reads a template, so that the same words are the same job
   const [text, query, document] = [given.text, given.query, given.document].map((each) => each.replaceAll("\\n", "\n")) as [string, string, string];
-  const templates = image.trim() ? { image: image.trim() } : operation === "score" ? { query, document } : { text };
+  const [documents, parser] = [given.documents.trim(), given.parser.trim()];
+  const chunks = isChunked(given) ? { chunks: chunksOf(given), ...(given.alone ? { context: false } : {}) } : {};
+  const read = "chunks" in chunks && documents ? { documents, ...(parser ? { parser } : {}) } : { text };
+  const templates = image.trim() ? { image: image.trim() } : operation === "score" ? { query, document } : { ...read, ...chunks };
   const [keep, windows] = [listed(given.keep), listed(given.windows)];
   const [sink, collection] = [given.sink.trim(), given.collection.trim()];
   const params = model ? paramsOf(operation, settings, model) : {};
@@ -137,7 +155,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
       <input id={`job-${name}`} inputmode={isNumber ? "numeric" : "text"} pattern={isNumber ? "[0-9]*" : undefined} value={given[name]} placeholder={placeholder} spellcheck={false} autocomplete="off" onInput={(event) => set(name, event.currentTarget.value)} />
     </label>
   );
-  const check = (name: "cache" | "expires", title: string) => (
+  const check = (name: "cache" | "expires" | "alone", title: string) => (
     <label class="chip">
       <input id={`job-${name}`} type="checkbox" checked={given[name]} onChange={(event) => set(name, event.currentTarget.checked)} />
       {title}
@@ -149,7 +167,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
       <textarea id={`job-${name}`} rows={2} spellcheck={false} value={given[name]} onInput={(event) => set(name, event.currentTarget.value)} />
     </label>
   );
-  const choice = <N extends "operation" | "input" | "format">(name: N, title: string, options: readonly Given[N][], names: Partial<Record<string, string>> = {}) => (
+  const choice = <N extends "operation" | "input" | "format" | "boundary">(name: N, title: string, options: readonly Given[N][], names: Partial<Record<string, string>> = {}) => (
     <label>
       {title}
       <select id={`job-${name}`} value={given[name]} onChange={(event) => set(name, event.currentTarget.value as Given[N])}>
@@ -158,6 +176,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
     </label>
   );
   const isImage = Boolean(given.image.trim());
+  const isDocument = isChunked(given) && Boolean(given.documents.trim());
   const kept = listed(given.keep);
   const target = given.operation === "score" ? "document" : "text";
   return (
@@ -174,7 +193,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         </div>
         {file && given.url.trim() && <p class="bad" role="alert">A job reads a file or an address, not both.</p>}
         {unread && <p class="bad" role="alert">{`${file?.name}: ${unread}`}</p>}
-        {seen && <Rows seen={seen} onColumn={isImage ? undefined : (name) => set(target, given[target] === EMPTY[target] || !given[target].trim() ? `{${name}}` : `${given[target]}\n{${name}}`)} />}
+        {seen && <Rows seen={seen} onColumn={isImage || isDocument ? undefined : (name) => set(target, given[target] === EMPTY[target] || !given[target].trim() ? `{${name}}` : `${given[target]}\n{${name}}`)} />}
         <div class="fields">{field("id", "Column of ids", "by default the number of the row")}</div>
       </fieldset>
       <fieldset class="panel">
@@ -184,8 +203,23 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
           <Picker id="job-model" label="Model" models={fitting} value={given.model} onChange={(id) => set("model", id)} onFind={onFind} />
           {given.operation !== "score" && field("image", "Column of images, in place of the text")}
         </div>
-        {!isImage && given.operation !== "score" && written("text", "Text: columns in braces, \\n is a line break")}
-        {!isImage && seen && <FirstText seen={seen} template={given[target].replaceAll("\\n", "\n")} />}
+        {!isImage && given.operation === "encode" && (
+          <div class="fields">
+            {field("chunk", "Cut each text into chunks of at most so many tokens", "texts stay whole", true)}
+            {isChunked(given) && (
+              <>
+                {choice("boundary", "A chunk ends at the end of a", BOUNDARIES)}
+                {field("overlap", "Tokens that a chunk repeats of the one before", "0", true)}
+                {field("least", "Fewest tokens of a chunk", "0", true)}
+                {field("documents", "Column of documents (PDF, Word ..), in place of the text")}
+                {given.documents.trim() && field("parser", "Model that parses them", "docling")}
+                {check("alone", "Encode each chunk alone, without the rest of its text")}
+              </>
+            )}
+          </div>
+        )}
+        {!isImage && !isDocument && given.operation !== "score" && written("text", "Text: columns in braces, \\n is a line break")}
+        {!isImage && !isDocument && seen && <FirstText seen={seen} template={given[target].replaceAll("\\n", "\n")} />}
         {!isImage && given.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
         <Controls prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
         <AsJson prefix="job-with-" verb={given.operation} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />

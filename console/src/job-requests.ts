@@ -54,8 +54,9 @@ const FLAGS: Record<string, string> = { format: "input-format", windows: "window
 
 function asCommand(submission: Submission): string {
   const { model, input, output = {}, params = {}, metadata = {}, deadline, ...others } = submission.request;
-  const { file: _file, url: _url, ...columns } = input;
+  const { file: _file, url: _url, chunks, context, ...columns } = input;
   const { url, ...written } = output;
+  const rule = typeof chunks === "object" && chunks ? Object.entries(chunks).map(([name, value]) => `${name}=${value}`).join(",") : chunks;
   const flag = (name: string, value: unknown): string[] => {
     if (Array.isArray(value)) return value.flatMap((each) => flag(name, each));
     if (value === undefined || value === false || value === "") return [];
@@ -63,6 +64,8 @@ function asCommand(submission: Submission): string {
   };
   const options = [
     ...Object.entries({ ...columns, ...others }).flatMap(([name, value]) => flag(FLAGS[name] ?? name.replaceAll("_", "-"), value)),
+    ...flag("chunks", rule),
+    ...flag("no-context", context === false),
     ...flag("output", url),
     ...Object.entries(written).flatMap(([name, value]) => flag(name, value)),
     ...Object.entries(params).flatMap(([name, value]) => flag("param", `${name}=${JSON.stringify(value)}`)),

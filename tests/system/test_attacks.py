@@ -241,7 +241,7 @@ def test_nobody_takes_the_only_worker(cluster: Cluster) -> None:
             time.sleep(0.3)
         status = httpx.get(f"{cluster.url}/v1/pools/mine").json()["status"]
         assert (status["state"], status["assigned_workers"]) == ("pending", [])
-        assert "everybody" in status["reason"]
+        assert "from all other clients" in status["reason"]
     finally:
         httpx.delete(f"{cluster.url}/v1/pools/mine", timeout=30)
 

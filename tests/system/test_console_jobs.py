@@ -30,6 +30,7 @@ pytestmark = pytest.mark.debian
 ENCODER = "test/mini"
 HARM = '<img src=x onerror="window.harmed = 1">'
 END_S = 60.0
+CHUNKS = {"max_tokens": 16, "overlap_tokens": 4}
 JOBS = (
     "[...document.querySelectorAll('#jobs tr[data-job]')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
 )
@@ -295,11 +296,15 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         "zone": "UTC",
         "tokens": "100000",
         "rows": "50",
+        "chunk": "16",
     }
     (tmp_path / "rows.jsonl").write_bytes(data)
     wanted: dict[str, Any] = {}
     for kind in ("curl", "Python", "CLI"):
         fill(page, data, **fields)
+        page.wait("Boolean(document.querySelector('#job-overlap'))", bool)
+        typed(page, "#job-overlap", "4")
+        click(page, "#job-alone")
         typed(page, "#job-with-further", '{"normalize": false}')
         page.wait(
             "document.querySelector('[data-kind=curl]')?.textContent ?? ''", lambda code: '"normalize":false' in code
@@ -327,6 +332,7 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         assert request["name"] == fields["name"]
         assert request["params"] == {"normalize": False}
         assert request["input"]["text"] == "a {text}\nb"
+        assert (request["input"]["chunks"], request["input"]["context"]) == (CHUNKS, False)
         assert request["windows"] == ["00:00-12:00", "12:00-00:00"]
         assert (request["tokens_per_s"], request["shard_rows"]) == (100_000, 50)
 

@@ -171,6 +171,19 @@ def test_protected_answers_leave_when_others_are_used() -> None:
     assert len(memory) == 10
 
 
+def test_answers_with_a_space_each_leave_room_for_later_answers() -> None:
+    memory = AnswerMemory(200_000, 3600.0)
+    spaces = [AnswerSpace(space_of("", str(number), "encode", RunOptions()), "org/m", "") for number in range(1001)]
+    for number, space in enumerate(spaces[:-1]):
+        key = space.key(bytes(16))
+        memory.keep(space, key, bytes(60))
+        assert memory.find(key) is not None, number
+    hot = [spaces[-1].key(bytes([number]) * 16) for number in range(20)]
+    for key in hot:
+        memory.keep(spaces[-1], key, bytes(60))
+    assert all(memory.find(key) is not None for key in hot)
+
+
 def test_an_answer_ends_after_its_time() -> None:
     now_s = [0.0]
     memory = memory_of(10, ttl_s=5.0, clock=lambda: now_s[0])

@@ -54,7 +54,7 @@ class _CachedAnswer:
 
 class AnswerMemory:
     """Packed answers by key. `max_bytes` bounds their memory, with ENTRY_BYTES for each answer and SPACE_BYTES for each
-    space. An answer is removed `ttl_s` seconds after it was computed.
+    space. No answer is returned later than `ttl_s` seconds after it was computed.
     """
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,7 +90,12 @@ class AnswerMemory:
     def _protect(self, key: bytes, answer: _CachedAnswer) -> None:
         self._protected[key] = answer
         self._protected_bytes += answer.size
-        while self._protected_bytes > PROTECTED_SHARE * self.max_bytes:
+        self._demote()
+
+    def _demote(self) -> None:
+        """Move protected answers to the first segment, so that it has its share of the memory beside the spaces."""
+        room_bytes = self.max_bytes - SPACE_BYTES * len(self._spaces)
+        while self._protected_bytes > PROTECTED_SHARE * max(0, room_bytes):
             oldest, answer = self._protected.popitem(last=False)
             self._protected_bytes -= answer.size
             self._first[oldest] = answer
@@ -109,6 +114,7 @@ class AnswerMemory:
         self._spaces[space.name] = answer.space, count + 1
         self._first[key] = answer
         self.held_bytes += answer.size
+        self._demote()
         while self.held_bytes > self.max_bytes:
             self._remove(next(iter(self._first)))
             self.evictions += 1
