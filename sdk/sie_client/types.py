@@ -179,13 +179,15 @@ class RedactOptions(Params, total=False):
 
 class Usage(TypedDict):
     """Usage of a call: number of tokens by the model's tokenizer, indexes of the truncated items, and number of images
-    if there were any.
+    if there were any. `cached_items`, `cached_tokens`: items with cached answers and their tokens, if there are any.
     """
 
     prompt_tokens: int
     total_tokens: int
     truncated_items: list[int]
     images: NotRequired[int]
+    cached_items: NotRequired[int]
+    cached_tokens: NotRequired[int]
 
 
 class ItemUsage(TypedDict):

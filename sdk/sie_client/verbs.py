@@ -447,6 +447,9 @@ def _summed(replies: Sequence[_PartReply]) -> dict[str, Any]:
     usage: dict[str, Any] = {
         name: sum(usage.get(name, 0) for _, usage in usages) for name in ("prompt_tokens", "total_tokens")
     }
+    for name in ("images", "cached_items", "cached_tokens"):
+        if any(name in part for _, part in usages):
+            usage[name] = sum(part.get(name, 0) for _, part in usages)
     usage["truncated_items"] = [start + index for start, usage in usages for index in usage.get("truncated_items", ())]
     return usage
 

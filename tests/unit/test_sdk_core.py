@@ -825,3 +825,17 @@ async def test_https_at_a_port_of_plain_http_ends_at_once_and_names_its_cause() 
         async with SIEAsyncClient(url) as client:
             with pytest.raises(sie_client.SIEConnectionError, match="WRONG_VERSION_NUMBER"):
                 await asyncio.wait_for(client.encode("m", "a"), 10)
+
+
+def test_the_usage_of_a_call_has_the_images_and_the_cached_items_of_all_parts() -> None:
+    used = {"prompt_tokens": 3, "total_tokens": 3, "truncated_items": [0]}
+    bodies = [{"usage": used}, {"usage": {**used, "images": 2, "cached_items": 1, "cached_tokens": 3}}]
+    usage = verbs._summed([verbs._PartReply(place, body, {}) for place, body in enumerate(bodies)])
+    assert usage == {
+        "prompt_tokens": 6,
+        "total_tokens": 6,
+        "truncated_items": [0, 1],
+        "images": 2,
+        "cached_items": 1,
+        "cached_tokens": 3,
+    }
