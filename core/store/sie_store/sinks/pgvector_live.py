@@ -170,9 +170,16 @@ class PgvectorLive:
                 f"the table {source.collection} has no column {missing[0]}, which --text names. It has "
                 f"{', '.join(name for name in columns if name != vector)}"
             )
-        unique = [row["name"] for row in rows if row["is_unique"]]
+        unique = [row["name"] for row in rows if row["is_unique"] and row["not_null"]]
         primary = [row["name"] for row in rows if row["is_primary"]]
         id_column = source.id_column or (primary or unique or [""])[0]
+        nullable = [row["name"] for row in rows if row["is_unique"] and not row["not_null"]]
+        if id_column in nullable or (not id_column and nullable):
+            column = id_column or nullable[0]
+            raise CollectionMismatch(
+                f"the column {column} of {source.collection} is unique but may be NULL, so it does not name each row: "
+                f"ALTER TABLE {self._table} ALTER COLUMN {quoted(column)} SET NOT NULL, or name a column with --id"
+            )
         if id_column not in unique:
             raise CollectionMismatch(
                 f"the table {source.collection} needs a column that alone is its primary key or unique: "
@@ -319,12 +326,15 @@ class PgvectorLive:
         )
 
     async def _cleared(self, connection: Any, shape: _TableShape, side: Side, rows: Sequence[LiveRow]) -> None:
-        column = quoted(shape.column(side))
+        column, marker = quoted(shape.column(side)), quoted(shape.marker)
+        digest = self._digest(shape, side, f"NULL::{shape.type}")
         await connection.execute(
-            f"UPDATE {self._table} t SET {column} = NULL FROM "  # noqa: S608
+            # the marker says that the vector of the opposite side still stands for the row
+            f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
-            f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} AND t.{column} IS NOT NULL "
-            f"AND {_version(self._source, shape)} = r.version",
+            f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
+            f"AND {_version(self._source, shape)} = r.version "
+            f"AND (t.{column} IS NOT NULL OR t.{marker} IS DISTINCT FROM {digest})",
             [row.id for row in rows],
             [row.version for row in rows],
         )
@@ -443,7 +453,7 @@ class PgvectorLive:
         send = f"{quoted(shape.extension)}.{shape.kind}_send"
         return (
             f"sha256(convert_to({_literal(self._source.salt(side))}, 'UTF8') || {_version(self._source, shape)} || "
-            f"{send}({vector or 't.' + quoted(shape.column(side))}))"
+            f"coalesce({send}({vector or 't.' + quoted(shape.column(side))}), ''::bytea))"
         )
 
 
