@@ -270,7 +270,8 @@ class PgvectorLive:
             f"SELECT {identity}::text AS id, {_version(self._source, shape)} AS version, "  # noqa: S608
             f"{same} AS is_same, jsonb_build_object({fields})::text AS columns "
             f"FROM {self._table} t WHERE {span} AND {identity} <= $2::text::{shape.id_type} AND "
-            f"({column} IS NULL OR t.{quoted(shape.marker)} IS DISTINCT FROM {self._digest(shape, side)}) "
+            f"({column} IS NULL OR t.{quoted(shape.marker)} IS NULL OR t.{quoted(shape.marker)} NOT IN "
+            f"({self._digest(shape, side)}, sha256({self._digest(shape, side)}))) "
             f"ORDER BY {identity}",
             after,
             last,
@@ -311,7 +312,7 @@ class PgvectorLive:
         identity, vector = quoted(shape.id_column), f"fresh.embedding::{shape.type}"
         changes = [
             f"{quoted(shape.column(side))} = {vector}",
-            f"{quoted(shape.marker)} = {self._digest(shape, side, vector)}",
+            f"{quoted(shape.marker)} = {self._fresh_marker(shape, side, vector)}",
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
@@ -327,7 +328,7 @@ class PgvectorLive:
 
     async def _cleared(self, connection: Any, shape: _TableShape, side: Side, rows: Sequence[LiveRow]) -> None:
         column, marker = quoted(shape.column(side)), quoted(shape.marker)
-        digest = self._digest(shape, side, f"NULL::{shape.type}")
+        digest = self._fresh_marker(shape, side, f"NULL::{shape.type}")
         await connection.execute(
             # the marker says that the vector of the opposite side still stands for the row
             f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
@@ -445,6 +446,16 @@ class PgvectorLive:
 
         await self._database.transaction(run)
         self._shape = await self._database.transaction(self._read_shape)
+
+    def _fresh_marker(self, shape: _TableShape, side: Side, vector: str) -> str:
+        """Return the expression for the marker of a row whose vector of a side is written. On the way back it is hashed
+        again if the new vector has no valid marker, so that the way forward does not adopt that vector.
+        """
+        digest = self._digest(shape, side, vector)
+        if side == shape.in_use or side == "new":
+            return digest
+        valid = f"t.{quoted(shape.marker)} IN ({self._digest(shape, 'new')}, {digest})"
+        return f"CASE WHEN {valid} THEN {digest} ELSE sha256({digest}) END"
 
     def _digest(self, shape: _TableShape, side: Side, vector: str = "") -> str:
         """Return the expression for the marker of a row with a current vector of this side: by default the vector that
