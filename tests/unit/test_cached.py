@@ -311,6 +311,20 @@ async def test_an_answer_is_given_on_when_its_chunk_arrives() -> None:
     assert (len(cluster.memory), len(cluster.runs._flights)) == (2, 0)
 
 
+async def test_an_input_that_failed_at_the_worker_is_computed_again_while_its_request_goes_on() -> None:
+    cluster = Cluster()
+    cluster.held["b"] = asyncio.Event()
+    cluster.failures = {"a": ErrorInfo("RESOURCE_EXHAUSTED", "no memory")}
+    large = cluster.start("a", "b", budget_s=600)
+    await cluster.until_computed(1)
+    cluster.failures = {}
+    assert (await cluster.run("a", budget_s=600)).cache_status == "miss"
+    assert not large.done()
+    cluster.held["b"].set()
+    await large
+    assert cluster.computed == [["a", "b"], ["a"]]
+
+
 async def test_requests_do_not_wait_for_another_queue() -> None:
     cluster = Cluster()
     cluster.go.clear()
@@ -652,7 +666,28 @@ async def test_tokens_of_cached_inputs_are_not_charged(cluster: InProcess) -> No
     assert await gateway.metric("sie_gateway_key_tokens_total") == before
 
 
-async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(cluster: InProcess) -> None:
+async def test_a_chunk_that_has_arrived_answers_other_requests(cluster: InProcess) -> None:
+    """The worker holds the last chunk of a request with three."""
+    adapter, gateway = await started(cluster, SIE_CHUNK_COST="1", SIE_KEY_WINDOW_TOKENS="1")
+    adapter.hold_batches = True
+    before, rows_before = len(adapter.batches), rows(adapter)
+    large = asyncio.create_task(gateway.encode("a", "b", "c"))
+    await adapter.until(lambda adapter: len(adapter.batches) > before, "the first batch of the large request")
+    adapter.let_go(1)
+    await adapter.until(lambda adapter: len(adapter.batches) > before + 1, "the next batch")
+    answer = await gateway.encode("a")
+    assert is_right(answer, "a")
+    assert answer.headers["x-sie-cache-status"] == "hit"
+    assert not large.done()
+    adapter.let_go()
+    assert is_right(await large, "a", "b", "c")
+    assert rows(adapter) == rows_before + 3
+
+
+async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "SHORTEST_WAIT_S", 60.0)
     adapter, gateway = await started(cluster)
     adapter.hold_batches = True
     first = asyncio.create_task(gateway.encode("a"))

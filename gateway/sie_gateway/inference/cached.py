@@ -3,7 +3,8 @@ several requests have at the same time are computed once.
 
     inputs ──► AnswerMemory ──hit──────────────────────────────────────┐
                  └ miss ──► in flight? ──yes──► wait for its answer ────┼──► RequestResult, in input order
-                              └ no ──► Runner computes it, and stores it┘
+                              │                   └ none in time ──┐    │
+                              └ no ──► Runner computes it ◄────────┘ ───┘
 
 The key of an answer has the fingerprint that the workers of the lane report at this moment. It is checked against the
 entry of the request, so a change of the entry, the precision or a LoRA changes the key. If workers of the lane report
@@ -198,7 +199,8 @@ class _CachedRun:
         self._compute = compute
         self._erasures = runs.memory.erasures
         self._flights: dict[FlightKey, Flight] = {}  # flights that this request has begun
-        self._until_s = 0.0  # end of the time in which this request waits for inputs of other requests
+        # end of the time in which this request waits for inputs of other requests; None before it is needed
+        self._until_s: float | None = None
 
     async def results(
         self,
@@ -214,9 +216,6 @@ class _CachedRun:
         if missing and cache_mode(self._call.headers) == "only":
             raise not_cached(len(missing))
         hits, computed, is_uniform = len(items) - len(missing), 0, True
-        left_s = self._call.received_s + self._call.budget_s - time.perf_counter()
-        if missing:
-            self._until_s = time.perf_counter() + self._runs.patience_s(self._request, left_s)
         try:
             # further inputs are computed only if their answers can stand beside those that were computed before
             while missing and is_uniform:
@@ -269,17 +268,24 @@ class _CachedRun:
         An input that occurs twice in the request waits for itself.
         """
         own, joined = [], []
-        is_patient = time.perf_counter() < self._until_s
         for place in missing:
             key = self._flight_key(keys[place])
             flight = self._runs.flight(key)
-            if flight is not None and (is_patient or key in self._flights):
+            if flight is not None and (key in self._flights or self._left_s() > 0):
                 joined.append((place, flight))
                 continue
             own.append(place)
             if flight is None:
                 self._flights[key] = self._runs.begin(key)
         return own, joined
+
+    def _left_s(self) -> float:
+        """Return how long this request still waits for inputs of other requests."""
+        now_s = time.perf_counter()
+        if self._until_s is None:
+            left_s = self._call.received_s + self._call.budget_s - now_s
+            self._until_s = now_s + self._runs.patience_s(self._request, left_s)
+        return max(0.0, self._until_s - now_s)
 
     def _flight_key(self, key: bytes) -> FlightKey:
         return self._request.lane, self._request.priority, key
@@ -320,15 +326,19 @@ class _CachedRun:
 
     def _arrived(self, key: bytes, result: WorkResult, outcome: Outcome) -> None:
         """Give the outcome of an input to the requests that wait for it. Later requests find it in the flight, which
-        ends when the answer is cached.
+        ends when the answer is cached. An outcome that they cannot use ends the flight now.
         """
-        flight = self._flights.get(self._flight_key(key))
+        flight_key = self._flight_key(key)
+        flight = self._flights.get(flight_key)
         if flight is None or flight.done():
             return
-        if not isinstance(outcome, Ok):
-            flight.set_result(outcome if _is_of_input(outcome) else None)
+        if isinstance(outcome, Ok) and result.fingerprint == self._signed:
+            flight.set_result((result, outcome))
+        elif isinstance(outcome, Failed) and _is_of_input(outcome):
+            flight.set_result(outcome)
         else:
-            flight.set_result((result, outcome) if result.fingerprint == self._signed else None)
+            del self._flights[flight_key]
+            self._runs.end(flight_key)
 
     async def _joined(
         self, finished: RequestResult, joined: Sequence[tuple[int, Flight]], positions: Sequence[int]
@@ -339,7 +349,7 @@ class _CachedRun:
         missing = []
         for number, (place, flight) in enumerate(joined):
             if not flight.done():
-                await asyncio.wait((flight,), timeout=max(0.0, self._until_s - time.perf_counter()))
+                await asyncio.wait((flight,), timeout=self._left_s())
             outcome = flight.result() if flight.done() else None
             if outcome is None:
                 missing.append(place)
@@ -352,9 +362,9 @@ class _CachedRun:
         return missing
 
 
-def _is_of_input(outcome: Outcome) -> bool:
+def _is_of_input(failed: Failed) -> bool:
     """Return whether an input failed by its own fault, so that it fails in every request."""
-    return isinstance(outcome, Failed) and isinstance(SIEError.from_info(outcome.error), InvalidInput | PayloadTooLarge)
+    return isinstance(SIEError.from_info(failed.error), InvalidInput | PayloadTooLarge)
 
 
 def not_cached(count: int) -> NotFound:
