@@ -5,7 +5,7 @@
     machine                       build of torch
     with an NVIDIA GPU            from the indexes that pip is configured for; on Linux this build has CUDA
     Linux without an NVIDIA GPU   VERSION+cpu, from the configured indexes and wheel folders, else from CPU_INDEX
-    any other                     from the configured indexes; except on Linux, no build has CUDA
+    any other                     from the configured indexes; their builds for it have no CUDA
 
 The environment variable TORCH_INDEX names the only index for torch, on every machine. If it is set to an empty text,
 torch comes from the configured indexes in any case.
@@ -75,16 +75,16 @@ class Installer:
             self._install_torch(f"torch {version}+cpu of {CPU_INDEX}", named, CPU_INDEX)
 
     def _install_torch(self, title: str, named: str, index: str = "") -> None:
-        """Install one build of torch without dependencies, which the next step installs with constraints.txt."""
+        """Install one build of torch without its dependencies. The next step installs these with constraints.txt."""
         source = ["--index-url", index, "--retries", "2", "--timeout", "30"] if index else []
         try:
             self.run(title, "--no-deps", *source, named)
         except StepFailed as error:
             if index and _ABSENT.search(self._tail()):
                 raise StepFailed(
-                    f"no index here offers {named}: not the configured ones, and not {index}, which may be out of "
-                    f"reach; set TORCH_INDEX to an index that has it (TORCH_INDEX= takes the build of the configured "
-                    f"index, on Linux with gigabytes of CUDA libraries); the log is {self._log}"
+                    f"no index here offers {named}: neither a configured one nor {index}, which may be out of reach; "
+                    f"set TORCH_INDEX to an index that has it. TORCH_INDEX= (empty) installs the build of the "
+                    f"configured index; on Linux it has gigabytes of CUDA libraries. The log is {self._log}"
                 ) from error
             raise
 

@@ -1,7 +1,7 @@
 """Counts how hard the product is to read: import circles, full folders, reused class names, vague names, docstrings.
 
-    python tools/measure.py            a table, and the first places of each kind
-    python tools/measure.py --all      every place
+    python tools/measure.py            a table, and the first findings of each kind python tools/measure.py --all
+    every finding
 
 A circle is a set of modules of one package. Each of them imports every other one, directly or through further modules.
 Imports within functions and under TYPE_CHECKING count.
@@ -112,7 +112,9 @@ def modules(folder: str) -> Sequence[Module]:
 
 
 def names_that_are_gone(module: Module) -> Iterator[str]:
-    """Yield files (`name.py`) and exceptions (`Raises Name`) in the module's docstrings that do not exist."""
+    """Yield the names of files and exceptions that do not exist, but that the module's docstrings mention as `name.py`
+    or `Raises Name`.
+    """
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -151,7 +153,9 @@ def _exceptions() -> set[str]:
 
 
 def imports(found: Sequence[Module]) -> dict[str, set[str]]:
-    """Return by module the modules of its package that it imports. Of a package, only the __init__ file counts."""
+    """Return for each module the modules of its package that it imports. An import of a package counts as an import of
+    its __init__ file only.
+    """
     names = {module.name for module in found}
     graph: dict[str, set[str]] = {}
     for module in found:

@@ -31,11 +31,13 @@ from zygote import RUN_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 60
-# number of requests; of 40, some run without any periodic work of a process, even on a busy machine
+# number of requests. Only functions that every request enters count. During some of 40 requests, no process does
+# periodic work, even on a busy machine, so this work does not count
 REQUESTS = 40
 MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-# code that runs at the start of each Python process that has its folder on PYTHONPATH, or that a test forks with it
+# code that runs at the start of each Python process that has this code's folder on PYTHONPATH, and of processes that it
+# forks
 TRACER = """
     import json, os, socket, sys, threading
 
@@ -76,7 +78,7 @@ Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Let a process begin or end its recording (`word`). Return the recorded functions; none if it has ended."""
+    """Begin or end a process's recording (`word`). Return the recorded functions; none if the process has ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))

@@ -21,7 +21,9 @@ from sie_runtime.metrics import Scrape, epoch_number
 
 
 class Live(Collector):
-    """Collector that reads metrics from the gateway's objects. A worker or a demand that has ended has no series."""
+    """Collector that reads metrics from the gateway's objects. Workers that have left, and lanes without demand, have
+    no series.
+    """
 
     def __init__(
         self,

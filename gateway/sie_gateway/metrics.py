@@ -86,7 +86,7 @@ class Metrics:
             counted[1].observe(seconds, exemplar())
 
     def used(self, key: str, tokens: int, device_s: float) -> None:
-        """Add the usage of one request to a key. `key` is the name that the key's grant has in metrics."""
+        """Add the usage of one request to an API key. `key`: the key's name in metrics."""
         self._traffic.met(key)
         self.key_tokens.labels(key).inc(tokens)
         self.key_device_seconds.labels(key).inc(device_s)

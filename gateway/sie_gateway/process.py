@@ -65,8 +65,10 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-_LATE_S = 1.0  # seconds for sending the last answers, added to the longest time limit of a request in a drain
-_SETTINGS = {  # field of a stream -> setting that the error names if an existing stream has another value in this field
+# a drain lasts as long as the longest time limit of a request, and these seconds to send the last answers
+_LATE_S = 1.0
+# by field of a stream: setting that the error names if an existing stream has a different value in this field
+_SETTINGS = {
     "storage": "SIE_STREAM_STORAGE",
     "replicas": "SIE_STREAM_REPLICAS",
     "max_bytes": "SIE_QUEUE_MAX_BYTES",
@@ -93,7 +95,8 @@ async def serve(
     """Serve until `stop`, then accept requests for `lame_duck_s` more seconds, then finish them for at most `drain_s`
     seconds, by default as long as any request may take. Return the exit status. Raises SettingError.
 
-    Images at URLs are fetched over `network`. If a `sie serve` runs this gateway, `data_dir` is its data folder.
+    `network`: connections and resolver with which images at URLs are fetched. If a `sie serve` runs this gateway,
+    `data_dir` is its data folder.
     """
     tracer = tracing.start(settings.tracing, "gateway")
     metrics = Metrics()
@@ -283,7 +286,11 @@ async def serve(
         side.leave()
         # a gateway that was never ready gets no traffic, so it needs no lame-duck time
         if lame_duck_s and readiness.started:
-            _logger.info("gateway is a lame duck for %g s, %d requests in progress", lame_duck_s, inference.in_progress)
+            _logger.info(
+                "shutdown: the gateway still accepts requests for %g s, %d requests are in progress",
+                lame_duck_s,
+                inference.in_progress,
+            )
             await stop.lame_duck(lame_duck_s)
             # connections are closed only now, because requests may arrive on them during the lame-duck time
             await main.hang_up()
@@ -355,7 +362,8 @@ async def run(
     data_dir: Path | None = None,
 ) -> int:
     """Connect to NATS and serve until SIGTERM. Return the exit status. Raises SettingError."""
-    require_tokens(settings)  # checked before the connection, so that the error also appears if NATS is down
+    # checked before the connection to NATS is opened, so that the error also appears if NATS is down
+    require_tokens(settings)
     async with connected(settings.nats_url, "sie-gateway", stop, password=settings.nats_password) as broker:
         if broker is None:
             return 0

@@ -1,5 +1,5 @@
-"""Blocking client, with `jobs` and `files`. A method runs in the thread of its caller; requests that it sends at the
-same time run in additional threads.
+"""Blocking client, with `jobs` and `files`. A method runs in the thread of its caller; if it sends several requests at
+the same time, they run in additional threads.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ class SIEClient:
     def embed(
         self, model: str, texts: Item | str | Iterable[Item | str], **params: Unpack[EncodeParams]
     ) -> NDArray[Any]:
-        """Return the dense vectors of texts as one array [texts, width], or [width] for a single text. `texts` may be a
-        list, an array, a Series of pandas or polars, or an iterator, which is read while earlier texts are sent. Raises
-        SIEError if any text fails.
+        """Return the dense vectors of texts as one array [texts, dimension], or [dimension] for a single text. `texts`
+        may be a list, an array, a Series of pandas or polars, or an iterator, which is read while earlier texts are
+        sent. Raises SIEError if any text fails.
         """
         listed, count = transport.as_iterable(texts)
         rows = self._driver.run(verbs.embed(model, listed, count, params, self._session), params, count)
@@ -281,8 +281,8 @@ class SIEClient:
         """Extract from one item (returns a result) or from a list (returns a list of results, in order). An item that
         failed has `error` in its result.
 
-        `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model answers its JSON Schema, and `data`
-        of each result is an instance. An item without a value that the class needs fails.
+        `schema`: a Struct of msgspec, a dataclass or a model of pydantic. The model fills in the JSON Schema of this
+        class, and `data` of each result is an instance of the class. An item fails if a required value was not found.
         """
         if transport.is_single(items) and schema is not None:
             params = {"on_item_error": "fail", **params}
@@ -311,9 +311,10 @@ class SIEClient:
     ) -> Any:
         """Replace personal data in one text (returns a result) or in a list (returns a list of results, in order).
 
-        `kinds`: names of the kinds of personal data to replace, such as `email`. A model with kinds of its own replaces
-        all of these, and `kinds` may be None. `restore(result["text"], result["map"])` gives the text back. An item
-        that failed has `error` in its result, and no text.
+        `kinds`: names of the kinds of personal data to replace, such as `email`. A model that was trained for fixed
+        kinds replaces all of them; for this model `kinds` may be None, or name kinds that the server finds by patterns.
+        `restore(result["text"], result["map"])` gives the text back. An item that failed has `error` in its result, and
+        no text.
         """
         listed = transport.as_list(items)
         results = self._driver.run(verbs.redact(model, listed, kinds, params, self._session), params, len(listed))

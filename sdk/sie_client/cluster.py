@@ -97,7 +97,8 @@ def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
 
 def warmed(model: str, options: Mapping[str, Any], session: Session) -> Plan[dict[str, Any]]:
     """Send the smallest input that the model accepts, so that a worker loads it. Return the model's description. Raises
-    the errors of a call, and InvalidInputError if the client has no input for the model.
+    the errors of a call, and InvalidInputError if the client cannot build a test input of a kind that the model
+    accepts.
     """
     session, params = session.for_call({"wait_for_capacity": True, **options})
     info = yield from get_model(model, session)
@@ -160,8 +161,8 @@ def released(name: str, session: Session) -> Plan[None]:
 
 
 def renewed(name: str, gpus: Mapping[str, int], options: Mapping[str, Any], session: Session) -> Plan[NoReturn]:
-    """Renew the lease of a reservation for ever; the driver ends this plan. If the lease has ended, create the
-    reservation again. If a renewal fails, the driver logs the error with the next pause.
+    """Renew the lease of a reservation until the driver stops this plan. If the lease has ended, create the
+    reservation again. If a renewal fails, the next `Pause` has the error, and the driver logs it.
     """
     session, _ = session.for_call({"wait_for_capacity": False})
     lease_s = float(options.get("ttl_seconds") or LEASE_S)

@@ -4,7 +4,7 @@ result back into the generator.
     Send ──► HTTP request ──► Received | TransportFailed
     Pause ──► sleep                   BlockingWork ──► call of a function that may take long or read files
     Together ──► several plans, a limited number at a time ──► their results in order
-    HttpAnswer ──► progress of the call is reported
+    HttpAnswer (more items were answered) ──► progress of the call is reported
 
 The blocking client and the asyncio client are two drivers of the same plans, so they behave in the same way.
 """
@@ -28,7 +28,7 @@ from sie_client.types import Progress
 from sie_contracts import __version__
 
 CONNECTION_BUDGET_S = 120.0
-# seconds to retry a port of this machine that refuses connections and never answered: probably no server runs
+# seconds of retries if a port of this machine refuses connections and has never answered: probably no server runs there
 NOBODY_BUDGET_S = 5.0
 CAPACITY_BUDGET_S = 900.0
 PART_TOKENS = 16_384
@@ -68,9 +68,9 @@ class BodySink(Protocol):
 
 @dataclass(frozen=True)
 class Send:
-    """HTTP request; `path` is relative to the base URL. It fails if there is no answer after `within_s`. After
-    `hedge_after_s`, a second copy may be sent. If `sink` is set, it receives the body of a successful response, and the
-    body of `Received` is empty.
+    """HTTP request; `path` is relative to the base URL. It fails if there is no answer after `within_s` seconds. After
+    `hedge_after_s` seconds without an answer, a second copy may be sent; the first success counts. If `sink` is set, it
+    receives the body of a successful response, and the body of `Received` is empty.
     """
 
     method: str
@@ -111,7 +111,7 @@ class HttpAnswer:
 @dataclass(frozen=True)
 class Together:
     """Step to run plans, at most `concurrency` at a time. Its result is the list of their results, in order. If one
-    plan raises, the others are stopped. The iterator may block, for example to read files.
+    plan raises, the others are stopped. The iterator `plans` may block, for example to read files.
     """
 
     plans: Iterator[Plan[Any]]
@@ -156,11 +156,14 @@ class Policy:
 
 
 class Patience:
-    """Waiting limits shared by all parts of a call. An answer to one part renews the limits of the others."""
+    """Waiting limits shared by all parts of a call. After an answer to one part, the waiting times of the other parts
+    start again at 0.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.mark = object()  # a new object after each answer, so that each part of the call notices the answer
+        # replaced after each answer: a part that finds another object than before knows that there was an answer
+        self.mark = object()
 
     def renew(self) -> None:
         self.mark = object()
@@ -303,7 +306,7 @@ def call(request: Send, policy: Policy, patience: Patience | None = None) -> Pla
     """
     patience = patience or Patience(policy)
     mark = patience.mark
-    # key True: waits for a connection; key False: waits for capacity
+    # by cause of the wait: True for no connection, False for no capacity
     waited_s, tries = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     previous: SIEError | None = None
     while True:
@@ -344,13 +347,14 @@ def _connection_budget_s(policy: Policy, answer: Received | TransportFailed) -> 
 
 _OF_PROXIES = (502, 503, 504)
 MAX_ERROR = 200  # characters of a library's error text that are logged
-# errors after which the device may have done the work for nothing: the pauses before further attempts grow
+# errors after which the device may have done the work for nothing: the pauses between attempts grow to
+# MAX_COSTLY_PAUSE_S, while they stay equal after other errors of the server
 _COSTLY = frozenset({"GATEWAY_TIMEOUT", "RESOURCE_EXHAUSTED"})
 
 
 def _judged(answer: Received | TransportFailed) -> tuple[SIEError, float, float, bool]:
-    """Return the exception for a failed attempt, the shortest and the longest pause before the next one in seconds, and
-    True if the connection failed (False: the server answered with an error).
+    """Return four values for a failed attempt: its exception, the shortest and the longest pause before the next
+    attempt in seconds, and whether the connection failed (False if the server answered with an error).
     """
     if isinstance(answer, TransportFailed):
         where = f"no answer from {answer.address}: " if answer.address else ""

@@ -3,7 +3,7 @@ argument, and ValueError for a base URL without a scheme.
 
 SIEError
 ├── SIEConnectionError              no server answered
-├── RequestError                    the request can never succeed as written (4xx), or could not even be sent
+├── RequestError                    the request must be changed, or sent later (RateLimitedError); 4xx, or not sent
 │   ├── InvalidInputError             INVALID_INPUT; `reason` says what kind
 │   ├── AuthenticationError           UNAUTHENTICATED
 │   │   └── PermissionDeniedError       PERMISSION_DENIED
@@ -93,7 +93,7 @@ class SIEConnectionError(SIEError):
 
 
 class RequestError(SIEError):
-    """The request can never succeed as it is: it must be changed first."""
+    """The request must be changed before it can succeed, or, as for `RateLimitedError`, sent later."""
 
 
 class InvalidInputError(RequestError, code="INVALID_INPUT"):

@@ -36,7 +36,7 @@ def identifier(value: object, noun: str) -> str:
 
 @contextlib.contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """Convert an OSError within the context to an InvalidInputError that names the file."""
+    """Context manager: an OSError in its block becomes an InvalidInputError that names the file."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,8 @@ def uploaded(
     location = Path(path)
     size_bytes = cast(int, (yield BlockingWork(lambda: _size_of(location))))
     boundary = secrets.token_hex(16)
-    # as browsers do: characters that would end the header are escaped, and others are sent as UTF-8
+    # the file name in the multipart header is written as browsers do it: characters that would end the header are
+    # escaped, and others are sent as UTF-8
     name = location.name.replace('"', "%22").replace("\r", "%0D").replace("\n", "%0A")
     fields = {"purpose": purpose}
     if expires_after_s is not None:

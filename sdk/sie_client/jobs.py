@@ -35,7 +35,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
 PAGE = 100  # jobs per page
 PARTS = 4  # output files that are downloaded at the same time
 MANIFEST = "manifest.json"
-# seconds until the server deletes an input file that was uploaded for a job: the longest time it accepts
+# seconds until the server deletes an input file that was uploaded for a job: the longest time that it accepts, because
+# a job may run for long
 INPUT_LIFE_S = 30 * 86_400
 _FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 _PART_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -132,7 +133,9 @@ def submitted(model: str, source: Any, options: Mapping[str, Any], session: Sess
 
 
 def _place(source: Any) -> Path | dict[str, str]:
-    """Return the path of a local file, or the fields that name a file id or URL. Raises InvalidInputError."""
+    """Interpret the input of a job: return the path of a local file, or the request field for a file id or a URL.
+    Raises InvalidInputError.
+    """
     if isinstance(source, FileObject):
         return {"file": source.id}
     if isinstance(source, os.PathLike):

@@ -50,7 +50,9 @@ _SUFFIXES = {"jpg": "jpeg", "tif": "tiff", "htm": "html", "markdown": "md", "tex
 
 
 def media(value: Any, path: str, *, urls: bool = False) -> Any:
-    """Convert a file to the form of a request. Data URIs, and with `urls` also URLs, stay. Raises InvalidInputError."""
+    """Convert a file to the form of a request. Data URIs are not changed, and URLs are not if `urls` is true. Raises
+    InvalidInputError.
+    """
     if isinstance(value, Mapping):
         item = media(value.get("data"), f"{path}.data", urls=urls)
         fields = {name: field for name, field in value.items() if name != "data" and field is not None}
@@ -67,7 +69,9 @@ def media(value: Any, path: str, *, urls: bool = False) -> Any:
 
 
 def sound(value: Any, path: str) -> Any:
-    """Return a sound like `media`. A map of numpy samples and their `sample_rate` becomes a WAV file."""
+    """Convert a sound to the form of a request, see `media`. A map of numpy samples and their `sample_rate` becomes a
+    WAV file.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("data"), np.ndarray):
         return {"data": _wav(value["data"], value.get("sample_rate"), path), "format": "wav"}
     if isinstance(value, np.ndarray):
@@ -98,7 +102,7 @@ def _wav(samples: NDArray[Any], rate: Any, path: str) -> bytes:
 
 
 def _read(value: Any, path: str) -> tuple[bytes, str]:
-    """Return the bytes of a file, and its name, which is empty if it has none."""
+    """Return the bytes of a file, and the name of the file (empty if it is unknown)."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value), ""
     try:

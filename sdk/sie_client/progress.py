@@ -23,8 +23,8 @@ _logger = logging.getLogger("sie_client")
 
 
 class Meter:
-    """Progress of one call with `total` items; None if their number is unknown. Thread-safe. As a context manager, it
-    completes the bar at the end. Waits are logged as warnings of `sie_client`, at most one per minute. The bar is one
+    """Progress of one call with `total` items; None if their number is unknown. Thread-safe. In a `with` statement, the
+    bar is completed at the end. Waits are logged as warnings of `sie_client`, at most one per minute. The bar is one
     line on standard error, only for calls of several items that need more than one request.
     """
 

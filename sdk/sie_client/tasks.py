@@ -54,14 +54,16 @@ class TaskDriver:
         total: int | None = 0,
         send: Callable[[Send], Awaitable[Answer]] | None = None,
     ) -> T:
-        """Run a plan (the requests of one call) and return its result. `total`: items of the call. `send`: called with
-        each request instead of sending it over HTTP.
+        """Run a plan (the requests of one call) and return its result. `total`: number of items of the call. `send`:
+        called with each request instead of sending it over HTTP.
         """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return await self._drive(plan, meter, send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], Awaitable[None]]:
-        """Run a plan in the background. Return a function that stops it and waits `timeout_s` at most."""
+        """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds for
+        its end.
+        """
         meter = Meter(self._session, address=transport.public(self.url))
         running = asyncio.create_task(self._drive(plan, meter, self._send), name="sie-sdk")
 

@@ -89,12 +89,16 @@ class ThreadDriver:
         total: int | None = 0,
         send: Callable[[Send], Answer] | None = None,
     ) -> T:
-        """Run a plan and return its result. `total`: items of the call. `send` is called instead of HTTP requests."""
+        """Run a plan and return its result. `total`: number of items of the call. `send`: called with each request
+        instead of sending it over HTTP.
+        """
         with Meter(self._session.for_call(params or {})[0], total, address=transport.public(self.url)) as meter:
             return self._drive(plan, meter, threading.Event(), send or self._send)
 
     def start(self, plan: Plan[Any]) -> Callable[[float], None]:
-        """Run a plan in the background. Return a function that stops it and waits `timeout_s` at most."""
+        """Run a plan in the background. Return a function that stops the plan and waits at most `timeout_s` seconds for
+        its end.
+        """
         stop = threading.Event()
         running = _spawn(
             lambda: self._drive(plan, Meter(self._session, address=transport.public(self.url)), stop, self._send)

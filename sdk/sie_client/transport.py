@@ -55,7 +55,9 @@ def received(response: httpx.Response, started_s: float, body: bytes) -> Receive
 
 
 def sink_of(request: Send, response: httpx.Response) -> BodySink | None:
-    """Return the sink for a successful response. None for an error, whose body is read into memory."""
+    """Return the sink of the request if its response is a success. Return None for an error: its body is read into
+    memory.
+    """
     return request.sink if response.status_code == 200 else None
 
 
@@ -115,7 +117,9 @@ def _is_without_tls(error: BaseException) -> bool:
 
 
 def is_good(answer: Received | TransportFailed) -> bool:
-    """Return True if this answer is a success, so that the other copy of the request is not needed."""
+    """Return True if this answer is a success. The second copy of the request (`Send.hedge_after_s`) is then not
+    needed.
+    """
     return isinstance(answer, Received) and answer.status == 200
 
 
@@ -136,7 +140,8 @@ def is_single(items: Item | str | Iterable[Item | str]) -> TypeGuard[Item | str]
 
 def as_list(items: Item | str | Sequence[Item | str]) -> list[Item | str]:
     """Return the items of a call as a list. A single value becomes a list with one item; `wire.mapped` checks later
-    whether it is a valid item. Raises TypeError for a table, because iterating over it would give column names.
+    whether it is a valid item. Raises TypeError for a table (DataFrame), because iterating over it would give column
+    names.
     """
     iterable: Iterable[Any] = as_iterable(items)[0]
     return [item.as_py() if hasattr(item, "as_py") else item for item in iterable]

@@ -30,8 +30,8 @@ Sound: TypeAlias = "_File | Mapping[str, Any]"
 
 class Chunking(TypedDict, total=False):
     """Rule for cutting a text into chunks of at most `max_tokens` tokens of the model. A chunk ends at the last
-    `boundary` (default: sentence) that leaves it at least `min_tokens` tokens. It repeats at most `overlap_tokens`
-    tokens of the chunk before.
+    `boundary` (default: sentence) with which it still has `min_tokens` tokens. Each chunk begins with at most
+    `overlap_tokens` tokens from the end of the chunk before.
     """
 
     max_tokens: Required[int]
@@ -45,9 +45,10 @@ Chunks: TypeAlias = "Sequence[Sequence[int]] | Chunking"
 
 
 class Item(TypedDict, total=False):
-    """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, width] of an
-    encoded text, sent instead of the text. `chunks`: chunks of the text that each get vectors. With `context` True,
-    they are pooled from the vectors of the whole text; otherwise each chunk is encoded alone.
+    """One input. `id` and `metadata` are returned with the result. `multivector`: token vectors [tokens, dimension] of
+    an encoded text, sent instead of the text. `chunks`: chunks of the text that each get vectors. With `context` True,
+    the whole text is encoded, and the vectors of a chunk are computed from its token vectors; otherwise each chunk is
+    encoded alone.
     """
 
     id: str
@@ -146,8 +147,8 @@ class EncodeParams(Params, total=False):
 
 class ExtractParams(Params, total=False):
     """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
-    the values to answer. `label_groups`: groups of labels; `data` has the label of each. `label_thresholds`: the least
-    score of a label or a property.
+    the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with
+    `multi_label` a list. `label_thresholds`: the least score of a label or a property.
     """
 
     labels: Sequence[str] | None
@@ -161,9 +162,10 @@ class RedactOptions(Params, total=False):
     """Parameters of redact. `models`: up to three further models; what any of them finds is replaced. `style`: what
     replaces a value: `mask` (the default), `hash`, `tag` or `synthetic`.
 
-    `key`, of the style `hash`: equal values have equal hashes in all calls with this key; by default in one call.
-    `region`: the country, such as `US`, whose phone numbers count without their country code. `offsets`: the unit of
-    offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least score of an entity.
+    `key`: secret for the style `hash`. Equal values get equal hashes in all calls with this key; without a key, only
+    within one call. `region`: the country, such as `US`, whose phone numbers count without their country code.
+    `offsets`: the unit of offsets in the result. `restorable` False: the result has no `map`. `threshold`: the least
+    score of an entity.
     """
 
     models: Sequence[str] | None
@@ -176,8 +178,8 @@ class RedactOptions(Params, total=False):
 
 
 class Usage(TypedDict):
-    """Usage of a call: number of tokens by the model's tokenizer, positions of truncated items, and number of images if
-    there were any.
+    """Usage of a call: number of tokens by the model's tokenizer, indexes of the truncated items, and number of images
+    if there were any.
     """
 
     prompt_tokens: int
@@ -271,10 +273,10 @@ class ChunkResult(TypedDict, total=False):
 class EncodeResult(Shared, total=False):
     """Result of encode for one item. If the item failed, it has `error` instead of vectors.
 
-    `dense`: [width]. `multivector`: [tokens, width]. Arrays are writable, and float32 unless the call has another
-    `output_dtype`. `outputs` describes each array: its dimensions, dtype, scale and offset. `muvera`: the parameters by
-    which `dense` was computed, if the call asked for MUVERA. If the item has `chunks`, the vectors are in the result's
-    `chunks`.
+    `dense`: [dimension]. `multivector`: [tokens, dimension]. Arrays are writable, and float32 unless the call has
+    another `output_dtype`. `outputs` describes each array: its dimensions, its dtype, and the scale and offset of
+    integer values. `muvera`: the parameters by which `dense` was computed, if the call asked for MUVERA. If the item
+    has `chunks`, the vectors are in the result's `chunks`.
     """
 
     id: str
@@ -367,8 +369,8 @@ class RedactResult(Shared, total=False):
 
 
 class SchemaResult(Shared, Generic[M], total=False):
-    """Result of extract with a `schema`: `data` is an instance of it. `entities` and `classifications` have the scores
-    and places of its values, by path.
+    """Result of extract with a `schema`: `data` is an instance of it. `entities` and `classifications` have, for each
+    value in `data`, its score and its place in the text, by the path of its field.
     """
 
     id: str
@@ -382,7 +384,7 @@ class SchemaResult(Shared, Generic[M], total=False):
 
 class ModelFilters(TypedDict, total=False):
     """Filters for a list of models. `task`: only models that support this task. `output`: only models that return this
-    output. `loaded` True: only models that are loaded now. `variants` False: leave out the profiles of models.
+    output. `loaded` True: only models that are loaded now. `variants` False: only models, not their other profiles.
     """
 
     task: Literal["encode", "score", "extract"] | None
@@ -411,7 +413,8 @@ class JobOptions(TypedDict, total=False):
     them (default: docling).
 
     `output`: an `s3://`, `gs://` or `file:///` URL for the output files, or a map of `url`, `format` (default:
-    parquet), `sink` and `collection`. Without a URL the server stores the files, and `Job.download` downloads them.
+    parquet), `sink` (name of a vector database in the server's setting SIE_JOBS_SINKS, which also gets the vectors) and
+    `collection` (in this database). Without a `url` the server stores the files, and `Job.download` downloads them.
 
     `params`: parameters of the `operation` (default: encode). `windows`: times of the day at which the job may run, for
     example `22:00-06:00`, in `time_zone` (default: UTC). `deadline`: a datetime, or seconds since 1970. With `expires`,

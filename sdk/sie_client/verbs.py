@@ -56,7 +56,7 @@ PART_BYTES = 32 << 20  # bytes of one request body: an eighth of what the server
 ASIDE_BYTES = 1 << 20  # bytes; a body or reply of this size or more is encoded or decoded in a thread
 ASIDE_ITEMS = 256
 _KEY_BYTES = 32
-# encoding, and bytes of the unit that offsets count
+# by unit of offsets: the encoding, and the number of bytes of one unit in it
 _ENCODINGS = {"code_points": ("utf-32-le", 4), "utf16": ("utf-16-le", 2)}
 GROWTH = 1.25  # factor by which an array of vectors is enlarged when their final number is not known
 _ALWAYS_TOLD = ("model", "timing", "usage", "fingerprint")
@@ -72,7 +72,7 @@ class _ListPart(NamedTuple):
 
 
 class _PartReply(NamedTuple):
-    """Reply to the part that begins at `start`. `shared`: fields about the request, for each of its results."""
+    """Reply to the part that begins at `start`. `shared`: fields that every result of the part gets."""
 
     start: int
     body: dict[str, Any]
@@ -81,7 +81,9 @@ class _PartReply(NamedTuple):
 
 @dataclass(frozen=True)
 class _VerbRequest:
-    """Data of all requests of a call. `fixed`: fields of each body. `answers`: reply field with an entry per item."""
+    """Data of all requests of a call. `fixed`: fields of each body. `answers`: name of the reply's field that has an
+    entry for each item.
+    """
 
     path: str
     fixed: Mapping[str, Any]
@@ -138,7 +140,9 @@ def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
 
 
 def _parts(items: Iterable[Any], session: Session, each_tokens: int) -> Iterator[_ListPart]:
-    """Yield a list in parts, at least one. `each_tokens`: tokens that the server adds to each item, as for a query."""
+    """Yield a list in parts; an empty list gives one part. `each_tokens`: tokens that the server adds to each item, for
+    example those of the query.
+    """
     start, held, tokens, size = 0, list[Any](), 0, 0
     for index, item in enumerate(items):
         sent = wire.item(item, f"items[{index}]")
@@ -182,7 +186,9 @@ def _send_parts(
 
 
 def _of_items(replies: Sequence[_PartReply], items: Sequence[Item | str], *, named: bool) -> Results[Any]:
-    """Return a result for each item: its fields of the reply, and those of its request. `named`: also the item's id."""
+    """Return a result for each item: the fields of its entry in the reply, and the fields that all results of the reply
+    share. `named`: the id of the item is added.
+    """
     results: Results[Any] = Results(usage=replies[-1].shared["usage"])
     for reply in replies:
         shared = {name: value for name, value in reply.shared.items() if name != "usage"}
@@ -261,7 +267,9 @@ def embed(
 
 
 class _VectorRows:
-    """Array of vectors that threads fill part by part. If their number is unknown, it grows in place without a copy."""
+    """Array of vectors that threads fill part by part. If the number of rows is unknown, the array grows in place
+    without a copy.
+    """
 
     def __init__(self, count: int | None) -> None:
         self._count = count
@@ -364,7 +372,9 @@ def _json_schema(schema: type[Any]) -> dict[str, Any]:
 
 
 def _make_instance(result: dict[str, Any], schema: type[Any], place: int, *, fails: bool) -> None:
-    """Replace `data` by an instance of `schema`. If it does not fit, set `error`, or raise it if the call `fails`."""
+    """Replace `data` by an instance of `schema`. If it does not fit, set `error` of the result; with `fails`, raise the
+    error instead.
+    """
     validate = getattr(schema, "model_validate", None)
     try:
         result["data"] = validate(result["data"]) if validate else msgspec.convert(result["data"], schema)

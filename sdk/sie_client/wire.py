@@ -1,4 +1,6 @@
-"""Encode items and decode replies. An item is encoded once for all attempts; arrays are copied once from a reply."""
+"""Encode items and decode replies. To save time, an item is encoded only once for all attempts, and arrays are copied
+only once from a reply.
+"""
 
 from __future__ import annotations
 
@@ -204,9 +206,9 @@ def _read_outputs(slot: dict[str, Any]) -> None:
 
 
 def _array(sent: _ArrayMap) -> NDArray[Any]:
-    """Return an array with its own memory: in the reply, its address may not be aligned for its dtype."""
+    """Copy an array out of the reply, because its bytes there may not be aligned for its dtype."""
     if bytes(sent[b"nd"]) != _TRUE or bytes(sent.get(b"kind", _EMPTY)) != _EMPTY:
-        raise ValueError("array: expected the field nd to be true and the field kind to be empty")
+        raise ValueError("array: expected msgpack-numpy with the field nd true and the field kind empty")
     dtype = _DTYPES[bytes(sent[b"type"])]
     shape = msgspec.msgpack.decode(sent[b"shape"], type=list[int])
     data = memoryview(sent[b"data"])

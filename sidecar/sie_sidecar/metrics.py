@@ -60,7 +60,9 @@ class SidecarMetrics:
         self.adapter_deaths = make.counter("sie_adapter_deaths")
 
     def count_refused(self, reason: str) -> None:
-        """Count a request that was refused before it reached a route; `reason` is one of REFUSED."""
+        """Count a request to this worker's HTTP port (probes, metrics) that its server refused before a route handled
+        it. `reason` is one of REFUSED.
+        """
         self.refused.labels(reason).inc()
 
     def count_file(self, noun: str, result: str) -> None:
@@ -104,7 +106,9 @@ class SidecarMetrics:
 
 
 class _Counts:
-    """Counts of one device, summed over its adapter processes, each of which counts from zero."""
+    """Counts of one device, summed over the adapter processes that it has had one after another. Each process counts
+    from zero.
+    """
 
     def __init__(self) -> None:
         self._before: Sum[tuple[str, ...]] = Sum()  # counts of earlier adapter processes
@@ -161,9 +165,9 @@ class TowerCounts:
 
 def of_models(registry: CollectorRegistry) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Any]]]:
     """Return the metrics with the label `model`: counters as metric -> model -> value, and histograms as metric ->
-    model -> buckets and counts. Values are summed over the other labels; of phases, only `total` counts. `buckets` are
-    upper bounds: `counts[i]` observations are at most `buckets[i]`. The last of `counts` is the number of all
-    observations.
+    model -> buckets and counts. Values are summed over the other labels. Of a metric with the label `phase`, only the
+    phase `total` is used. `buckets` are upper bounds: `counts[i]` observations are at most `buckets[i]`. The last of
+    `counts` is the number of all observations.
     """
     counters: dict[str, dict[str, float]] = {}
     histograms: dict[str, dict[str, Any]] = {}

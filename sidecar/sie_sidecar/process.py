@@ -42,12 +42,15 @@ PRELOAD_RETRY_S = 5.0
 # seconds to wait for the adapters of all devices before preloading, so that the models can be distributed over them
 DEVICES_S = 30.0
 SERVE_RETRY_S = 0.5
-PING_ANSWER_S = 0.25  # seconds added to the time after which an adapter counts as silent, for an answer on its way
+# seconds in which a late answer to a ping may arrive before the adapter counts as silent
+PING_ANSWER_S = 0.25
 _logger = logging.getLogger("sie.sidecar")
 
 
 def limits_of(settings: Settings, mode: Mode) -> BatchLimits:
-    """Return the limits of a batch. Work items and waiting time have other settings in standalone than queue mode."""
+    """Return the limits of a batch. In the standalone mode, the largest number of work items and the waiting time come
+    from other settings than in the queue mode.
+    """
     if mode == "standalone":
         requests, wait_ms = settings.max_batch_requests, settings.max_batch_wait_ms
     else:
@@ -227,9 +230,9 @@ async def _follow(admission: PoolMembership, worker: Worker, health: WorkerHealt
 async def _preload(
     settings: Settings, feed: CatalogueFeed, links: AdapterLinks, worker: Worker, health: WorkerHealth, stop: Stop
 ) -> None:
-    """Load SIE_PRELOAD_MODELS; the worker is not ready before. An unknown name ends the process. A failed load is tried
-    again, and is shown as the reason. When all attempts have failed, this is logged, and the worker serves other
-    models.
+    """Load SIE_PRELOAD_MODELS. Until then the worker is not ready. An unknown name ends the process. A failed load is
+    tried again; meanwhile its error is shown as the reason why the worker is not ready. When all attempts have failed,
+    the error is logged, and the worker serves other models.
     """
     if not settings.preload_models:
         return
@@ -274,7 +277,9 @@ async def _unless_stopped(stop: Stop, work: Coroutine[Any, Any, object]) -> None
 
 
 async def _in_a_bundle(feed: CatalogueFeed, bundle: str) -> None:
-    """Log an error if the catalogue lacks the bundle: this worker then gets no work. A file may add it later."""
+    """Log an error if the catalogue lacks the bundle: this worker then gets no work. A later catalogue may have the
+    bundle.
+    """
     await feed.first.wait()
     if bundle not in (bundles := feed.catalogue.bundles):
         _logger.error(

@@ -146,7 +146,9 @@ class WorkerStatus:
         ]
 
     def _models(self, worker: Worker | None, hosted: dict[str, list[ModelState]]) -> list[dict[str, Any]]:
-        """Return the models of this worker's bundle, and all others that it has loaded, the largest in memory first."""
+        """Return the models of this worker's bundle, and all others that it has loaded; those that use most memory
+        come first.
+        """
         pending = worker.inventory.pending_inputs() if worker else {}
         statuses = {status.model: status for status in worker.models.statuses()} if worker else {}
         catalogue = self._health.feed.catalogue
@@ -202,6 +204,7 @@ class WorkerStatus:
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
         """Return how long deliveries are gathered (equal for all models) and how full this model's batches are. Without
         recent answers, `calibrated` is false, and `p50_ms` (the median time of a work item) and `headroom_ms` are null.
+        `headroom_ms` is the target minus `p50_ms`.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms

@@ -168,7 +168,8 @@ class Worker:
 
     async def start(self, stop: Stop) -> None:
         """Start all parts. Deliveries that a killed process of this worker had in flight are returned to the queue
-        first. Waits for the broker without a limit, but only until `stop`. Work arrives after `WorkSource.pull`.
+        first. Waits for the broker without a limit, but only until `stop`. No work arrives before `WorkSource.pull`
+        is called.
         """
         with contextlib.suppress(BrokerError):  # without an answer, the clock of this machine is used at first
             await self.broker_clock.measure()

@@ -304,7 +304,7 @@ def test_what_is_copied_submits_the_same_job(page: Page, api: httpx.Client, tmp_
         fill(page, data, **fields)
         page.wait("Boolean(document.querySelector('#job-overlap'))", bool)
         typed(page, "#job-overlap", "4")
-        click(page, "#job-alone")
+        page.evaluate("document.querySelector('#job-alone:not(:checked)')?.click()")
         typed(page, "#job-with-further", '{"normalize": false}')
         page.wait(
             "document.querySelector('[data-kind=curl]')?.textContent ?? ''", lambda code: '"normalize":false' in code

@@ -35,7 +35,19 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.streams.publish import work_spec
 
 PLAN = Plan(environ={"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKEN": TOKEN, "SIE_ADMIN_TOKEN": ADMIN, **BEATS})
-CLUSTER = ("gateway", "broker", "streams", "damage", "config", "loads", "refusals", "queue", "clock", "versions")
+CLUSTER = (
+    "gateway",
+    "broker",
+    "streams",
+    "damage",
+    "config",
+    "loads",
+    "refusals",
+    "queue",
+    "remotes",
+    "clock",
+    "versions",
+)
 AHEAD_S = 90
 SITE = """
 import time

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -102,7 +103,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.asynccontextmanager
 async def over_stdio(*arguments: str, mode: str = "auto", **environ: str) -> AsyncIterator[Client]:
     parameters = StdioServerParameters(command=SIE, args=["mcp", *arguments], env=dict(environ))
-    async with Client(stdio_client(parameters), mode=mode) as client:
+    async with Client(stdio_client(parameters, sys.__stderr__), mode=mode) as client:
         yield client
 
 

@@ -339,7 +339,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def each_error() -> Iterator[SIEError]:
-    """Yield one error for each code and status, and for each reason that changes the status for some client family."""
+    """Yield one error for each code and status, and for each reason that changes the status in some API format."""
     for reason in ("empty_items", "too_many_items", "model_required", "unsupported_output"):
         yield InvalidInput("message", reason=reason)
     leaves = [leaf("message") for leaf in catalogue() if leaf is not AllItemsFailed]
@@ -399,7 +399,7 @@ _SPELLED = {"openai": str.lower}  # OpenAI's own codes are in lower case
 def envelope(
     error: SIEError, request_id: str, errors: list[dict[str, Any]] | None = None, family: str = "native"
 ) -> dict[str, Any]:
-    """Return the HTTP body of `error` for a client family. `errors`: errors of single inputs."""
+    """Return the HTTP body of `error` in the format of an API in FAMILIES. `errors`: errors of single inputs."""
     code = _SPELLED.get(family, str)(error.code)
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     every: dict[str, Any] = {

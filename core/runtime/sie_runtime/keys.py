@@ -7,8 +7,7 @@ tokens.
 
 If a file of the broker is damaged, keys may be lost, or a revoked key may return with a record from before its
 revocation. So each record is in two buckets, and the stricter of the two records counts. A write changes the bucket
-first and the copy second; a removal changes the copy first. So a record that only the copy has was lost from the
-bucket.
+first and the copy second; a removal changes the copy first. So if only the copy has a record, the bucket has lost it.
 
 A token has 256 random bits, so it cannot be guessed from its digest. A slow salted hash, which passwords need, would
 cost milliseconds per request and would not make it safer. While the broker cannot be reached, the keys that were read
@@ -157,8 +156,8 @@ class KeyBuckets:
         return cls(bucket, await bucket_of(broker, replicas, topology.KEYS_COPY_BUCKET).open())
 
     async def write(self, key: Key, revision: int) -> None:
-        """Write to both buckets. Raises WrongRevision if the first has another revision (0: it must not have the
-        key).
+        """Write to both buckets. Raises WrongRevision if the record in `bucket` does not have this `revision`; revision
+        0 means that `bucket` must not have the key yet.
         """
         await self.bucket.write([Write(key.id, encode(key), revision)])
         await self.copy.write([Write(key.id, encode(key), None)])
@@ -242,7 +241,8 @@ class Keys:
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()
-                # a key counts as lost only after two checks in a row, because one of the two watches may be late
+                # a key counts as lost only after two checks in a row, because the watch of one bucket may be later than
+                # that of the other
                 if {key.id for key in lost} & before:
                     damage.met(damage_of(lost))
                 elif not lost:
@@ -271,7 +271,9 @@ class Keys:
 
 
 def lost_keys(bucket: Mapping[str, Key], copy: Mapping[str, Key]) -> list[Key]:
-    """Return the keys that the bucket has lost, oldest first: keys that only the copy has, or has as revoked."""
+    """Return the keys that the bucket has lost, oldest first: keys that are only in the copy, and keys that only the
+    copy has as revoked.
+    """
     lost = [key for key_id, key in copy.items() if stricter(bucket.get(key_id), key) is not bucket.get(key_id)]
     return sorted(lost, key=lambda key: key.created_s)
 

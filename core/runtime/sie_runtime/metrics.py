@@ -1,9 +1,9 @@
 """Metrics of a process, as `metrics_table` defines them, with a limited number of label sets (combinations of label
 values). Values that other objects store are read only at a scrape.
 
-    MetricMaker.traffic ◄── met(name) ── each answered request
-         └──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the series of names
-         that are no longer among the busiest end
+    each answered request ── met(name) ──► MetricMaker.traffic
+    MetricMaker.traffic ──► after a scrape, at most every TURN_S: the busiest names get series of their own, and the
+    series of names that are no longer among the busiest end
 
 A name is the value of a metric's first label: a model or a key.
 """
@@ -23,7 +23,7 @@ from sie_runtime.metrics_table import FOLDED, OTHER, TABLE, Kind, Metric, Proces
 Labels = TypeVar("Labels", bound=tuple[str, ...])
 Child = TypeVar("Child", Counter, Gauge, Histogram)
 
-TURN_S = 60.0  # seconds between two rankings of the busiest names
+TURN_S = 60.0  # seconds between two rankings of the busiest names (models, keys)
 HALF_LIFE_S = 600.0
 KEEPS = 2
 _FORGOTTEN = 0.01
@@ -35,7 +35,7 @@ class Fold:
 
     def __init__(self, metric: Metric) -> None:
         self._labels = metric.labels
-        # only the labels in FOLDED can have any value; a metric without them needs no label sets with `other`
+        # only labels in FOLDED can have any number of values; a metric without them never counts under `other`
         self._rest = metric.rest if FOLDED.intersection(metric.labels) else 0
         self._most = metric.most - self._rest
         self._known: set[tuple[str, ...]] = set()
@@ -102,8 +102,9 @@ class Labelled(Generic[Child]):
         self._children: dict[tuple[str, ...], Child] = {}
         # name (value of the first label) -> number of its series; empty without `series_per_name`
         self._named: dict[str, int] = {}
-        self._waiting: set[str] = set()  # names for which a series was missing since the last ranking
-        self._room = self._most  # number of series that are not reserved for a name
+        # names that were counted as `other` since the last ranking, because no series was free
+        self._waiting: set[str] = set()
+        self._room = self._most  # number of series that are not reserved for a name yet
 
     def labels(self, *values: str) -> Child:
         """Return the series in which these label values are counted: their own, or, if the limit of the metric is

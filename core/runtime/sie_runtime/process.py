@@ -33,15 +33,16 @@ GC_THRESHOLDS = (20_000, 20, 20)
 # Seconds after which a thread gives the interpreter lock to the event loop. While a thread decodes a large body, a
 # short request waits this long several times. With Python's default of 5 ms, this was most of its p99 latency.
 SWITCH_INTERVAL_S = 0.0005
-START_S = 30.0  # seconds in which a failure may be due to another process that is still starting
-QUIET_S = 10.0  # seconds in which such a failure is not logged, because it occurs at every start
+START_S = 30.0  # seconds after the start in which a failure may only mean that another process is still starting
+# in START_S, a failure is logged only if it lasts this many seconds: shorter ones occur at every start
+QUIET_S = 10.0
 _FIELDS = ("model", "request_id", "trace_id", "latency_ms", "worker", "key")
 _TOLD = ("model", "worker", "key", "request_id", "trace_id")
 # id of the worker to which the current task belongs; tasks that it starts inherit the value
 WORKER: ContextVar[str | None] = ContextVar("sie_worker", default=None)
 
 
-# exceptions whose messages may quote a client's values
+# exceptions whose messages are not logged, because they may quote a client's values
 QUOTING = (
     LookupError,
     ValueError,
@@ -59,7 +60,9 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Return the source lines where an exception and its causes were raised, and messages except of QUOTING types."""
+    """Return the source lines where an exception and its causes were raised, and their messages, except for the types
+    in QUOTING, which may quote a client's values.
+    """
     parts: list[str] = []
     while error is not None and len(parts) < 10:
         shown = "" if isinstance(error, QUOTING) else f": {error}"
@@ -166,8 +169,8 @@ class Stop:
         await self._event.wait()
 
     async def wait_for(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the request to end. Returns whether it was made. Periodic tasks use this
-        method to pause.
+        """Wait at most `seconds` until the end of the process is requested. Returns whether it was requested. Periodic
+        tasks use this method to pause.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -193,7 +196,7 @@ class Stop:
 
     async def wait_woken(self, waker: asyncio.Event, seconds: float | None = None) -> bool:
         """Wait at most `seconds` until the end is requested or `waker` is set, and clear `waker`. Returns whether the
-        end is requested. Only one task may wait for a waker.
+        end is requested. Only one task may wait for a waker, because this call clears it.
         """
         self._wakers.add(waker)
         try:
@@ -209,8 +212,8 @@ class Stop:
 def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
     """Run `main` on uvloop, and return its exit status.
 
-    Garbage collection skips imported modules, and its thresholds are raised: with the defaults, a gateway would spend a
-    fifth of its processor time on it (bench/results/queue.md).
+    Garbage collection skips the objects of modules imported before this call, and its thresholds are raised: with the
+    defaults, a gateway would spend a fifth of its processor time on garbage collection (bench/results/queue.md).
     """
     import uvloop
 
@@ -238,7 +241,7 @@ def run(main: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
 
 
 class Trouble:
-    """Logs a repeated failure once, until it has ended.
+    """Logs a lasting failure only once. After a success, the next failure is logged again.
 
     `grace_s`: seconds in which the cause may be another process that is still starting. In this time, the failure is
     logged only after QUIET_S, and at level info. After `grace_s` it is logged as a warning.
@@ -256,7 +259,9 @@ class Trouble:
         self.lasting = False
 
     def met(self, error: Exception | str) -> None:
-        """Record that the failure has occurred, and log it if this is due."""
+        """Record that the failure has occurred. Log it if it has lasted long enough (see the class) and was not logged
+        yet.
+        """
         if not self.lasting:
             self.lasting, self._is_told, self._is_warned, self._since_s = True, False, False, self._clock()
         lasts_s = self._clock() - self._since_s

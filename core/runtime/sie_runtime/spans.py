@@ -90,7 +90,7 @@ class Span:
     def part(
         self, name: str, start_ns: int, ms: float, *, stage: str = "", attributes: Mapping[str, Value] | None = None
     ) -> int:
-        """Add a child span that has already ended, `ms` milliseconds after `start_ns`, and return its end in ns."""
+        """Add a finished child span from `start_ns` with a duration of `ms` milliseconds, and return its end in ns."""
         end_ns = start_ns + round(ms * 1e6)
         if self.is_recording:
             own = {**(attributes or {}), **({STAGE: stage} if stage else {})}
@@ -99,7 +99,7 @@ class Span:
         return end_ns
 
     def lead_to(self, span: Span) -> None:
-        """Add a link to a span whose work ran in this span."""
+        """Add to this span (of a batch) a link to `span`, whose work was part of it."""
         self._span.add_link(span._span.get_span_context())
 
     def end(self, end_ns: int | None = None) -> None:
@@ -156,7 +156,7 @@ class Tracer:
         flushing.join(FLUSH_S)
         if flushing.is_alive():
             for exporter in self._exporters:
-                exporter.shutdown()  # the exporter may be waiting for its next attempt
+                exporter.shutdown()  # ends the wait of an exporter for its next attempt
             _logger.warning("the last spans were not exported within %g s and are dropped", FLUSH_S)
             flushing.join(GIVE_UP_S)
 

@@ -40,7 +40,7 @@ def start(settings: Tracing, component: str, instance: str = "") -> Tracer | Non
         return None
     _unset_what_means_nothing()
     try:
-        # imported only now, because the SDK reads some of the variables at import
+        # imported only now: the SDK reads variables at import, and unusable ones are removed before
         from sie_runtime import spans
 
         return spans.Tracer(settings, component, instance)
@@ -66,7 +66,7 @@ def _unset_what_means_nothing() -> None:
 def begin_request(
     tracer: Tracer | None, headers: Mapping[str, str], method: str, request_id: str, received_s: float
 ) -> tuple[Context, Span | None]:
-    """Begin the span of a request, below the client's span if its headers have a trace context. `headers`: by
+    """Begin the span of a request, as a child of the client's span if the headers have a trace context. `headers`: by
     lower-case name. `received_s`: time of arrival, by perf_counter.
 
     Returns the context for the work of this request, and the span, which `end_request` must end. Without a tracer, the
@@ -81,7 +81,8 @@ def begin_request(
         start_ns = time.time_ns() - round((time.perf_counter() - received_s) * 1e9)
         span = tracer.begin(shown_method, context, kind="server", start_ns=start_ns, attributes=own)
         context = span.context
-    # also an empty context is set, because a pipelined request runs in the task of the request before it
+    # An empty context must be set too: a pipelined request runs in the task of the request before it, and would inherit
+    # its context.
     set_current(context)
     return context, span
 

@@ -2,7 +2,7 @@
 commit. All methods block.
 
     fetch: manifest ──► its files, in parts, by download.py ──► digests
-    push:  files that the bucket lacks ──► manifest ──► all files listed again
+    push:  files that the bucket lacks ──► manifest ──► list the files again, to check that none is missing
 
 Pushes need no lock: a store writes an object completely or not at all, and every push of a commit writes the same
 bytes.
@@ -59,7 +59,9 @@ class ClusterCache:
         self._bucket = WeightBucket(url, object_stores.opened(url, SETTING), limits or DownloadLimits())
 
     def fetch(self, repository: str, revision: str) -> Fetch | None:
-        """Return a function that fetches a complete snapshot, or None. Raises FetchFailed, ManifestError."""
+        """Return a function that fetches the snapshot; None if the bucket does not have the complete snapshot. Raises
+        FetchFailed, ManifestError.
+        """
         check_names(repository, revision)
         manifest, _ = self._run(self._bucket.manifest(repository, revision))
         return None if manifest is None else functools.partial(self._fetch, manifest)
@@ -82,7 +84,9 @@ class ClusterCache:
         return self._run(self._bucket.listed())
 
     def stored(self, repository: str, revision: str) -> CommitState:
-        """Return the state of one snapshot. Raises FetchFailed, ManifestError."""
+        """Return whether the snapshot in the bucket is complete, with its size and its missing files. Raises
+        FetchFailed, ManifestError.
+        """
         check_names(repository, revision)
         return self._run(self._bucket.stored(repository, revision))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 FOLDER = "files"
-PART_BYTES = 8 << 20  # bytes of one part of an upload to a bucket; a bucket allows 10,000 parts, in total 80 GB
+PART_BYTES = 8 << 20  # bytes of one part of a multipart upload; a bucket allows 10,000 parts, in total 80 GB
 PARTS_AT_ONCE = 2
 PIECE_BYTES = 1 << 20  # bytes that are read at a time
 CALL_S = 30.0  # seconds within which the store must answer a call other than an upload
@@ -40,8 +40,8 @@ class FileObjects:
         import obstore
 
         async def checked() -> AsyncIterator[bytes]:
-            # Bytes of this upload for which no disk space is reserved yet. An upload holds at most this number in
-            # memory; its other bytes are already on the disk, which reports them as used.
+            # Bytes for which disk space is still to be reserved. Only the bytes that an upload may have in memory are
+            # reserved: the disk itself reports the written ones as used.
             left = PARTS_AT_ONCE * PART_BYTES
             with object_stores.room(self._store, reserves=object_stores.FILES) as claim:
                 async for piece in pieces:
@@ -62,7 +62,7 @@ class FileObjects:
         return _pieces(aiter(answer.stream(PIECE_BYTES)))
 
     async def range(self, file: str, start: int, end: int) -> bytes:
-        """Return the bytes from `start` to before `end` of an object, which must have at least `end` bytes."""
+        """Return the bytes from `start` to before `end` of an object, of at least `end` bytes."""
         import obstore
 
         key = _key(file)

@@ -1,5 +1,5 @@
 """Reading of the files in a model folder, which may be untrusted. All exceptions of libraries become a one-line error
-that names the file. Configurations that no real model has, in form or size, are refused.
+that names the file. Configurations with another structure, or with larger numbers, than any real model has are refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Prompts(msgspec.Struct):
 
 
 class TokenizerConfig(msgspec.Struct):
-    """Fields of `tokenizer_config.json`. transformers writes 10^30 if there is no limit."""
+    """Fields of `tokenizer_config.json`. transformers writes `model_max_length` 10^30 if a tokenizer has no limit."""
 
     model_max_length: Annotated[float, Meta(ge=1)] | None = None
 
@@ -113,7 +113,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_value(file: Path) -> Any:
-    """Return the JSON value in a file, checked by the file's name, or None. Raises ModelLoadFailed INCOMPATIBLE."""
+    """Return the JSON value in a file, checked against the type for the file's name; None if there is no file. Raises
+    ModelLoadFailed INCOMPATIBLE.
+    """
     if not file.is_symlink() and not file.exists():
         return None
     try:
@@ -136,8 +138,8 @@ def read_value(file: Path) -> Any:
 
 
 def _check_sizes(value: Any, path: str = "$") -> None:
-    """Raise ValueError for a number of layers or a table size that no real model has. It must be refused here, because
-    the model would be created before it is compared with the weights.
+    """Raise ValueError for a number of layers or a table size that no real model has. It must be refused here: the
+    model is created, which would need too much memory, before it is compared with the weights.
     """
     if not isinstance(value, dict):
         return

@@ -1,8 +1,8 @@
 """SIE_MODELS_DIR as a bucket: objects below s3://bucket/prefix or gs://bucket/prefix are used like the files of a
 models folder.
 
-list ──► name, time, size and tag of every object that is a file of models ──► bodies of the changed files, some at a
-time
+list ──► name, time, size and tag of every object that a models folder may contain ──► bodies of the
+changed objects, a few at a time
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ _T = TypeVar("_T")
 _logger = logging.getLogger("sie.store")
 
 MAX_PAUSE_S = 30.0
-# A reserve is disk space that a write must leave free: 10 % of the disk, at most 256 MiB.
+# A reserve is 10 % of the disk, at most 256 MiB. A write must leave one or more reserves free.
 RESERVE_SHARE, MAX_RESERVE_BYTES = 0.1, 256 << 20
-# number of reserves that a write must leave free; files must leave two, so that payloads still have space when files
-# have none
+# number of reserves that stay free after a write of a payload, and of a file: so payloads can still be written when
+# files are refused
 PAYLOADS, FILES = 1, 2
 EXIT_PAUSE_S = 0.1
 _claimed: Counter[int] = Counter()  # file system -> bytes that writers of this process are writing or will write
@@ -147,15 +147,15 @@ def opened(url: str, setting: str) -> ObjectStore:
 
 @contextmanager
 def room(store: ObjectStore, *, reserves: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that claims disk space before bytes are written to a folder. For a bucket it does nothing,
-    because a bucket has its own quota.
+    """Context manager with a function to call with a number of bytes before they are written to a folder: it claims
+    disk space for them. For a bucket it does nothing, because a bucket has its own quota.
 
     The queue may use the same disk, and accepts no work when the disk is full. So a write must leave `reserves` times
     the reserve (RESERVE_SHARE) free: payloads leave one reserve, for the queue; files and outputs of jobs leave two,
-    also one for payloads. Claims of other writers of this process count until they end, because their bytes may not be
-    on the disk yet.
+    for the queue and for payloads. The claims of a writer count until it leaves the context, because its bytes may not
+    be on the disk yet.
 
-    The function raises StoreFull if less would stay free.
+    The function raises StoreFull if less than this would stay free.
     """
     from obstore.store import LocalStore
 
@@ -230,7 +230,9 @@ class RetryPolicy:
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `call`, repeated if that may help. `call` must limit its time and raise StoreError."""
+        """Return the result of `call`, repeated if that may help. `call` must have its own time limit and raise
+        StoreError.
+        """
         tries = 0
         while True:
             try:

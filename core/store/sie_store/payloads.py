@@ -3,9 +3,9 @@ workers use.
 
     gateway: encoded Payload ──put──► key ──► WorkItem.payload ──► sidecar: get ──► digest checked ──► inputs
 
-A key is the digest of the bytes and the number of the period in which they were written. A period is as long as a
-payload is kept. So the key of a payload that is old enough to be removed is never written again, and clean-up cannot
-remove bytes that were just stored. Other objects in the store are never changed.
+A key is the digest of the bytes and the number of the period in which they were written. A period is as long as the
+time for which a payload is kept. When a payload is old enough to be removed, its period is over, and no gateway writes
+this key any more. So clean-up cannot remove bytes that were just stored. Other objects in the store are never changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class PayloadStore:
         self._turns = asyncio.Semaphore(TRANSFERS_AT_ONCE)
 
     async def put(self, data: bytes, *, period: int, timeout_s: float) -> str:
-        """Store `data` and return its key. An existing object is written again, so that it counts as new."""
+        """Store `data` and return its key. An existing object is written again, so that its age begins again and
+        clean-up does not remove it.
+        """
         import obstore
 
         async def stored() -> str:

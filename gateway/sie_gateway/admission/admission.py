@@ -2,7 +2,7 @@
 `retry_slots`). Each key may have only a limited number of tokens in the queue: its window (`window`).
 
     chunks ──► will the response be too late? ──► queue has space: permits at once
-                        │ yes                 └─► no space: wait until results come back and the key is next
+                        │ yes                 └─► no space: wait until results come back and it is the key's turn
                         ▼                              └─► would be late now: QUEUE_FULL as well
                    QUEUE_FULL with the time to try again
 
@@ -14,9 +14,9 @@ window, and adds the work that the other gateways have in the queue to its own.
 
     each second, every gateway ──► sie.gateway.{id} ──► every gateway, the sender included
                                        └── while it has work in the queue and is not alone: five times a second, with
-                                           that work and the retry times of the clients that it refused (`listeners`)
+                                           that work and the retry times of the clients that it refused
 
-A gateway uses its own figures as it last announced them, so that all gateways compute with equal figures.
+For its own figures, a gateway uses its last announcement too, so that all gateways compute with equal figures.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 BUSY_S = 0.2  # seconds between announcements while this gateway has work in the queue
 SILENT_S = 5.0
-HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost
+HALF_LIFE_S = 60.0  # seconds after which a message has half its weight in the mean cost (tokens) of a lane's messages
 RATE_S = 10.0  # time constant, in seconds, of the moving average of tokens per second
 QPS_S = 10.0  # number of seconds over which responses per second are averaged
 MAX_BEATS = round(QPS_S / BUSY_S)
-# figures of a lane (pool, machine profile and bundle) are dropped when fewer messages than this remain after decay: ten
+# figures of a lane (pool, machine profile and bundle) are dropped when its decayed count of messages is below this: ten
 # half-lives after ten messages
 _MIN_MESSAGES = 0.01
 _peers_logger = logging.getLogger("sie.gateway.peers")
@@ -283,7 +283,7 @@ class Permits:
         self._admission = admission
         self.place = place
         self._ticket = entered.ticket
-        # called if the admitted request is refused later, because it would be late
+        # called if this request is refused after its admission, while it waits, because its response would be late
         self.on_refused: Callable[[QueueFull], None] | None = None
         self._granted: list[int] = []
         self._wake: asyncio.Event | None = None
@@ -355,8 +355,9 @@ class Admission:
         # needs no limit: clients cannot create lanes, which come from the pools, the catalogue and the machine profiles
         self._shares: dict[tuple[Lane, Priority], Shares] = {}
         self._places: dict[tuple[Lane, Priority, str], ModelQueue] = {}
-        self._open: dict[Ticket, Permits] = {}  # requests from admission to end
-        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}  # requests that ended before their results arrived
+        self._open: dict[Ticket, Permits] = {}  # admitted requests that have not ended
+        # requests that ended before their results arrived: the results still show the speed of the queue
+        self._gone: dict[str, tuple[ModelQueue, Entered]] = {}
         self._queueing: dict[Ticket, Permits] = {}  # open requests that wait for a permit
         # queues of models for which requests wait in this gateway for a permit; a dict, because it keeps their order
         self._crowded: dict[ModelQueue, None] = {}
@@ -394,8 +395,9 @@ class Admission:
     ) -> None:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within `budget_s` seconds.
 
-        `squares` is the sum of the squared token counts of its rows. `client` returns the digest that identifies the
-        client when it tries again; it is empty if the client cannot be identified.
+        `squares` is the sum of the squared token counts of its rows, by which the time of attention grows. `client`
+        returns a digest by which the same request of the same client is recognised at its next attempt; it is empty if
+        the client cannot be identified.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)
@@ -439,8 +441,8 @@ class Admission:
 
     def look_again(self, place: ModelQueue) -> None:
         """Refuse admitted requests that would now be late, before their time-out, so that other requests can use their
-        place in the queue. The check runs at most once in LOOK_S seconds, and not between the results of one batch:
-        results that have not arrived yet would count as work ahead.
+        place in the queue. The check runs at most once in LOOK_S seconds, and not while the results of a batch are
+        arriving: its missing results would still count as work ahead.
         """
         now_s = self._clock()
         if now_s - place.shed_s <= LOOK_S or not place.drain.is_settled(now_s, LOOK_S):
@@ -576,8 +578,8 @@ class Admission:
         return self._settings.key_window_tokens / self.peers.count()
 
     def _refresh(self, place: ModelQueue, now_s: float) -> None:
-        """Update the hosts of a queue (workers that have the model loaded) and its bound (most work in the queue),
-        after a heartbeat or SWEEP_S seconds.
+        """Update the hosts of a queue (workers that have the model loaded) and its bound (most work in the queue), if a
+        heartbeat has arrived or SWEEP_S seconds have passed since the last update.
         """
         if place.version == self._fleet.version and now_s < place.until_s:
             return
@@ -612,7 +614,9 @@ class Admission:
             self._crowded.pop(place, None)
 
     def freed(self, place: ModelQueue, *, is_result: bool) -> None:
-        """Grant permits after work left the queue. In the other queues of the lane, the same key may now continue."""
+        """Grant permits after work left the queue. The window of a key is for all queues of a lane and priority, so the
+        key's requests in other queues may get permits, too.
+        """
         place.freed(self._clock(), is_result=is_result)
         if place in self._crowded:
             self._pump(place)
@@ -627,7 +631,8 @@ class Admission:
         self._open.pop(ticket, None)
         entered = permits.place.ended(ticket)
         if entered is not None and entered.queued_s:
-            # replaces `client`, which is not called any more, but would keep the body of the request in memory
+            # `bytes`, which returns b"", replaces `client`: it is not called any more, but would keep the request's
+            # body in memory
             entered.client = bytes
             self._gone[entered.request] = permits.place, entered
             while len(self._gone) > MAX_GONE:

@@ -20,8 +20,8 @@ from sie_contracts.errors import PayloadTooLarge, RateLimited
 from sie_runtime.keys import NO_LIMITS, KeyLimits
 
 MINUTE_S = 60.0
-WORKERS_NAME = "config-read"  # name in metrics of the token that workers use to read the configuration
-# largest number of buckets; above it, full buckets are dropped, because a new bucket is full as well
+WORKERS_NAME = "config-read"  # name, in metrics, of the token with which workers read the configuration
+# largest number of buckets; above it, full buckets are dropped, which changes nothing: a new bucket is full as well
 _MAX_IDLE = 4096
 
 
@@ -64,7 +64,9 @@ class Quotas:
         self._levels: dict[str, _TokenLevel] = {}
 
     def charge(self, key: str, limits: KeyLimits) -> Charge | None:
-        """Return an account with which one call uses the quota of this key; None if the key has no quota."""
+        """Return the `Charge` that subtracts the tokens of one call from the quota of this key; None if the key has no
+        quota.
+        """
         return Charge(self, key, limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def spend(self, key: str, per_minute: int, cost: int) -> None:

@@ -4,13 +4,14 @@ decides whether a further request would be answered in time. This module does no
 Rules of `judge`, in this order:
 
 1. If no work of this model is in the queue, or no worker has loaded it, the request is admitted.
-2. `drain` predicts the wait, which is multiplied by MARGIN. With n samples it is weighted by n^2 / (n^2 + DOUBT), so
-without samples no request is refused.
-3. If no result has arrived for longer than the time in which the request must be answered, it is refused.
+2. `drain` predicts the wait. The prediction is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT), where
+n is the number of samples: without samples no request is refused.
+3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
 4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space for its work. A
 client without a turn is admitted if its response would be in time even after the work of all turns that are due before
-its deadline, or if the workers would have too little work. If workers form a batch only when the device is free, only
-the turns that are due before the batch of this request is formed count.
+its deadline, or if the workers would have too little work. If workers form a batch only when the device is free (none
+is formed ahead), only turns that are due before the batch of this request is formed count, because later work runs in
+later batches.
 
 `Throughput` measures how fast the work leaves the queue while there is work, and predicts the wait from it.
 
@@ -56,21 +57,25 @@ OUTLIER = 4.0
 STALL_S = 0.25  # seconds without a result after which the queue may be stalled
 UNKNOWN_STALL_S = 5.0  # seconds without a result, in place of STALL_S, until a first batch is measured
 STALL_BATCHES = 3.0
-LOOK_S = 0.1  # seconds for which a measured batch stays valid, and between two checks for requests that would be late
-# factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take as long as a batch with exactly
-# MAX_GROWTH times as many
+# seconds for which a computed `MeasuredBatch` is reused, and shortest time between two checks for late requests
+LOOK_S = 0.1
+# limit of the extrapolation, a factor: a batch with more than MAX_GROWTH times the measured tokens is assumed to take
+# as long as a batch with exactly MAX_GROWTH times as many
 MAX_GROWTH = 4.0
-SETTLED = 0.25  # share of a batch's time, counted from its first result, after which all of its results have arrived
+# share of a batch's time, counted from its first result, after which no more results are expected; missing ones may
+# have gone to other gateways
+SETTLED = 0.25
 RECENT_ANSWERS = 64
 GROWING = 1.25  # factor: batches still grow while the last batch is this many times larger than every batch before it
 
 
 class ExpectedWait(NamedTuple):
     """Expected wait of a request, in seconds. `min_s`: the wait if the batches ahead are full and end as usual.
-    `likely_s`: with one more batch, which was formed before the request arrived, unless batches are formed only when
-    the device is free. `stalled_s`: time without a result if it is unusually long, else 0; the stall may last as long
-    again. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown. `batch_s`: time of one batch.
-    `formed_s`: time until the batch of this request is formed; infinite if that may be long before the batch runs.
+    `likely_s`: `min_s` plus one batch, which was formed before the request arrived; if batches are formed only when the
+    device is free, `min_s` with a whole number of batches. `stalled_s`: time without a result if it is unusually long,
+    else 0; the stall may last as long again. `evidence`: number of samples. `rate`: tokens per second, 0 while unknown.
+    `batch_s`: time of one batch. `formed_s`: time until the batch of this request is formed; infinite if that may be
+    long before the batch runs.
     """
 
     min_s: float = 0.0
@@ -135,7 +140,7 @@ class _BatchResults:
 
     def seconds(self, lanes: int) -> float:
         """Return the seconds that the batch took: the time since the result before it. If its work was queued after
-        that result, the workers had a pause. Then it is the time since the work was queued, at most the time on the
+        that result, the workers had a pause: then the time since the work was queued, but at most its time on the
         device divided by `lanes`, the number of batches that run at the same time.
         """
         if self.queued_s <= self.before_s:
@@ -208,10 +213,10 @@ class Throughput:
     ) -> None:
         """Record a result of `tokens` tokens, which were queued at `queued_s` and ran in `batch`. `is_crowded`: when
         they were queued, more work waited than the workers accept, so no batch can be larger. `device_s`: time of the
-        batch on the device. `lanes`: batches that run at the same time. `pipeline`: largest number of batches that a
-        worker forms before its device is free. `chunks`: number of chunks in the batch.
+        batch on the device. `lanes`: number of batches that run at the same time. `pipeline`: largest number of batches
+        that a worker forms before its device is free. `chunks`: number of chunks in the batch.
         """
-        if not batch:  # the device did not run this work, so its result does not show the speed
+        if not batch:  # the device did not run this work (it failed before), so its result does not show the speed
             return
         entry = next((candidate for candidate in reversed(self._batches) if candidate.name == batch), None)
         if entry is None:
@@ -232,8 +237,8 @@ class Throughput:
             self._evidence += 1
 
     def _see_left(self, later: _BatchResults, queued_s: float) -> None:
-        """Mark the batches that left work behind: work was queued before such a batch was formed, but ran in a later
-        batch, although the queue is first in, first out.
+        """Mark the batches that left work behind: work that was queued before such a batch was formed ran only in a
+        later batch. The queue is first in, first out, so the batch had no space for this work.
         """
         for batch in self._batches:
             if batch.formed_s < later.formed_s and queued_s < batch.formed_s:
@@ -282,7 +287,7 @@ class Throughput:
             longest = shorter[0]
         full = [sample for sample in samples if sample.is_crowded]
         # Crowded: more work waited than the workers accept. If several batches run at the same time, their results
-        # alternate, so crowded batches alone would be a wrong sample.
+        # alternate: then the time since the previous result is right only as the mean of all batches.
         counted = full if self._lanes == 1 and full else samples
         tokens = sum(sample.tokens for sample in counted) / len(counted)
         seconds = sum(sample.seconds for sample in counted) / len(counted)
@@ -293,7 +298,7 @@ class Throughput:
 
     def is_settled(self, now_s: float, within_s: float) -> bool:
         """Return True if all results of the last batch have probably arrived, or if a batch takes at most `within_s`
-        seconds, so that one batch makes no difference.
+        seconds, so that its missing results hardly change the predicted wait.
         """
         if self._batches and self._batches[-1].missing <= 0:
             return True
@@ -321,14 +326,14 @@ class Throughput:
         `oldest_s`.
 
         A batch that becomes larger than the measured batches takes their time multiplied by (fixed + tokens) / (fixed +
-        measured tokens). `fixed_tokens` is the fixed time of a batch in tokens. It is infinite while unknown; then a
-        larger batch is assumed to take the same time. `share` is this gateway's part of the throughput, while `ahead`
-        is the work of all gateways.
+        measured tokens). `fixed_tokens` is the fixed time of a batch, expressed as the number of tokens that take as
+        long. It is infinite while unknown; then a larger batch is assumed to take the same time. `share` is this
+        gateway's part of the throughput, while `ahead` is the work of all gateways.
 
         A worker forms no batch that would take longer than its requests may wait. So batches that leave work behind do
         not become larger. If a batch takes more than AHEAD_SHARE of `budget_s`, the time in which the request must be
-        answered, workers form no further batch while it runs. Then `running` tokens of the work ahead are in running
-        batches, and the remaining tokens fill the next batches in order.
+        answered, workers form no further batch while it runs. In this case, the request waits for the running batches,
+        which have `running` tokens of the work ahead, and for the batches that the remaining tokens fill.
         """
         measured = self.batch(now_s)
         silent_s = now_s - max(oldest_s, self.last_s)
@@ -360,8 +365,8 @@ class AnswerPace:
     """Speed at which a gateway answers. It determines the Retry-After of a request that is refused before it is read.
 
     The time of one request follows from Little's law: the request-seconds (number of requests in progress, summed over
-    time) during the last answers, divided by their number. So time without requests does not make the gateway look
-    slower.
+    time) during the last answers, divided by the number of these answers. So time without requests does not make the
+    gateway look slower.
     """
 
     __slots__ = ("_ended", "_next_s", "_running", "_since_s", "_sum_s")
@@ -398,16 +403,17 @@ class AnswerPace:
 
 
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
-DOUBT = 1.0  # square of the number of samples that give an expected wait half of its weight
+DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
 # Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
-# wait, clients without a turn are admitted. Turns that are due now count as work.
+# wait, clients without a turn are admitted. Work of turns that are due now counts as waiting.
 BUSY_BATCHES = 1.5
 # Share of the queue's throughput that is reserved for turns; clients without a turn get the remaining share.
-# Retry-After is in whole seconds, so all clients of one second return at once. Therefore their work is also limited to
-# this share of the time that a request has left after a running batch.
+# Retry-After is in whole seconds, so all clients of one second return at once. Therefore the work that returns in one
+# second is limited, too: the queue must be able to run it in this share of the time that a request has left after a
+# running batch.
 TURN_PACE = 0.4
-# Lowest limit on the work of refused clients that return in the same second, as a share of the time in which a
-# request must be answered.
+# The limit on the work of refused clients that return in the same second is never below this share of the time in which
+# a request must be answered.
 MIN_BUNCH = 0.1
 STALL_TURN = 4.0  # factor: after a stall of t seconds, clients return STALL_TURN * t seconds later at the earliest
 # shortest Retry-After in seconds after a stall: if the adapter has ended, it must start again and load its model
@@ -418,7 +424,9 @@ OTHER_S = 2.0  # seconds for which an announcement of another gateway's work is 
 
 
 class _PeerQueue(NamedTuple):
-    """Queue of another gateway, from its announcement. `own`: cost of this gateway's work in the queue at that time."""
+    """Queue as another gateway announced it at `at_s`. `own`: cost of the work that this gateway, not the other one,
+    had in the queue at that time.
+    """
 
     at_s: float
     tokens: int
@@ -427,9 +435,9 @@ class _PeerQueue(NamedTuple):
 
 
 class WaitRefusal(NamedTuple):
-    """Refusal of a request because of its wait. `wait_s`: predicted wait, with margin and weight, stall, and the work
-    promised to other clients. `turn_s`: seconds until the queue has space for this request. `room`: largest cost of all
-    turns that are due within one second.
+    """Refusal of a request because of its wait. `wait_s`: predicted wait; it includes the margin and the weight, the
+    time of a stall, and the work of turns that were promised to other clients. `turn_s`: seconds until the queue has
+    space for this request. `room`: limit on the summed cost of turns that are due within one second.
     """
 
     wait_s: float
@@ -440,8 +448,8 @@ class WaitRefusal(NamedTuple):
 
 class Entered:
     """Request from its admission to its end. `queued_s`: for each chunk in the queue, the time when it was admitted,
-    and whether more work was waiting then. `scale`: actual tokens per estimated token with which its costs were
-    computed.
+    and whether further work was waiting in this gateway then. `scale`: actual tokens per estimated token with which its
+    costs were computed.
     """
 
     __slots__ = ("budget_s", "client", "cost", "deadline_s", "is_decided", "queued_s", "request", "scale", "ticket")
@@ -486,12 +494,14 @@ class ModelQueue:
         self.gateways = 1  # number of live gateways
         self._began_s = -math.inf  # time when a chunk was last put into an empty queue
         self.shed_s = 0.0
-        self._busy_s = math.inf  # time since which the queue has had work
-        self._running = 0.0  # tokens in the queue at the last result, of which the oldest ones run now
+        # time since which the queue has had work; kept when all work of a stalled queue is withdrawn
+        self._busy_s = math.inf
+        self._running = 0.0  # tokens in the queue at the last result: the most that can run now
         self._gone = 0.0  # tokens of requests that ended after the last result: they may still run
         # chunks that were queued before this time may be running; None if the time is not computed yet
         self._taken_s: float | None = None
-        # set when all work of a stalled queue is withdrawn: until this time, the queue counts as stalled for new work
+        # set when all requests of a stalled queue have ended without a result: until this time, the queue counts as
+        # stalled for new work
         self._stalled_until_s = -math.inf
         self._others: dict[str, _PeerQueue] = {}  # by id of the gateway
 
@@ -506,7 +516,9 @@ class ModelQueue:
         return [max(1, round(cost * (self.scale or 1.0))) for cost in costs]
 
     def costs(self, tokens: Sequence[int], squares: Sequence[int]) -> list[int]:
-        """Return the costs of chunks from their estimated tokens and their estimated sums of squared tokens."""
+        """Return the costs of chunks, in tokens of short texts, from their estimated tokens and estimated sums of
+        squared tokens.
+        """
         scale = self.scale or 1.0
         both = zip(tokens, squares, strict=True)
         return [
@@ -541,7 +553,7 @@ class ModelQueue:
             self.left(entered, result, now_s)
 
     def left(self, entered: Entered, result: WorkResult, now_s: float) -> None:
-        """Record that a chunk has left the queue, before or after the end of its request."""
+        """Measure the throughput with the result of a chunk, before or after the end of its request."""
         if result.chunk not in entered.queued_s:
             return
         name = f"{result.worker} {result.batch.id}" if result.batch.id else ""
@@ -575,8 +587,8 @@ class ModelQueue:
             self._busy_s, self._stalled_until_s = math.inf, -math.inf
 
     def ended(self, ticket: Ticket) -> Entered | None:
-        """Remove a request that has ended and return its entry, or None. Its chunks in a running batch keep the device
-        busy until the next result.
+        """Remove a request that has ended and return its entry, or None. Chunks that may be in a running batch still
+        keep the device busy, so their cost counts until the next result.
         """
         entered = self.entered.get(ticket)
         if entered is None:
@@ -589,7 +601,9 @@ class ModelQueue:
         return self.entered.pop(ticket)
 
     def _last_taken_s(self) -> float:
-        """Return the time when the newest chunk of the running batches was queued, if these batches are full."""
+        """Return the time when the newest chunk of the running batches was queued, assuming that these batches are
+        full.
+        """
         left, last_s = self._full_tokens(0.0) * self._lanes, -math.inf
         for entered in self.entered.values():
             for chunk, (queued_s, _) in entered.queued_s.items():
@@ -655,9 +669,9 @@ class ModelQueue:
         share of the throughput. `ahead` is the cost of the work from this gateway alone.
 
         The queue is first in, first out, so the work of all gateways is mixed in it. Work that waits in this gateway
-        enters the queue only at this gateway's share. The announcements of other gateways may be OTHER_S seconds old.
-        So it is assumed that the other gateways have added as much work since then as this one, in proportion to their
-        rates: then a burst that arrives at all gateways counts at once.
+        enters the queue only as fast as this gateway's share of the throughput allows. The announcements of other
+        gateways may be OTHER_S seconds old. So it is assumed that each other gateway has added work since then like
+        this gateway, in proportion to its rate: then a burst that arrives at all gateways counts at once.
         """
         rate = self.drain.rate(now_s) if self._others else 0.0
         if not rate:
@@ -675,14 +689,18 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Return this gateway's tokens that may be in running batches: the usual number; more while batches grow."""
+        """Return this gateway's tokens that may be in running batches: one measured batch for each batch that runs at a
+        time; more while batches grow.
+        """
         usual = batch.tokens * self._lanes
         if batch.is_full:
             return usual
         return max(usual, min(max(self._running, self._gone), share * self._full_tokens(0.0) * self._lanes))
 
     def _full_tokens(self, cost: float) -> float:
-        """Return the cost of a full batch: its limit of tokens, or of messages of the mean size in the queue."""
+        """Return the cost of a full batch, as the mean of the hosts: its limit of tokens, or its limit of messages
+        times the mean cost of a queued message, whichever is smaller.
+        """
         window = self.window
         message = window.tokens / window.items if window.items else cost
         limits = []
@@ -727,7 +745,8 @@ class ModelQueue:
         if wait.stalled_s:
             turn_s += max(RESTART_S, STALL_TURN * wait.stalled_s)
         if now_s - self._began_s < OTHER_S and not any(now_s - peer.at_s < OTHER_S for peer in self._others.values()):
-            # the other gateways may have the same amount of work that is not announced yet
+            # the other gateways may have the same amount of work that is not announced yet, so only an equal share of
+            # the throughput is assumed
             share = 1 / self.gateways
         room = share * wait.rate * _bunch_s(budget_s, wait.batch_s) if wait.rate else math.inf
         return WaitRefusal(longest_s, turn_s, room, bool(wait.stalled_s))
@@ -744,7 +763,7 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests in a running batch, if it is larger than the earlier batches
+        # requests that are in a running batch only if it is larger than the earlier batches; tokens up to their end
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():
@@ -773,8 +792,9 @@ class ModelQueue:
         return late
 
     def _ends_s(self, tokens: float, entered: Entered) -> float:
-        """Return the end of a batch that began at the last result and has at least `tokens` tokens, counted with the
-        scale of `entered`. Return minus infinity while it is not known whether batches grow.
+        """Return the end of a batch that began at the last result and has at least `tokens` tokens, which were computed
+        with the scale of `entered`. Return minus infinity while it is not known whether batches grow, so that no
+        request counts as late.
         """
         if not self.batches.is_growth_known:
             return -math.inf
@@ -795,7 +815,9 @@ class ModelQueue:
             yield entered, self._refusal(now_s, wait, longest_s, stays + cost, share, entered.budget_s), cost
 
     def _behind(self, waiting: dict[str, list[Entered]]) -> Iterator[tuple[Entered, float]]:
-        """Yield the requests that wait in this gateway, and the cost ahead of each. Keys alternate with equal costs."""
+        """Yield the requests that wait in this gateway, and the cost ahead of each. The cost ahead is computed as if
+        keys took turns with equal costs.
+        """
         sizes = sorted(self.window.waiting_costs().values())
         sums = [0.0, *itertools.accumulate(sizes)]
         for key, those in waiting.items():
@@ -809,14 +831,15 @@ class ModelQueue:
 
 
 def _bunch_s(budget_s: float, batch_s: float) -> float:
-    """Return how much work of refused clients may return within one second, in seconds of the queue's throughput: a
-    part of the time that a request has left after a running batch.
+    """Return how much work of refused clients may return within one second, measured as the seconds that the queue
+    needs for it. It is a part of the time that a request has left after a running batch.
     """
     return max(MIN_BUNCH * budget_s, TURN_PACE * min(1.0, budget_s - batch_s))
 
 
 def _lanes(host: Heartbeat) -> int:
-    """Return the number of batches that a worker runs at the same time, computed from the tokens that it accepts: two
-    full batches for each batch that runs, and one for each batch at its adapter.
+    """Return the number of batches that a worker runs at the same time, computed from the tokens that it accepts. A
+    worker accepts the tokens of two full batches for each batch that it runs at a time, plus one full batch for each
+    batch at its adapter.
     """
     return max(1, round((host.credit_cost / host.batch_cost - host.pipeline) / 2)) if host.batch_cost else 1

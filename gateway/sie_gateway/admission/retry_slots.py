@@ -26,11 +26,11 @@ MAX_TURNS = 16_384
 # largest number of turns, and of claims, that wait for the next announcement; the oldest ones are dropped
 MAX_NEWS = 4_096
 GRACE_S = 2.0  # a turn lapses at the earliest this many seconds after its due time
-# share of the Retry-After by which a client may come too early, or too late if that is more than GRACE_S
+# A client may come early by this share of its Retry-After, and late by this share or by GRACE_S, whichever is longer.
 GRACE_SHARE = 0.3
 SLOT_S = 0.25  # seconds of a slot: the costs of all turns that are due in one slot are added
 SLOTS = round(1 / SLOT_S)  # number of slots in a second
-# number of past slots that may still have turns that have not lapsed
+# number of past slots whose turns may not have lapsed yet
 OVERDUE_SLOTS = math.ceil(GRACE_SHARE * MAX_RETRY_S / SLOT_S)
 CRUMB = 1e-6  # a sum of costs below this number of tokens is a rounding error
 MEMORY = 0.02  # weight of the newest turn in the moving average of the share of clients that try again
@@ -52,7 +52,7 @@ class _RetrySlot:
 
 
 class _SlotCosts:
-    """Costs of due turns: a sum for each slot of SLOT_S seconds, and the total."""
+    """Costs of turns by the time when they are due: a sum for each slot of SLOT_S seconds, and the total."""
 
     __slots__ = ("costs", "total")
 
@@ -111,8 +111,8 @@ class RetrySlots:
 
     def book(self, now_s: float, client: bytes, cost: float, wait_s: float, room: float = math.inf) -> int:
         """Book a turn for a client and return its Retry-After in whole seconds. The turn is due after `wait_s` seconds,
-        rounded up or down at random, or in the first later second with space. `room` is the largest cost of all turns
-        of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
+        rounded up or down at random, or in the first later second with space. `room` is the limit on the cost of all
+        turns of this gateway that may be due within one second. A wait above MAX_RETRY_S books no turn.
         """
         if wait_s > MAX_RETRY_S:
             return int(MAX_RETRY_S * _uniform(0.8, 1.0))
@@ -125,9 +125,10 @@ class RetrySlots:
         return retry_s
 
     def _with_room(self, now_s: float, retry_s: int, cost: float, room: float) -> int:
-        """Return the first second from `retry_s` on that has no turn, or that has space for this cost beside the turns
-        that are due within a second of it. Turns that are due before `retry_s` count as well: if their cost is above
-        `room`, the excess uses the space of the following seconds. Return more than MAX_RETRY_S if no second has space.
+        """Return the first second from `retry_s` on that has no turn, or in which this cost fits under `room` together
+        with the turns that are due less than a second before or after it. Turns that are due before `retry_s` count as
+        well: if their cost is above `room`, the excess uses the space of the following seconds. Return more than
+        MAX_RETRY_S if no second has space.
         """
         if room == math.inf:
             return retry_s
@@ -183,7 +184,9 @@ class RetrySlots:
                 self._next(client)
 
     def claim(self, now_s: float, client: bytes) -> bool:
-        """Return True if this client has a turn now, and end it. A client with a single turn may be early."""
+        """Return True if this client has a turn now, and end it. A client may be early only if it has a single turn:
+        with several, its first turn must be due.
+        """
         self.promised(now_s)
         turns = self._next(client)
         if not turns:

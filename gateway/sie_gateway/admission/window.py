@@ -22,15 +22,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 REMEMBERED_S = 600.0  # seconds: a lane and priority is contested if two keys had requests within this time
-# lowest limit on the work in the queue, in seconds, with one key and with several keys: with less work, a fast device
-# would end a batch before the next message comes
+# The limit on the work in the queue is at least this many seconds of work, with one key and with several keys: with
+# less work, a fast device would end a batch before the next message comes.
 ALONE_S, CONTESTED_S = 0.03, 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Capacity of a worker that has the model, as it reports: most tokens and most messages that it accepts, tokens per
-    second, tokens of a full batch, most batches at its adapter. 0 means unknown.
+    """Capacity of a worker that has the model, as it reports: largest number of tokens and of messages that it accepts,
+    tokens per second, tokens of a full batch, largest number of batches at its adapter. 0 means unknown.
     """
 
     credit_cost: int = 0
@@ -62,11 +62,11 @@ def bound(
     With one key, the bound is the amount that the hosts accept, which fills their pipelines. With several keys it may
     be less, so that a request of another key does not wait for long. Let p be the number of batches at an adapter, and
     let a batch take a seconds, plus b seconds for each of its tokens. The request waits for p batches of s tokens, and
-    runs in the next one. Together they may take as long as p full batches of S tokens and twice the fixed time a: (p +
-    1)(a + b s) <= p (a + b S) + 2 a. So the work in the queue, p s, is at most p / (p + 1) times (p S + a / b), where a
-    / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens, smaller batches lose little.
-    If each batch has a large fixed time, batches stay full. The number of messages is not reduced: the time of batches
-    that are limited by it depends on the number of messages.
+    runs in the next one. These p + 1 batches may together take at most the time of p full batches of S tokens plus
+    twice the fixed time a: (p + 1)(a + b s) <= p (a + b S) + 2 a. So the work in the queue, p s, is at most p / (p + 1)
+    times (p S + a / b), where a / b is `fixed_tokens`, and at most p S. If the time of a batch depends on its tokens,
+    smaller batches lose little. If each batch has a large fixed time, batches stay full. The limit of messages is not
+    reduced, because the time of batches that it limits depends on the messages and not on their tokens.
 
     A fast device may run two batches before a result has arrived here and the next message has arrived there. So the
     bound is at least some hundredths of a second of work. Without a host, the bound is `cold_tokens`: work for a model
@@ -131,9 +131,9 @@ class Shares:
 class Ticket:
     """Chunks of one request. Chunks before `next` were granted; chunks in `held` are in the queue.
 
-    `costs`: time of each chunk, in tokens of short texts (`models.costs` of the contracts). Keys alternate by these
-    costs, and waits are computed from them. `tokens`: tokens that workers and the windows of keys count; by default
-    `costs`.
+    `costs`: time of each chunk, expressed as the number of tokens of short texts that take as long (`models.costs` of
+    the contracts). Keys alternate by these costs, and waits are computed from them. `tokens`: tokens that workers and
+    the windows of keys count; by default `costs`.
     """
 
     key: str
@@ -180,13 +180,13 @@ class KeyWindow:
     """Work of one model and priority of a lane. `shares`: work of each key there, for all models."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: cost that a key may put into the queue before it is another key's turn, about that of a chunk."""
+        """`quantum`: cost that a key may put into the queue before another key's turn, about that of one chunk."""
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # cost of the chunks of other keys that have overtaken the next key while its chunk waits for space
+        # summed cost of other keys' chunks that were granted while the chunk whose turn it is waits for space
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()

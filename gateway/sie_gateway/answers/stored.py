@@ -4,12 +4,13 @@
 
 A segment is written in one step, and never changed:
 
-    number of values (8 bytes) | digests of inputs, sorted (16 each) | offsets of values (8 each, one more) | values
+    number of values (8 bytes) | digests of inputs, sorted (16 each) | offsets of values, and the end (8 each) | values
 
 Numbers are little-endian. When a job begins, it reads the digests of all segments of its space, the newest segment
-first, at most MAX_ITEMS digests. Values are read by whole segments, and the last SEGMENTS_KEPT segments stay in memory:
-the rows of a corpus that changed little are in the order in which their values were stored. Long computations run in a
-thread, because the event loop must renew the leases of jobs at the same time.
+first, at most MAX_ITEMS digests. A whole segment is read at once, and the SEGMENTS_KEPT segments that were read last
+stay in memory: the rows of a corpus that changed little come in the order of the stored values, so the values of
+consecutive rows are in the same segment. Long computations run in a thread, because the event loop must renew the
+leases of jobs at the same time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Types of vectors of Cohere, Jina and Voyage: the float32 vectors of the model are converted to each type."""
+"""Types of vectors of Cohere, Jina and Voyage: the float32 vectors of the model are converted to the type that the
+request names.
+"""
 
 from __future__ import annotations
 

@@ -90,8 +90,9 @@ def priority(body: Body) -> Priority | None:
 
 
 def side(use: str, entry: ModelEntry) -> dict[str, Any]:
-    """Return the parameters that follow from the use of the inputs, for example `search_query`: `is_query` if the
-    inputs are queries or documents of a search, and a template if the model has a prompt of exactly this name.
+    """Return the parameters that follow from the use of the inputs, for example `search_query`: `is_query` is true for
+    queries and false for documents of a search, and missing for other uses. If the model has a prompt of exactly this
+    name, the template is added.
     """
     prompt = entry.prompts.get(use)
     is_query = _SIDES.get(use.removeprefix("search_").rpartition(".")[2])

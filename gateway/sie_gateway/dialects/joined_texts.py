@@ -42,7 +42,9 @@ def joined(texts: Sequence[str], path: str) -> RequestItem:
 
 
 def vectors_of(finished: RequestResult, name: str) -> list[list[Array]]:
-    """Return the vectors of each input: one per chunk, or one without chunks. Raises FailedRequest, InternalFailure."""
+    """Return the vectors of each input: one per chunk; a single one if the input has no chunks. Raises FailedRequest,
+    InternalFailure.
+    """
     vectors = []
     for item, (result, outcome) in zip(finished.request.items, finished.succeeded(name), strict=True):
         dense = array_of(result, outcome, "dense")

@@ -217,8 +217,8 @@ async def check_tokens(inference: Inference, call: Call, request: PlannedRequest
     """Refuse a request with more than `limit` tokens before its work is queued. `name`: its field of inputs. Raises
     InvalidInput, and the errors of `Inference.run`.
 
-    Only a worker can count the tokens of texts. It counts them only if an upper bound of their number is above the
-    limit.
+    Only a worker can count the tokens of texts. It is asked to count them only if an upper bound of their number is
+    above the limit.
     """
     run = request.options.run
     texts = tuple(item for item in request.items if item.text is not None)

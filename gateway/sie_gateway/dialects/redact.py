@@ -40,7 +40,7 @@ MAX_NAME = 1000  # largest number of characters in the name of a kind of persona
 MAX_MODELS = 3  # largest number of further models: each reads all texts
 KEY_CHARACTERS = (16, 1024)  # shortest and longest key: a shorter one could be guessed, and with it the values
 _ASIDE = 1 << 13  # number of code points: if the texts of a request have more, they are redacted in a thread
-_CODE_POINTS_PER_VALUE = 20  # number of code points that take as long to write in a reply as one number
+_CODE_POINTS_PER_VALUE = 20  # for the estimated time to write a reply: this many code points take as long as one number
 _OWN = ("kinds", "models", "style", "key", "region", "offsets", "restorable")
 _OF_ONE_MODEL = ("profile", "lora", "lora_id")  # parameters that further models do not get: their names have a profile
 _SHARED = ("id", "metadata", "error", "usage")  # fields of a slot that an extract and a redaction have in common
@@ -65,7 +65,9 @@ class RedactionRules:
 
     @cached_property
     def patterns(self) -> Mapping[str, str]:
-        """Return the kind that the reply shows, by the pattern to look for: the client's first kind for it."""
+        """Return a map from each pattern to look for to the kind that the reply shows: the first kind of the client
+        with this pattern.
+        """
         if not self.kinds:
             return {name: name for name in KINDS}
         return {name: kind for kind in reversed(self.kinds) if (name := pattern_of(kind))}
@@ -151,8 +153,8 @@ def _further(inference: Inference, call: Call, first: Resolved, rules: Redaction
 
 
 def _rules(body: Mapping[str, Any]) -> tuple[RedactionRules, dict[str, Any]]:
-    """Return the fields of this route, and the parameters of the extract. Fields may be at the same levels as the
-    parameters of an extract. Raises InvalidInput.
+    """Return the fields of this route, and the parameters of the extract. Like the parameters of an extract, fields may
+    be at the top of the body, in `params` or in `options`. Raises InvalidInput.
     """
     params = {} if body.get("params") is None else body["params"]
     if not isinstance(params, dict):
@@ -230,8 +232,9 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
 async def _slots(
     call: Call, results: Sequence[RequestResult], rules: RedactionRules, one_thread: asyncio.Lock | None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the slot of each text. A text that failed with any of the models has its error and no text. With
-    `one_thread`, texts are redacted in a thread while the lock is held. Raises GatewayTimeout.
+    """Yield the slot of each text. A text that failed with any of the models has its error and no text. If there is a
+    lock `one_thread`, texts are redacted in a thread that runs while the lock is held; otherwise in the event loop.
+    Raises GatewayTimeout.
     """
     until_s = call.received_s + call.budget_s
     for index, item in enumerate(results[0].request.items):

@@ -257,7 +257,7 @@ def _tokens(tokens: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def _template(body: Mapping[str, Any], entry: ModelEntry) -> tuple[str, str]:
-    """Return the texts that the prompt puts before and after an input. Raises InvalidInput."""
+    """Return the texts that the prompt named by `prompt_name` puts before and after an input. Raises InvalidInput."""
     if body.get("prompt_name") is None:
         return "", ""
     before, _, after = options.prompt_template(entry, "prompt_name", body["prompt_name"]).partition("{text}")

@@ -1,7 +1,8 @@
 """`POST /v1/audio/transcriptions` and `POST /v1/audio/translations` in the format of OpenAI: a recording in a form, its
 words as JSON, text or subtitles.
 
-    recording ──► part of 600 s ──► segments ──► the next part begins where the last whole segment ends ──► reply
+    recording ──► part of 600 s ──► segments ──► the next part begins where the last whole segment ended;
+    after the last part ──► reply
 
 Each part of the recording is a separate work item. So the work of other clients runs between the parts of a long
 recording, and no process has the features of the whole recording in memory.
@@ -41,7 +42,8 @@ VTT = "text/vtt"
 # Whisper reads 30 s at a time, so no segment is longer
 AGAIN_S = 30
 GRANULARITIES = "timestamp_granularities[]"
-# fields of OpenAI that are not supported, each with the values that are accepted because they change nothing
+# fields of OpenAI that are not supported, each with the values that are accepted because they change nothing, and the
+# end of the error text for other values
 _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "stream": (("false",), "false: the whole text comes at once"),
     "temperature": (("0", "0.0"), "0: the most likely words are written, none at random"),
@@ -158,7 +160,7 @@ def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
     whole_s = from_s + MAX_SECONDS - AGAIN_S
     cut = [segment for segment in segments if segment.end > whole_s]
     transcript.add([segment for segment in segments if segment.end <= whole_s], "" if cut else text)
-    # with this minimum, a segment that fills the whole part cannot stop the progress
+    # begins at least AGAIN_S after this part, so that a segment that fills the whole part cannot cause an endless loop
     return max(from_s + AGAIN_S, min([whole_s, *(segment.start for segment in cut)]))
 
 
@@ -248,8 +250,8 @@ def _vtt(transcript: Transcript, task: str, finished: RequestResult) -> tuple[by
 
 
 def _cues(segments: Sequence[SpokenSegment], mark: str) -> list[str]:
-    """Return the cues of subtitles. The text of a cue has no empty line, which would end the cue, and no arrow, which
-    readers would parse as a line of times.
+    """Return the cues of subtitles. The text of a cue has no empty line, which would end the cue, and no `-->`, which a
+    player would parse as a line of times.
     """
     return [
         f"{_time(segment.start, mark)} --> {_time(segment.end, mark)}\n"

@@ -12,7 +12,7 @@ _SHAPE = family("voyage")
 
 def truncation(call: Call, body: fields.Body) -> dict[str, Any]:
     """Return SIE's parameter `truncate` for Voyage's field `truncation`, unless the body has `truncate` itself.
-    Voyage's client always sends `truncation`, so its presence also selects the error format of Voyage.
+    If `truncation` is there, errors get Voyage's format, because Voyage's client always sends it.
     """
     if body.get("truncation") is None:
         return {}

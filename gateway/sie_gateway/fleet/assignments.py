@@ -40,8 +40,8 @@ class AssignableWorker:
 
 
 def lacking(spec: ReservationSpec, held: Iterable[AssignableWorker]) -> tuple[dict[str, int], int]:
-    """Return what a reservation with these workers lacks: GPUs by machine profile, and workers up to its minimum; an
-    empty map and 0 if it is complete.
+    """Return what a reservation with these workers lacks: a map of missing GPUs by machine profile, and the number of
+    workers that are missing to its minimum.
     """
     gpus, count = Counter[str](), 0
     for worker in held:
@@ -65,9 +65,9 @@ def assign(
     """Return the reservation of each reserved worker, as a map of worker id to pool. `before`: the previous map.
 
     A reservation keeps its workers while they match its spec. If it lacks workers, it gets new ones only when all
-    missing ones are free. So no reservation has workers that it cannot use yet, and two reservations never each have
-    one half of the free workers. The oldest reservation is served first. One worker of each bundle stays unreserved,
-    unless a reservation may use the last one.
+    missing ones are free. So no reservation has workers that it cannot use yet, and two reservations never wait for
+    each other with a part of the free workers each. The oldest reservation is served first. One worker of each bundle
+    stays unreserved, unless the reservation may use the last one (`takes_last`).
     """
     order = sorted(reservations, key=lambda reservation: (reservation.created_s, reservation.spec.name))
     assigned: dict[str, str] = {}

@@ -1,5 +1,5 @@
 """Requests for models that no worker has loaded. The gateway holds such a request for a limited time. The drawing shows
-its end. In addition, the demand is recorded for autoscalers.
+what happens when this time ends. In addition, the demand is recorded for autoscalers.
 
 held until the end of the hold ──► a worker has loaded the model: go on waiting
                                ──► a worker loads the model: MODEL_LOADING
@@ -38,7 +38,7 @@ AGAIN_S = 5.0
 _RETRY_S = 1.0
 MAX_RETRY_S = 5
 USUAL_START_S = 60.0  # seconds that the start of a worker is assumed to take, until this gateway has measured a start
-ASKED_S = 60.0  # if a lane has no request for this number of seconds, the start of its worker is no longer measured
+ASKED_S = 60.0  # if a lane gets no request for this number of seconds, the measurement of its worker's start is dropped
 _logger = logging.getLogger("sie.gateway.demand")
 
 
@@ -55,7 +55,8 @@ class DemandRecords:
         self._bucket = RecordBucket(
             broker, topology.DEMAND_BUCKET, storage=storage, replicas=replicas, max_age_s=2 * DEMAND_LIFE_S
         )
-        self._noted: dict[Lane, float] = {}  # needs no limit: clients cannot create lanes
+        # time of the last request by lane; needs no limit: clients cannot create lanes
+        self._noted: dict[Lane, float] = {}
         self._written: dict[Lane, float] = {}
         self._wake = asyncio.Event()
 
@@ -110,7 +111,7 @@ class DemandRecords:
 
 
 class _ColdStart:
-    """Start of a lane without a worker: the times of the first and of the last request for it."""
+    """Lane without a worker whose first worker is awaited: times of the first and of the last request for it."""
 
     __slots__ = ("first_s", "last_s")
 
@@ -136,7 +137,8 @@ class ColdStarts:
         self._metrics = metrics
         self._pending_reason = pending_reason
         self._clock = clock
-        self._starts: dict[Lane, _ColdStart] = {}  # needs no limit: clients cannot create lanes
+        # lanes whose first worker is awaited; needs no limit: clients cannot create lanes
+        self._starts: dict[Lane, _ColdStart] = {}
         self._took_s: dict[Lane, float] = {}
 
     def requested(self, lane: Lane) -> None:
@@ -158,8 +160,8 @@ class ColdStarts:
                 del entries[lane]
 
     def check(self, lane: Lane, residency: str) -> bool:
-        """Check whether a worker has loaded the model, for a request that may wait no longer. Returns False if a ready
-        worker may soon begin the load. Raises ModelLoading, NotProvisioned.
+        """Decide at the end of the hold whether a request may wait on: return True if a worker has loaded the model,
+        False if a ready worker may soon begin the load. Raises ModelLoading, NotProvisioned.
         """
         if self._fleet.hosts(lane, residency):
             return True

@@ -1,8 +1,8 @@
 """Lag of the queue for metrics: the number of waiting messages and the age of the oldest, by lane (pool, machine
 profile and bundle) and priority, and by model.
 
-Counts are read from the shared backlog. Ages and models are read from the oldest messages. If the broker does not
-answer, the lag is unknown, and not zero.
+Counts are read from `Backlog`, which other parts of the gateway use as well. Ages and models are read from the oldest
+messages. If the broker does not answer, the lag is unknown, and not zero.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Lag:
         reported = [
             lane for lane in (*sorted(busy, key=busy.__getitem__, reverse=True), *self._known) if lane.pool == pool
         ]
-        # (filter, labels of its lane and priority); the labels are None if the filter is the subject of one model
+        # (subject filter, labels of its lane and priority); the labels are None if the filter is the subject of one
+        # model
         questions: list[tuple[str, Labels | None]] = []
         for lane in list(dict.fromkeys(reported))[:MAX_LANES]:
             for priority in PRIORITIES:
@@ -121,7 +122,7 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                # a model may have work in two subjects, whose counts are added
+                # the subject of its own consumer and that of a shared consumer may both have work: add the counts
                 before = models.get(of_model, ModelBacklog(0))
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)
@@ -129,7 +130,9 @@ class Lag:
 
 
 def lane_of(subject: str) -> Lane:
-    """Return the lane of a subject of work. Machine profiles and bundles are never shortened in subjects."""
+    """Return the lane of a subject of work. In a subject, only names of models are shortened, so the lane can be
+    decoded.
+    """
     pool, machine_profile, bundle = subject.split(".")[2:5]
     return Lane(pool, _untoken(machine_profile), _untoken(bundle))
 

@@ -39,16 +39,18 @@ _logger = logging.getLogger("sie.gateway.fleet")
 def worker_rate(beats: Iterable[Heartbeat]) -> float:
     """Return the tokens per second that one worker of a lane runs while it is busy; 0 while no worker has measured it.
 
-    Each measured rate is weighted by the share of time for which its worker is busy now. The rate of an idle worker is
-    old: it may come from batches of other sizes, and would distort the result. If no worker is busy, the result is the
-    mean of all rates.
+    Each measured rate is weighted by the share of time for which its worker is busy at its present load. The rate of an
+    idle worker is old: it may come from batches of other sizes, and would distort the result. If no worker is busy, the
+    result is the mean of all rates.
     """
     rates = [(beat.rate, sum(status.cost_rate for status in beat.models)) for beat in beats]
     return mean_rate(np.array([rate for rate, _ in rates]), np.array([arriving for _, arriving in rates]))
 
 
 def mean_rate(rates: NDArray[np.float64], arriving: NDArray[np.float64]) -> float:
-    """Compute `worker_rate` from arrays [workers]: the rate of each worker, and the tokens that arrive per second."""
+    """Compute `worker_rate` from arrays [workers]: the rate of each worker, and the tokens per second that arrive at
+    each worker.
+    """
     is_measured = rates > 0
     rates, arriving = rates[is_measured], arriving[is_measured]
     busy = (arriving / rates).sum()
@@ -122,7 +124,8 @@ class Fleet:
         # (pool, bundle) -> machine profile -> workers of the lane
         self._served: dict[tuple[str, str], dict[str, _LaneWorkers]] = {}
         self._statuses: dict[str, dict[str, ModelStatus]] = {}  # model -> worker -> the status that the worker reports
-        self._loading_s: dict[str, dict[str, float]] = {}  # worker -> model -> time of its first report of the load
+        # worker -> model -> time when the worker first reported that it loads the model
+        self._loading_s: dict[str, dict[str, float]] = {}
         # (time of the last computation, ids of the models on disks)
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
         self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
@@ -223,7 +226,7 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def listens(self, worker: str) -> bool:
-        """Return whether a worker reports that it subscribes to its subject of assignments."""
+        """Return whether a worker reports that it subscribes to the subject on which it is told its pool."""
         return worker in self._seen and self._seen[worker][1].listens
 
     def healthy(self) -> list[Heartbeat]:
@@ -282,8 +285,8 @@ class Fleet:
 
     def loading_left_s(self, lane: Lane, residency: str) -> float | None:
         """Return the expected seconds until a load of the model in the lane ends, at least 1; None if no worker loads
-        it. The estimate is the longest of the model's last load times on all workers. A worker that unloads a model
-        counts as loading, because it frees memory for the load.
+        it. The estimate is the longest of the model's last load times on all workers. A worker that unloads any model
+        counts as loading this one, because it frees memory for the load.
         """
         self._expire()
         entry = self._lanes.get(lane)
@@ -306,11 +309,12 @@ class Fleet:
         The machine profile or GPU type that the request names is a constraint, and so are the machine profiles of the
         model's entry. Among the allowed machine profiles, the choice is one where a worker has the model loaded,
         otherwise one whose workers serve the bundle, otherwise one without a worker, where the work waits. If several
-        qualify, the first one in the order of the entry is chosen, otherwise in the order of the configured machine
-        profiles. These are SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of its spec.
+        qualify, the first one in the order of the entry's list is chosen, or without this list, in the order of the
+        configured machine profiles. These are SIE_GATEWAY_CONFIGURED_GPUS, or for a reservation the machine profiles of
+        its spec.
 
-        If SIE_MACHINE_PROFILE is among the configured ones, it gets all work of the bundle `default` without a
-        constraint, even while it has no live worker.
+        If SIE_MACHINE_PROFILE names a configured machine profile, all work of the bundle `default` without a constraint
+        goes to this machine profile, even while it has no live worker.
 
         Raises PoolNotFound, BundleConflict, InvalidInput with the reason `gpu_not_configured` or
         `machine_profile_excluded`. If no machine profiles are configured, raises NotFound if no worker has the named
@@ -435,9 +439,10 @@ def _type(beat: Heartbeat) -> str:
 
 
 def _named(requested: str, profiles: Mapping[str, Mapping[str, int]], preferred: Iterable[str]) -> str | None:
-    """Return the machine profile that a request names: by its name, by the name of its spot variant, or by the GPU type
-    of all its workers. If several have this GPU type, a `preferred` one is chosen. `profiles`: number of workers by GPU
-    type, for each machine profile. Returns None if no machine profile matches.
+    """Return the machine profile that a request names: by the profile's name, by its name without `-spot`, or by a GPU
+    type, if all workers of the profile have this type. If several profiles have this GPU type, a `preferred` one is
+    chosen. `profiles`: number of workers by GPU type, for each machine profile. Returns None if no machine profile
+    matches.
     """
     for name in (requested, f"{requested}-spot"):
         if name in profiles:

@@ -40,7 +40,9 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build heartbeats for hosts that have sent none to this gateway yet, so that it does not move their models."""
+    """Build substitute heartbeats from the stored table for hosts that have sent none to this gateway yet, so that it
+    does not move their models.
+    """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():
         for worker in hosts:
@@ -77,7 +79,8 @@ class Placer:
         self._first_s: float | None = None
         self._hosts: frozenset[str] = frozenset()  # workers that could host models at the last step
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
-        # changes that are applied after the running step; None while no step runs
+        # changes of stored tables that arrived during the running step and are applied after it; None while no step
+        # runs
         self._held: list[Callable[[], None]] | None = None
         self._planners: dict[Lane, Planner] = {}
         # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
@@ -234,11 +237,11 @@ class Placer:
 
 
 class Ages:
-    """Waiting messages of each model, and the age of the oldest one. Counts are read from the shared backlog, ages from
-    the oldest messages.
+    """Waiting messages of each model, and the age of the oldest one. Counts are read from `Backlog`, ages from the
+    oldest messages.
 
-    An age is read only if the subject had work in two consecutive steps. In each step, at most MAX_ASKED ages are read:
-    those that were read longest ago.
+    An age is read only if the subject had work in two consecutive steps: work that is served at once needs no age. In
+    each step, at most MAX_ASKED ages are read: those that were read longest ago.
     """
 
     def __init__(self, backlog: Backlog, now_s: Callable[[], float]) -> None:
@@ -288,8 +291,8 @@ class Ages:
             del self._names[lane]
 
     def _names_of(self, lane: Lane, models: Collection[str], stored: Iterable[str]) -> Mapping[str, str]:
-        """Return the model for each last token of a subject. A token cannot be decoded, so the tokens of `models` are
-        computed and compared.
+        """Return a map from the last token of NATS subjects to the model. The token of a long name is shortened and
+        cannot be decoded, so the tokens of `models` are computed.
         """
         names = self._names.setdefault(lane, {})
         if any(subject.rpartition(".")[2] not in names for subject in stored):

@@ -28,7 +28,9 @@ from sie_gateway.fleet.lanes import mean_rate
 # seconds after which the table of a lane with work is written again with a new time `at_s`: for sidecars, an old table
 # means that no gateway is alive
 REFRESH_S = 5.0
-MIN_SPAN_S = 5.0  # shortest time in seconds over which waiting work is spread: a burst must not count as a high rate
+# waiting tokens are divided by the age of the oldest message, but at least by this number of seconds: a burst must not
+# count as a high rate
+MIN_SPAN_S = 5.0
 FORGET_S = 3600.0  # seconds without work after which a model that no worker has is dropped
 UNKNOWN_LOAD_S = 10.0
 UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages this gateway has not published
@@ -36,7 +38,8 @@ UNKNOWN_COST = 32.0  # tokens assumed per message, for a model whose messages th
 # first
 MAX_MODELS = 10_000
 SLICE_S = 0.001
-# seconds of a pause in which the event loop gets the interpreter lock; without a pause it waits 5 ms for the lock
+# seconds of a pause in which the event loop gets the interpreter lock; without a pause, the event loop waits for the
+# whole switch interval
 SLICE_PAUSE_S = 0.0001
 
 
@@ -55,8 +58,8 @@ _NOTHING = ModelBacklog(0)
 class _PlannedWorker:
     """State of a worker by its last heartbeat.
 
-    `statuses`: model, state and error of each of its statuses. `taking`: float64 [2, models]: the index of each model
-    in the layout, and the tokens per second that the worker accepts for the model.
+    `statuses`: model, state and error of each of its statuses. `taking`: float64 [2, models]: row 0 is the index of
+    each model in the arrays of the lane (`layout`), row 1 the tokens per second that the worker accepts for the model.
     """
 
     beat: Heartbeat
@@ -100,8 +103,9 @@ class Planner:
         self._wanted_s: dict[str, float] = {}  # time of each model's last work; the longest unused model is the first
         self._resident_s: dict[str, float] = {}  # time since which all hosts of a model have it loaded
         self._moved: set[str] = set()  # models whose hosts, or whose state at a host, changed since the last step
-        self._spare_s: float | None = None  # time since which at least one worker loads no model
-        self._alone: set[str] = set()  # models whose hosts are all workers that load no model
+        self._spare_s: float | None = None  # time since which at least one worker is not busy with the load of a model
+        # models that all workers which are not loading already host, so no further worker could take them
+        self._alone: set[str] = set()
         self._cost: dict[str, float] = {}  # mean tokens of a message, by model
         # since the last step, by model: number of calls of `Placer.note`, of published messages, and of their tokens
         self._noted: dict[str, tuple[int, int, int]] = {}
@@ -130,8 +134,8 @@ class Planner:
         """Return the table to write; None if the present table need not change. `now_s`: the broker's time.
 
         `beats`: heartbeats of the live workers. `silent`: last heartbeats of workers whose heartbeats are overdue.
-        These workers stay hosts while no work of their models waits longer than `adopt_after_s`: the broker may have
-        lost only heartbeats, and an unnecessary move of models costs more than this wait.
+        These workers lose their models only when work of the models waits longer than `adopt_after_s`: the broker may
+        have lost only heartbeats, and an unnecessary move of models costs more than this wait.
         """
         if silent:
             beats = [*beats, *self._served(silent, table, backlog)]
@@ -162,7 +166,7 @@ class Planner:
     def _served(
         self, silent: Sequence[Heartbeat], table: Placement | None, backlog: Mapping[str, ModelBacklog]
     ) -> list[Heartbeat]:
-        """Return the silent workers that host models, none of which has work that waits longer than `adopt_after_s`."""
+        """Return the silent workers whose hosted models have no work that waits longer than `adopt_after_s`."""
         hosts = table.hosts if table is not None else {}
         if self._hosting[0] is not table:
             self._hosting = table, frozenset(name for names in hosts.values() for name in names)
@@ -311,8 +315,8 @@ class Planner:
     # ---- number of hosts
 
     def _note_residency(self, now_s: float) -> None:
-        """Update the times since which all hosts of a model have it loaded, and one more worker could load it.
-        Without a free worker, one more host would only delay other loads.
+        """Update, by model, the time since which all its hosts have it loaded, and the time since which a further
+        worker could load it. Without a free worker, one more host would only delay other loads.
         """
         for model in self._moved:
             row = self._layout.rows.get(model)
@@ -340,7 +344,9 @@ class Planner:
         self._alone = alone
 
     def _most_hosts(self) -> int:
-        """Return the largest number of workers that may have the same model, including one worker that is leaving."""
+        """Return the largest number of workers that may have the same model, including one more while a leaving worker
+        still serves it.
+        """
         return 1 + int(self._counts.max(initial=1))
 
     def _resident(self, model: str) -> float | None:
@@ -359,8 +365,8 @@ class Planner:
         rate = mean_rate(*np.array([(worker.rate, worker.arriving) for worker in workers]).T)
         models, rates = np.concatenate([worker.taking for worker in workers], axis=1)
         tokens_s = np.bincount(models.astype(np.intp), rates, layout.size)
-        # All waiting messages arrived since the oldest one, because work is served in the order of arrival. This is
-        # also a rate for models whose work cannot run yet.
+        # All waiting messages arrived since the oldest one, because work is served in the order of arrival. So waiting
+        # tokens divided by this age are the rate of arrival, also for models whose work cannot run yet.
         late: set[str] = set()
         for model, entry in backlog.items():
             arriving = entry.count * self._cost.get(model, UNKNOWN_COST) / max(entry.oldest_s, MIN_SPAN_S)
@@ -411,14 +417,14 @@ class Planner:
 
 
 def model_of(status: ModelStatus) -> str:
-    """Return the model whose queue serves a residency (a model, or a profile of it that has other weights). All
-    profiles of a model share one queue.
+    """Return the model of a status: the status may name a profile of the model that has other weights
+    (`model:profile`). All profiles of a model share one queue.
     """
     return status.model.partition(":")[0]
 
 
 def in_order(statuses: Sequence[ModelStatus]) -> Iterable[ModelStatus]:
-    """Sort statuses, loaded ones last, so that a dict of them by model has the loaded status of a model."""
+    """Sort statuses, loaded ones last, so that a dict by model keeps the loaded status if a model has several."""
     if not any(":" in status.model for status in statuses):
         return statuses
     return sorted(statuses, key=lambda status: (status.state == "loaded", status.state == "loading"))

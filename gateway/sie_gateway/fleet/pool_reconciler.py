@@ -84,7 +84,7 @@ class PoolReconciler:
             try:
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
-                if math.isinf(self._clock.margin_s):  # leases end by the broker's time, so its offset must be known
+                if math.isinf(self._clock.margin_s):  # leases end by the broker's time: measure its offset first
                     await self._clock.measure()
                 await self.step()
                 trouble.passed()

@@ -35,7 +35,9 @@ def not_found(name: str) -> PoolNotFound:
 
 
 def exists(name: str, pool: api.Pool) -> PoolConflict:
-    """Return the error for a new reservation with the name of a pool of the installation. `pool`: its Pool object."""
+    """Return the error for a new reservation with the name of a pool that the operator configured. `pool`: its Pool
+    object.
+    """
     return PoolConflict(
         f"name: a pool {shown(name)!r} exists and is no reservation",
         param="name",
@@ -44,7 +46,9 @@ def exists(name: str, pool: api.Pool) -> PoolConflict:
 
 
 def exists_elsewhere(name: str) -> PoolConflict:
-    """Return the error for a new reservation whose name another key's reservation has. It reveals nothing else."""
+    """Return the error for a new reservation whose name is taken by a reservation of another key. It reveals nothing
+    else.
+    """
     return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
 
 
@@ -71,7 +75,8 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
         raise PoolOperationForbidden(f"this key has {own} reservations, the limit is {MAX_RESERVATIONS_OF_A_KEY}")
     if present is None:
         present = Reservation(spec, now_s, now_s, owner=grant.key)
-    # only an administrator may take the last worker; without the scope admin, a changed spec loses the permission
+    # only an administrator may take the last worker; a key without the scope admin that changes the spec loses the
+    # permission
     takes_last = "admin" in grant.scopes or (present.takes_last and present.spec == spec)
     return _with(record, msgspec.structs.replace(present, spec=spec, renewed_s=now_s, takes_last=takes_last))
 
@@ -89,13 +94,17 @@ def deleted(record: Reservations, name: str, grant: Grant, now_s: float) -> Rese
 
 
 def expired(record: Reservations, name: str, over_s: float, now_s: float) -> Reservations:
-    """Return the record. If the lease of the reservation had ended at `over_s`, remove the reservation from it."""
+    """Return the record. If the lease of the reservation ended at or before `over_s`, the reservation is removed from
+    the record.
+    """
     present = record.pools.get(name)
     return without(record, name, now_s) if present is not None and over_s >= present.expires_s else record
 
 
 def without(record: Reservations, name: str, ended_s: float | None) -> Reservations:
-    """Return the record without a reservation. `ended_s`: time of its end while its stream still exists, or None."""
+    """Return the record without a reservation. `ended_s`: time of its end, which the record keeps until its stream is
+    removed; None: keep nothing.
+    """
     pools = {pool: reservation for pool, reservation in record.pools.items() if pool != name}
     return Reservations(pools, record.ended if ended_s is None else {**record.ended, name: ended_s})
 

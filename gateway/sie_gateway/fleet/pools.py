@@ -3,7 +3,7 @@ create and delete with `/v1/pools`.
 
     POST, renew, DELETE ──pool_rules──► PoolRecord, compare-and-set ──watch──► every gateway: routes, Pool objects
                                             ▲
-    PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask any gateway
+    PoolReconciler: streams; the leader of the gateways: expiry, removal, assignments ──► sidecars ask for their pools
 
 A reservation has a separate stream. It ends at the same time for all gateways, by the broker's clock. Requests that
 wait for it fail with POOL_NOT_FOUND, then its stream is removed. After that, its name may be used again.
@@ -44,12 +44,13 @@ def _decode(entry: Entry) -> Reservations | Assigned:
 
 
 class PoolRecord(Collection[str]):
-    """Names of all pools that exist now: `own`, the pools of this installation, and the reservations whose lease has
-    not ended. `woken` is set at each change.
+    """Names of all pools that exist now: `own`, the pools that the operator configured, and the reservations whose
+    lease has not ended. `woken` is set at each change.
 
     The bucket `sie_pools` has two keys: the reservations, and the assignments of workers. Every gateway watches both.
     Any gateway changes the reservations by compare-and-set. Only the leader of the gateways writes the assignments. If
-    the broker loses the bucket, all reservations end: their requests fail, and their workers return to their own pools.
+    the broker loses the bucket, all reservations end: their requests fail, and their workers return to the pools of
+    their settings.
     """
 
     def __init__(self, settings: Settings, broker: Store, clock: BrokerClock) -> None:
@@ -232,7 +233,7 @@ class PoolDirectory:
         return record.pools[name]
 
     async def _undo(self, name: str, *, removes: bool) -> None:
-        """Remove a reservation without a stream. If that fails, the reservation ends with its lease."""
+        """Remove a reservation whose stream could not be created. If that fails, it ends with its lease."""
         ended_s = self._clock.now_s() if removes else None
         with contextlib.suppress(BrokerError):
             await self.record.change(lambda record: pool_rules.without(record, name, ended_s))
@@ -284,7 +285,8 @@ class PoolDirectory:
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
-        own = self.record.own | self._physical() | {""}  # "" is the pool of a worker that has not reported its pool
+        # "" is the pool of a worker that has not reported its pool yet, which every credential may see
+        own = self.record.own | self._physical() | {""}
         own |= {name for name, reservation in self.record.reservations.pools.items() if grant.owns(reservation.owner)}
         return own.__contains__
 
@@ -327,7 +329,7 @@ class PoolDirectory:
         return assignments.is_held_back(reservation, workers, self.record.assigned.workers)
 
     def _physical(self) -> set[str]:
-        """Return the pools to which live workers belong by their own settings."""
+        """Return the pools to which live workers belong by their own settings, and not by a reservation."""
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
@@ -353,7 +355,8 @@ class PoolDirectory:
                 reservation.spec, held.get(name, []), gpus
             ).items():
                 counts[name, profile, bundle] += count
-            if self._is_held_back(reservation):  # the reservation would be complete with one more worker
+            # request one more worker, so that the last one of a bundle stays unreserved
+            if self._is_held_back(reservation):
                 counts[name, min(reservation.spec.gpus), reservation.spec.bundle or assignments.DEFAULT_BUNDLE] += 1
         return counts
 

@@ -1,8 +1,8 @@
 """`POST /v1/models/{model}/load` and `/unload`: an operator requests the load of a model before its first request, or
 its unload.
 
-    load ──► a wish: each EVERY_S it requests the lane (a worker may have to be started) and a host for the model
-             └──► its first host, as soon as the table names one ──► messages.Residency, again until heartbeats show it
+    load ──► a wish: each EVERY_S it records demand for the lane (to start a worker) and requests a host for the model
+             └──► its first host, as soon as the table names one ──► messages.Residency, until heartbeats show the load
     unload ──► messages.Residency, once, to each worker that has the model
 
 A wish (a requested load) is in the memory of one gateway. It ends when a worker of the lane has loaded the model, loads
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     pass
 
 EVERY_S = 0.5
-AGAIN_S = 2.0  # seconds before a message is sent again: the message may be lost, or the worker's catalogue may be old
+AGAIN_S = 2.0  # seconds before a message is sent again: it may be lost, or a worker with an old catalogue may ignore it
 LIFE_S = 600.0  # lifetime of a wish in seconds: it takes minutes to start a machine and a worker
 SLOWEST_FIRST: tuple[ResidencyState, ...] = ("provisioning", "loading", "loaded")
 _HERE = ("loading", "loaded", "unloading")
@@ -94,7 +94,8 @@ class Residencies:
         """Request that a worker of the lane loads this model; it may have to be started. Raises QueueUnavailable."""
         reports = self._of_lane(lane, resolved)
         if having := [beat for beat, status in reports if status.state == "loaded"]:
-            for beat in having:  # each of them gets the message, because a worker may be about to unload the model
+            # each worker that has the model gets the message, because it may be about to unload the model
+            for beat in having:
                 await self._publish(beat, "load", resolved.residency)
             return Placed(resolved.canonical, lane, "loaded", reports)
         self._wishes[lane, resolved.residency] = _Wish(resolved.entry.id, self._clock() + LIFE_S)

@@ -37,8 +37,9 @@ def wanted_replicas(
     busy worker runs, 0 while unknown.
 
     The workers must run the arriving tokens and complete the backlog within DRAIN_S. The number is at least one if work
-    waits, or if there is demand. The reserved workers are added. While the rate is unknown, a lane with work keeps its
-    ready workers. A hundredth of a worker is ignored, so that a lane can become empty while traffic ends slowly.
+    waits, or if a request has recorded demand. The reserved workers are added. While the rate is unknown, a lane with
+    work keeps its ready workers. A need of less than 0.01 worker is rounded down, so that a lane can become empty while
+    traffic ends slowly.
     """
     busy = backlog_cost > 0
     least = 1 if busy or demand else 0
@@ -104,7 +105,8 @@ class Scaling:
         except BrokerError as error:
             raise QueueUnavailable("the backlog could not be read from the broker: try again") from error
         requested, pending = self._pools.reserved(), self._pools.pending()
-        # workers of reservations are taken from the default pool, so the lane of that pool scales their deployment
+        # workers of reservations are taken from the default pool, so their number is added to the lane of the default
+        # pool, which scales the deployment
         is_default = lane.pool == topology.pool_name("default")
         mine = {
             lane_key

@@ -61,7 +61,7 @@ CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 CORS_AGE_S = 600  # seconds for which a browser caches the reply to a preflight request
 MAX_VERSIONS = 1024
 _SDK = sdk_versions.HEADER
-# first words of endpoints whose replies are vectors, which compression hardly makes smaller
+# beginnings of the names of endpoints whose replies are vectors, which gzip hardly compresses
 _VECTORS = ("encode", "embed")
 _MINOR = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}(?![0-9])")
 # formats of errors for paths without a route, by the prefix of the path
@@ -112,8 +112,9 @@ def _with_cors(app: App, origins: Sequence[str]) -> App:
 
 
 def _options(method: str, path: str, error: Exception) -> Response | None:
-    """Return the reply to an OPTIONS request, with the methods of the path; None for every other request. The table of
-    routes has no OPTIONS, so the gate raises status 405 for each OPTIONS request of a caller with access: `error`.
+    """Return the reply to an OPTIONS request, with the methods of the path; None for every other request. `error`: the
+    error that the gate raised for the request. For OPTIONS and a caller with access, it is always status 405, because
+    the table of routes has no OPTIONS.
     """
     if method != "OPTIONS" or not isinstance(error, HTTPException) or error.status_code != 405:
         return None
@@ -211,7 +212,8 @@ class Edge:
             await self._probes({**scope, "path": path}, receive, send)
             return
         connection = scope
-        # ASGI requires a path that begins with the root path
+        # ASGI requires a path with the root path; it was removed above, because the table of routes has paths without
+        # it
         scope = {
             **scope,
             "path": self._root + path,

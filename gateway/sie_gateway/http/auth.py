@@ -89,8 +89,9 @@ class Gate:
     def check(self, method: str, path: str, authorization: str) -> Grant:
         """Return the grant of a call that is allowed. The handshake of a websocket counts as a GET.
 
-        Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read. For a caller with scope read:
-        raises NotFound if no row has the path, and HTTPException 405 with `Allow` if no row of the path has the method.
+        Raises Unauthenticated, PermissionDenied, and NotReady until the keys are read. For a caller with scope read
+        (others get PermissionDenied): raises NotFound if no row has the path, and HTTPException 405 with `Allow` if no
+        row of the path has the method.
         """
         match = TABLE.match(path)
         row = match.route(method)
@@ -100,7 +101,7 @@ class Gate:
             is_open = row is not None and row.local and self._is_private
             if self._guarded or (scope in GUARDED and not is_open):
                 grant = self._granted(scope, authorization, reads_config=row is not None and row.reader)
-            # auth mode none requires no token, but an admin token adds scopes
+            # auth mode none requires no token, but on these routes an admin token allows more
             elif scope in ("pools", ANY) and authorization:
                 # in auth mode none, all callers have the same owner key, so each may use the jobs, files and pools of
                 # the others
@@ -169,7 +170,9 @@ class Gate:
         )
 
     def _usable(self, scopes: frozenset[str]) -> frozenset[str]:
-        """Return the scopes whose routes accept a credential with `scopes`; in auth mode none, all except GUARDED."""
+        """Return the scopes of all routes that a credential with `scopes` may call; in auth mode none, all except
+        GUARDED.
+        """
         lets = (scopes & frozenset(SCOPES)) | (frozenset() if self._guarded else frozenset(SCOPES) - GUARDED)
         return lets | {"pools"} if self._pools in lets else lets - {"pools"}
 

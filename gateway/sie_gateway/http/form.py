@@ -57,7 +57,9 @@ class Form:
         )
 
     async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the bytes of the file. The whole form is read at the end of the iteration. Raises errors of `body`."""
+        """Yield the bytes of the file. After the last piece, the rest of the form has been read too. Errors of `body`
+        are passed on.
+        """
         async for chunk in body:
             for piece in self._read(chunk):
                 yield piece

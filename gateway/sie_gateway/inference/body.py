@@ -39,8 +39,9 @@ class RequestItem:
 
     `pair`: second text of a pair. An item without any of these has no content for a model; then `instead` is a hint for
     the error message: an unknown field that the client may have meant as content. `unfit`: reason why no model can run
-    the item. `unknown`: its fields that the API does not define. `mentions`: entities of its metadata, if the model
-    reads them. `links`: its images that are not fetched yet. `chunks`: parts of its text that get vectors of their own.
+    the item. `unknown`: its fields that the API does not define. `mentions`: entities (parts of the text) that the
+    client lists in its metadata, if the model reads them. `links`: its images that are not fetched yet. `chunks`: parts
+    of its text that get vectors of their own.
     """
 
     text: str | None
@@ -172,8 +173,9 @@ def query(body: Mapping[str, Any]) -> RequestItem:
 
 
 def in_its_place(body: Mapping[str, Any], name: str, fields: Collection[str]) -> str:
-    """Return the end of the error text for a missing `name`. The text names an unknown field with a similar name, or
-    with the name that another API uses. Other names may be content, which no error repeats.
+    """Return the end of the error text for a missing `name`. The text names an unknown field with a similar name or
+    with the name that another API uses, for example "; unknown field `content`; did you mean `text`?". Other names may
+    be content, which no error repeats.
     """
     unknown = (str(key)[:MAX_KEY] for key in itertools.islice((key for key in body if key not in fields), MAX_KEYS))
     elsewhere = _ELSEWHERE.get(name, {})
@@ -312,7 +314,9 @@ def _vectors(value: Any, path: str) -> arrays.Array:
 
 
 def _is_portable(value: Any) -> bool:
-    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have limited its nesting."""
+    """Return True if a reply in JSON or msgpack can repeat the value. The caller must have checked the depth of its
+    nesting.
+    """
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_portable(item) for key, item in value.items())
     if isinstance(value, list):

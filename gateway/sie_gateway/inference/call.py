@@ -47,14 +47,14 @@ MAX_KEY_CHARS = 128
 _ROUTE_KEY_HEADER = ROUTE_KEY.lower()
 _CACHE_HEADER = CACHE.lower()
 ErrorShape = Callable[[SIEError, str, list[dict[str, Any]] | None], tuple[int, dict[str, Any]]]
-"""Function from an error, a request id and the failures of single inputs to the status and the JSON body that a client
-family reads.
+"""Function from an error, a request id and the failures of single inputs to the status and the JSON body in the
+format of an API.
 """
 
 
 def family(name: str) -> ErrorShape:
-    """Return the ErrorShape of a client family in `errors.FAMILIES`: it keeps the status of an error and builds the
-    body that this family reads.
+    """Return the function that builds the body of an error in the format of an API in `errors.FAMILIES`, with the
+    error's own HTTP status.
     """
 
     def shape(error: SIEError, request_id: str, errors: list[dict[str, Any]] | None) -> tuple[int, dict[str, Any]]:
@@ -83,23 +83,23 @@ class Call:
     dialect: Dialect = NATIVE
     budget_s: float = 0.0  # seconds from `received_s` to the deadline
     model: str | None = None  # name of the model in the path; None if the body names it
-    resolved: Resolved | None = None  # model to which the field `model` resolves
+    resolved: Resolved | None = None  # entry and profile that the model's name in the path or the body resolves to
     client: str = ""  # address of the client
     body: bytes = b""  # body of an inference request
     # reader of the body; None for a request without a connection, such as a line of a batch
     reader: BodyReader | None = None
-    infer_request: InferRequest | None = None  # the last request that was parsed
+    infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
     attempt: int = 0  # number of times that work of this call was sent to workers before
     finished: RequestResult | None = None  # result of the last run
     code: str = ""  # code of the error in the reply
-    message: str = ""  # message of the error with this code
+    message: str = ""  # message of the error in the reply
     # trace context for the work of this request: from the gateway's span, or without one from the client
     context: Context = NONE
     span: Span | None = None  # None if this gateway does not trace
 
     def follow(self, previous: Call) -> None:
-        """Copy the data of an earlier call whose client disconnected and sent the same request again: logs, metrics and
-        errors of this call then describe the run of the earlier call.
+        """Take over from an earlier call: its client disconnected and repeats the request with this call. Logs, metrics
+        and errors of this call then describe the run of the earlier call.
         """
         self.labels.update(previous.labels)
         self.shape, self.infer_request, self.finished = previous.shape, previous.infer_request, previous.finished
@@ -135,7 +135,9 @@ class Call:
 
     @property
     def key(self) -> str:
-        """Return the key by which calls share the queue: one per credential, and one for all calls without one."""
+        """Return the key by which calls share the queue: each credential has a key, and all calls without a credential
+        have one key.
+        """
         return self.grant.key
 
 
@@ -144,7 +146,7 @@ def route_key(call: Call | None) -> str:
     the client's address.
 
     A key from the header selects the same target for all clients, so the writer and the readers of an index can use the
-    same model. Without a call the key is empty, which selects the heaviest target. Raises InvalidInput.
+    same model. If `call` is None, the key is empty and selects the target with the largest weight. Raises InvalidInput.
     """
     if call is None:
         return ""
@@ -182,9 +184,9 @@ class InferRequest:
     """Request to a model, independent of the client's API. `parameters` has the same fields as the body of a native
     request.
 
-    `run` replaces all parameters if the operation has no parameters of a model. `side`: whether texts are queries or
-    documents if no parameter says it. It is none for routes of other servers, which then return the same values as the
-    model's own library.
+    `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
+    whether texts are queries or documents if no parameter says it. It is none for routes of other servers, which then
+    return the same values as the model's own library.
     """
 
     operation: Operation
@@ -209,11 +211,13 @@ class EntryChanged(Exception):
 MAX_HELD_BYTES = 1 << 30
 # copies of each byte of a body while its request runs: one received, one decoded, one in a message of the queue
 COPIES = 3
-# bytes of each body that are not counted as memory; at most SIE_MAX_CONCURRENT_REQUESTS bodies exist at a time
+# bytes of each body that are not counted as memory; their sum is limited, because at most SIE_MAX_CONCURRENT_REQUESTS
+# bodies exist at a time
 FREE_BYTES = COPIES * (256 << 10)
 # bytes per second of all large bodies together while small ones are read: a third of what one core can receive
 PACE_BYTES_S = 128 << 20
-PACE_STEP_S = 0.002  # large bodies wait when they are this number of seconds ahead of PACE_BYTES_S
+# large bodies wait if their bytes arrive more than this number of seconds earlier than PACE_BYTES_S allows
+PACE_STEP_S = 0.002
 CONTROL_BYTES = 1 << 20  # largest number of bytes in the body of a route without inference
 CONTROL_S = 30.0
 

@@ -1,7 +1,7 @@
 """Split of a request into chunks, each for one queue message: consecutive inputs, within limits of cost, of the size of
 the message and of the size of its result.
 
-    items, query, options ──plan──► sizes ──► bounds of the results ──split──► chunks
+    items, query, options ──plan──► sizes ──► upper bounds of the result sizes ──split──► chunks
                               └ too large for any message or reply: PayloadTooLarge
 """
 
@@ -35,10 +35,10 @@ EXTRACTED_TOKEN_BYTES = 64
 LABEL_RESULT_BYTES = 48
 TOKENIZED_BYTES = 48  # bytes of a token in a result: its id, its text and its position
 SPARSE_IDS_PER_TOKEN = 32
-# options that are encoded in at most this number of bytes contain no texts, and are not counted in the size of a
-# message
+# so short an encoding of the options, in bytes, cannot contain texts; it is not counted in the size of a message
 BARE_OPTIONS_BYTES = 64
-# largest number of bytes of the inputs of a chunk, if its query is stored in the payload store
+# largest number of bytes of the inputs of a chunk, if its query is stored in the payload store: then the inputs are
+# stored there as well
 STORED_CHUNK_BYTES = 8 << 20
 MAX_RESULT_BYTES = 1 << 30  # largest number of bytes of all results of a request
 MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
@@ -57,8 +57,9 @@ class Chunk:
 
 
 class ItemFiles(NamedTuple):
-    """Files of an input. `images`: number of images and sounds with which it is run, also those of the query.
-    `own_bytes`: bytes of its own files, which are part of its size. `document`: cost of its document in tokens.
+    """Files of an input. `images`: number of images and sounds that the model reads for the input, also those of the
+    query. `own_bytes`: bytes of the input's own files, which are part of its size. `document`: cost of the input's
+    document in tokens.
     """
 
     images: int = 0
@@ -139,8 +140,8 @@ def plan(
         item_result_bytes=item_bytes,
         token_result_bytes=token_bytes,
         limits=limits._replace(payload_bytes=payload_bytes),
-        # Some families read the text once per label, with the shared text (the hypothesis). All families read the text
-        # once per part of a schema. Otherwise the model reads each input once, with the shared text.
+        # Number of times that the model reads a text. Some families read it once per label, with the hypothesis (a
+        # shared text about the label). The others read it once per part of an extraction schema, and once for labels.
         rows=_rows(entry, run),
         each_tokens=estimated_tokens(shared_text_bytes, max_tokens) if shared_text_bytes else 0,
         files=files,
@@ -212,7 +213,7 @@ def estimated_tokens(size_bytes: int, max_tokens: int) -> int:
 
 
 def result_bytes(operation: Operation, entry: ModelEntry, run: RunOptions) -> tuple[int, int]:
-    """Return the estimated size of a result: its bytes for each input, and its bytes for each token of an input."""
+    """Return the estimated size of a result, as a pair: bytes for each input, and bytes for each token of an input."""
     if operation in ("tokenize", "decode"):
         return ITEM_RESULT_OVERHEAD_BYTES, TOKENIZED_BYTES
     if operation == "extract":
@@ -272,10 +273,10 @@ def split(
     """Split inputs of these sizes into chunks. Each chunk has at least one input. A chunk of several inputs is within
     the limits.
 
-    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token, and each byte of
-    the input may be a token. `each_tokens` are added to every input, for example the tokens of a query. Each input is
-    run as `rows` rows. `files`: the files of each input, if there are any. `image`: cost of an image or a sound.
-    `parts`: the texts with chunks, by index.
+    The result of an input has at most `item_result_bytes`, plus `token_result_bytes` for each token. For this upper
+    bound, each byte of the input counts as a token. `each_tokens` are added to every input, for example the tokens of a
+    query. Each input is run as `rows` rows. `files`: the files of each input, if there are any. `image`: cost of an
+    image or a sound. `parts`: the texts with chunks, by index.
     """
     chunks: list[Chunk] = []
     start = cost = squares = payload = result = 0

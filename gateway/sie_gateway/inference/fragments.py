@@ -17,7 +17,7 @@ from sie_contracts.wire.messages import Fragment, WorkResult
 MAX_HELD_BYTES = 512 << 20  # largest number of bytes of all incomplete results
 MAX_REQUEST_BYTES = 256 << 20
 MAX_PARTS = 1 << 16
-# seconds without a part, after which a result counts as abandoned; several times the wait of a worker for a
+# seconds without a part, after which a result counts as abandoned; several times as long as a worker waits for a
 # confirmation
 MAX_SILENCE_S = 30.0
 _SLOT_BYTES = 64  # bytes of memory that a part occupies in addition to its data: a list slot and an object
@@ -52,9 +52,9 @@ class Fragments:
     """All incomplete results of a gateway. `held_bytes`: memory that they occupy. The time is an argument, so the class
     has no clock.
 
-    The bytes of each request, and of all requests together, are limited. If memory is needed, an assembly without a
-    part for `silence_s` seconds is dropped. If its sender then sends the last part, the reply says that parts are
-    missing, and the sender sends them again.
+    The bytes of each request, and of all requests together, are limited. If memory is needed, an assembly that has
+    received no part for `silence_s` seconds is dropped. If its sender then sends the last part, the reply says that
+    parts are missing, and the sender sends them again.
     """
 
     max_bytes: int = MAX_HELD_BYTES

@@ -1,6 +1,6 @@
 """Handling of an inference request, from its route to its reply.
 
-    answer: resolve name ─► read body ─► the handler of a client family, which calls
+    answer: resolve name ─► read body ─► the handler of an API format, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
 All checks run before `publish`, so a bad request never causes the load of a model.
@@ -321,7 +321,7 @@ class Inference:
         try:
             finished = await self._runner.run(call, request)
         except SIEError as error:
-            if isinstance(error, QueueFull):  # QueueFull from the broker has no queue depth, so it is added here
+            if isinstance(error, QueueFull):  # QueueFull from the broker lacks the depth of the queue
                 error.extras.setdefault("queue_depth", self._admission.queue_depth(request.lane))
             answer = await self.remotes.instead(call, request, error) if self.remotes is not None else None
             if answer is None:
@@ -335,8 +335,8 @@ class Inference:
     def _options(
         self, resolved: Resolved, request: InferRequest, on_item_error: str, *, strict: bool
     ) -> tuple[Resolved, RequestOptions]:
-        """Call `run_options`. The result for a body without parameters is cached: it is equal for all of them, and its
-        computation takes a tenth of the time of a request.
+        """Call `run_options`. The result is cached for bodies without parameters: it is the same for all these bodies,
+        and computing it takes a tenth of the time of a request.
         """
         body = request.parameters
         if any(
@@ -430,7 +430,7 @@ def _pool_name(value: str) -> str:
 
 def _error_mode(call: Call) -> str:
     """Return the mode for errors of single inputs if the body names none: the mode of the header, otherwise the default
-    of the SDK version that the client reports (its dialect). Raises InvalidInput.
+    of the SDK version that the client reports. Raises InvalidInput.
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
@@ -439,7 +439,7 @@ def _error_mode(call: Call) -> str:
 
 
 def _check_remote(headers: Mapping[str, str]) -> None:
-    """Raise InvalidInput for a value of X-SIE-Remote other than forbid."""
+    """Raise InvalidInput if X-SIE-Remote has a value other than forbid (no remote server may get the inputs)."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
         raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")

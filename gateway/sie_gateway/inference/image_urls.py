@@ -44,7 +44,8 @@ MAX_URLS = 256  # largest number of URLs of a request
 MAX_URL = 8192  # largest number of characters of a URL
 # largest number of bytes before the body of a response: interim responses (status 1xx) and headers
 MAX_HEAD_BYTES = 64 << 10
-# a response may come in MAX_PIECES pieces, and one more per PIECE_BYTES bytes: each piece takes time of the event loop
+# a response may have at most MAX_PIECES pieces, plus one for each PIECE_BYTES bytes: each piece takes time of the event
+# loop
 MAX_PIECES, PIECE_BYTES = 1000, 64
 MAX_S = 10.0  # seconds for an image, redirects included
 MAX_REDIRECTS = 3
@@ -93,7 +94,9 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # prefix by which an IPv6-only n
 
 
 class _Unfetched(Exception):
-    """Reason why an image has no file: a refused URL or a failed server. `extras`: the limit in the message."""
+    """Reason why an image has no file: a refused URL or a failed server. `extras`: values that the error reports beside
+    its message, such as the limit.
+    """
 
     def __init__(self, message: str, result: Literal["refused", "failed"] = "refused", **extras: float) -> None:
         super().__init__(message)
@@ -125,7 +128,7 @@ async def resolved(host: str, port: int) -> list[str]:
             result = list(dict.fromkeys(str(address[0]) for *_, address in addresses))
         except (OSError, UnicodeError) as error:
             result = error
-        with contextlib.suppress(RuntimeError):  # the process has ended in the meantime
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed in the meantime
             loop.call_soon_threadsafe(settle, result)
 
     threading.Thread(target=resolve, name="resolve", daemon=True).start()
@@ -209,7 +212,7 @@ class ImageUrls:
         try:
             files = dict(zip(urls, await asyncio.gather(*tasks.values()), strict=True))
             items_read = [_with(item, files) for item in items]
-            # a file of two inputs is sent twice, so it counts twice
+            # a file that two inputs name is sent twice, so it counts twice
             _check_total(
                 sum(item_read.file_bytes for item, item_read in zip(items, items_read, strict=True) if item.links)
             )

@@ -16,7 +16,7 @@ from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.option_values import bad
 
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # channels of a PNG by colour type
-_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers in the range of frame markers that begin no frame
+_NO_FRAME = frozenset({0xC4, 0xC8, 0xCC})  # JPEG markers that lie in the range of the frame markers, but begin no frame
 _STANDALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # JPEG markers without a length field
 
 
@@ -191,7 +191,7 @@ def gather(entries: Sequence[tuple[str, Any]], path: str) -> Images:
     files: list[bytes] = []
     links: list[Link] = []
     fault = None
-    for where, entry in entries:  # no early end of the loop: a later entry may fail the whole request
+    for where, entry in entries:  # no end of the loop after a fault: a later entry may fail the whole request
         try:
             file = _file(entry, where, len(files))
         except _Undecodable as error:

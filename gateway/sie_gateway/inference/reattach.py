@@ -57,7 +57,9 @@ class Caller(Protocol):
     receive: Receive | None
 
     def follow(self, previous: Any) -> None:
-        """Use the run of an earlier caller: logs and errors then have the data of that caller."""
+        """Take over the data of the caller that started a run, which this caller joins: its logs and errors then show
+        these data.
+        """
 
 
 class Attachments(Generic[A]):
@@ -85,8 +87,8 @@ class Attachments(Generic[A]):
         self._watched[task] = Run(self, task, caller, body, receive)
 
     def ended(self, task: asyncio.Task[Any], error: BaseException | None, answer: A | None = None) -> bool:
-        """Record the end of a run, watched or not. Return True if its own client had disconnected. Raises ClientGone if
-        the run was cancelled because no client joined it.
+        """Record the end of a run, watched or not. Return True if the client that started it had disconnected. Raises
+        ClientGone if the run was cancelled because no client joined it.
         """
         run = self._watched.pop(task, None)
         return run is not None and run.end(error, answer)
@@ -168,8 +170,8 @@ class Run(Generic[A]):
             self._unkeep()
         if self._outcome is not None:
             self._settle(self._outcome, error, answer)
-        # These two objects have an exception whose traceback refers to this run. Without this line, the body would stay
-        # in memory until a garbage collection.
+        # Both objects refer to an exception whose traceback refers back to this run: without this line, this cycle
+        # would keep the body of the request in memory until a garbage collection.
         self._watcher = self._outcome = None
         if self._is_given_up and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()

@@ -30,7 +30,7 @@ MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vn
 EXTRAS = {"int8": ("scale",), "uint8": ("scale", "offset")}
 WIRE_DTYPES = {"float32": "<f4", "float16": "<f2", "int8": "|i1", "uint8": "|u1", "binary": "|u1", "ubinary": "|u1"}
 RAW, ARROW = "application/octet-stream", "application/vnd.apache.arrow.stream"
-PIECE_VALUES = 50_000  # number of numbers in one piece of a body: about 5 ms to write as JSON
+PIECE_VALUES = 50_000  # values (numbers) in one piece of a body: about 5 ms to write as JSON
 _EXTRACTED = ("entities", "relations", "classifications", "objects")
 
 
@@ -128,7 +128,7 @@ class Streamed:
     def _pieces(self) -> Iterator[bytes]:
         rest = _msgpack.encode(self._rest)
         # msgpack: the first byte of a map has the number of its entries, if they are fewer than 16. An array of up to
-        # 2^32 elements begins with dd and four bytes.
+        # 2^32 elements begins with the byte 0xdd and four bytes for its length.
         entries = rest[0] + 1 + (self._late is not None)
         yield bytes([entries]) + rest[1:] + _msgpack.encode("items") + b"\xdd" + len(self._items).to_bytes(4, "big")
         for start in range(0, len(self._items), self._step):
@@ -235,9 +235,9 @@ def listed(
     after: bytes | Callable[[float], bytes] = b"]",
     row: Row | None = None,
 ) -> Body:
-    """Return the JSON of a list of `numbers` numbers between `before` and `after`, in pieces if there are many. Values
-    may contain numpy arrays. `row` renders each value just before it is written. `after` may depend on the seconds in
-    which the values were written.
+    """Return JSON: the text `before`, the list `values`, which has `numbers` numbers in total, and the text `after`; in
+    pieces if there are many numbers. Values may contain numpy arrays. `row` renders each value just before it is
+    written. `after` may depend on the seconds in which the values were written.
     """
     end = (lambda _: after) if isinstance(after, bytes) else after
     body = _Listed(values, numbers, before, end, row)
@@ -296,8 +296,8 @@ def _packed_of(result: WorkResult, outcome: Ok, name: str) -> dict[bytes, Any]:
 
 
 def _exact_array_of(result: WorkResult, outcome: Ok, name: str) -> arrays.Array:
-    """Return one output for JSON. A float16 becomes a float64: the shortest digits of a float64 are the exact value,
-    while the digits of a float16 are rounded.
+    """Return one output for JSON. A float16 becomes a float64, because the digits that Python prints for a float16 are
+    rounded, while those of the float64 are the exact value.
     """
     return _exact(array_of(result, outcome, name))
 
@@ -372,7 +372,9 @@ def encode_slots(
 def _outputs(
     entry: ModelEntry, run: RunOptions, read: Callable[[str], Any], array: Callable[[str], arrays.Array]
 ) -> dict[str, Any]:
-    """Return the requested outputs of one input or chunk. `read` returns an output for the reply, `array` an array."""
+    """Return the requested outputs of one input or chunk. `read`: function that returns an output in the form of the
+    reply's format. `array`: function that returns it as a numpy array.
+    """
     token_dims = run.dimensions or entry.outputs.get("multivector", 0)
     dense_dims = run.muvera.width(token_dims) if run.muvera else run.dimensions or entry.outputs.get("dense", 0)
     extras = EXTRAS.get(run.dtype, ())
@@ -403,7 +405,7 @@ def _chunk_slots(
     entry: ModelEntry, run: RunOptions, result: WorkResult, outcome: Ok, *, exact: bool
 ) -> list[dict[str, Any]]:
     """Return a slot for each chunk of an input: its span, its tokens, its outputs. With `exact`, float16 values become
-    float64 like in `_exact`. Raises InternalFailure if the worker is too old to return vectors of chunks.
+    float64 like in `_exact_array_of`. Raises InternalFailure if the worker is too old to return vectors of chunks.
     """
     if chunk_tables.TABLE not in outcome.outputs:
         raise chunks_missing()

@@ -1,12 +1,12 @@
 """Results that workers send, and their description in the reply of a finished request.
 
-    result ───────────────────────────► ResultInbox ──► OutcomeCollector of its request ──► first outcome of a chunk
-    part of a result ──► `fragments` ──────────────┘    wins ──► confirmation: the sidecar acks
+    part of a result ──► `fragments` ──► whole result
+    whole result ──► ResultInbox ──► OutcomeCollector of its request: the first outcome of a chunk counts
+    ──► confirmation to the sidecar, which acks the message
     all chunks arrived ──► RequestResult: the outcome of each input, in order, usage, timing, errors, headers
 
 A gateway has one subscription, which decodes results, passes them on and confirms them. Each request has its own
-subject below the subject of the inbox, so that the gateway can find the request even for a message that the client
-library drops.
+subject below the subject of the inbox, so that a message still names its request if the NATS client library drops it.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class RequestResult:
     def check(self, name: str = "") -> None:
         """Raise FailedRequest if all inputs failed, or if one failed and the client set the mode fail.
 
-        `name` is the field of inputs of a client family whose replies have no entry for the error of a single input.
-        For such a family, any failed input fails the request, and the error names the input.
+        `name`: for API formats whose replies cannot report the error of a single input, the name of their field of
+        inputs. For such a format, any failed input fails the request, and the error names the input.
         """
         any_fails = bool(name) or self.request.options.on_item_error == "fail"
         failure = failure_of(self.request.items, self.outcomes, any_fails=any_fails)
@@ -193,7 +193,7 @@ class RequestResult:
             return
         error, listed = failure
         is_input = isinstance(error, InvalidInput)  # an error other than InvalidInput is not caused by this input
-        # The error may name a field of the input. Fields of images and chunks are omitted for other client families,
+        # The error may name a field of the input. Fields of images and chunks are omitted for other API formats,
         # because their names differ.
         own = error.param.startswith(("images[", "chunks"))
         field = error.param if error.param == "text" or (not name and own) else ""
@@ -207,7 +207,7 @@ class RequestResult:
         raise FailedRequest(error, listed)
 
     def succeeded(self, name: str) -> list[tuple[WorkResult, Ok]]:
-        """Return the value of each input, for client families without errors of single inputs. Raises FailedRequest."""
+        """Return the value of each input, for API formats without errors of single inputs. Raises FailedRequest."""
         self.check(name)
         return [(result, outcome) for result, outcome in self.outcomes if isinstance(outcome, Ok)]
 
@@ -366,7 +366,7 @@ def stage_times(
 ) -> dict[str, float]:
     """Return the consecutive stages of the chunk that finished last. `wait_ms`: time from publishing to the arrival of
     its result. `written_ms`: time to build the reply. `load_ms`: longest wait of a chunk of the request for the load of
-    the model; a chunk that waits at the broker meanwhile waits for the load, too.
+    the model; the time of a chunk that waits at the broker during the load counts as well.
     """
     worker = last.stages if last else Stages()
     # the time to fetch a large input from the payload store counts as time in the queue
@@ -401,7 +401,7 @@ def timing_headers(values: Mapping[str, float]) -> dict[str, str]:
 
 
 class FailedRequest(Exception):
-    """Raised for a request that ends in `error`, with one entry per failed input."""
+    """Raised for a request that ends in `error`. `errors`: one entry for each failed input."""
 
     def __init__(self, error: SIEError, errors: list[dict[str, Any]]) -> None:
         super().__init__(error.message)
@@ -409,8 +409,8 @@ class FailedRequest(Exception):
         self.errors = errors
 
 
-# largest number of messages that wait between the connection and the event loop: the results of more than ten seconds
-# at 5,000 per second
+# largest number of messages that wait in the NATS client until the event loop handles them: the results of more than
+# ten seconds at 5,000 per second
 HELD_MESSAGES = 1 << 16
 HELD_BYTES = 256 << 20
 CHECKING_THREADS = 2
@@ -494,7 +494,7 @@ class ResultInbox:
         self._open: dict[str, OutcomeCollector] = {}
         self._subscription: Subscription | None = None
         self._fragments = Fragments() if fragments is None else fragments
-        # the second argument does nothing: each check handles its own errors
+        # `on_failure` does nothing, because each check handles its own errors
         self._checks = Tasks(_logger, lambda: None)
         self._pool = ThreadPoolExecutor(CHECKING_THREADS, "results")
 
@@ -545,8 +545,8 @@ class ResultInbox:
             collector.fail(error)
 
     def _on_dropped(self, subject: str) -> None:
-        """Fail the request whose result the NATS client library dropped because its buffer was full. A repeated result
-        would meet the same overload.
+        """Fail the request whose result the NATS client library dropped because its buffer was full. The request does
+        not wait for the worker to repeat the result, which would meet the same overload.
         """
         self._metrics.inbox_dropped.inc()
         collector = self._open.get(subject.rpartition(".")[2])
@@ -580,7 +580,9 @@ class ResultInbox:
     # results that are sent in several parts
 
     def _keep(self, part: Fragment, reply: str) -> Verdict | None:
-        """Store a part and return the verdict for its sender; None while a complete result is checked."""
+        """Store a part and return the verdict to reply to its sender; None if the result is complete and its check has
+        begun: then the reply follows after the check.
+        """
         collector = self._open.get(part.request)
         if collector is None:
             return "unknown"
@@ -637,5 +639,6 @@ class ResultInbox:
         if reply:
             try:
                 await self._bus.send(reply, _CONFIRMATIONS[verdict])
-            except BrokerError as error:  # without a confirmation, the sender repeats the last part, a duplicate
+            # without a confirmation, the sender repeats the last part, which is dropped as a duplicate
+            except BrokerError as error:
                 _logger.warning("the confirmation of a result could not be sent to its worker: %s", error)

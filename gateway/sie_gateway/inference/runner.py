@@ -196,8 +196,8 @@ class Runner:
                 await collector.wait(max(0.0, until_s - time.perf_counter()))
                 return
             except TimeoutError as error:
-                # a load that begins after `load_hold_s`, or a worker that leaves then, is reported in the same way as
-                # earlier
+                # also after `load_hold_s`, the begin of a load and the loss of the last worker end the wait with an
+                # error
                 hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
@@ -206,7 +206,7 @@ class Runner:
 
 class _Sending:
     """Publisher of the chunks of one request, in the order in which their permits are granted. `build` builds the
-    message of a chunk when it is published, so that the message has the remaining budget of that time.
+    message of a chunk when it is published, so that the message has the time budget that is left then.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ def _builder(
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s
     query = None if request.query is None else input_of(request.query)
-    # workers count this route separately from its operation
+    # in metrics, workers count this route as an endpoint of its own, although its operation is encode
     endpoint = "embeddings" if call.labels.get("endpoint") == "embeddings" else ""
     asker = call.grant.name if has_images(items, request.query) else ""
 
@@ -385,7 +385,7 @@ def _unusable(item: RequestItem, request: PlannedRequest, takers: _Takers) -> Fa
     foreign = [modality for modality in item.modalities if modality not in accepted]
     if foreign:
         message = f"{entry.id} takes {', '.join(accepted)}, not {foreign[0]}"
-        if foreign[0] != "multivector":  # no entry lists multivector as an input
+        if foreign[0] != "multivector":  # no entry lists multivector as an input, so no model can be named
             message += takers.models_of(foreign[0])
         return Failed(ErrorInfo("INVALID_INPUT", message, reason="unsupported_modality"))
     if item.unfit is not None:

@@ -1,13 +1,13 @@
 """Shadow traffic: a share of the requests of an alias is copied to a second model after the reply. The copy is only
 measured.
 
-    answered ──► in the share? ──► room: few in flight, a lane without a queue, a known model ──► bulk ──►
-    compared, dropped
-                                  └ no room: counted as dropped, with the reason
+    answered ──► in the share? ──► room: few copies in flight, a lane without a queue, a known model
+    ──► copy runs at priority bulk ──► results are compared, then discarded
+    no room ──► no copy: counted as dropped, with the reason
 
 No request waits for a copy or is billed for it, and no failure of a copy reaches a client. If no worker has the second
-model, one copy at a time may load it, and only where memory is free for it: a shadow never causes the unload of another
-model.
+model, one copy at a time may cause its load, and only where memory is free for it: a shadow never causes the unload of
+another model.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # largest number of copies that a gateway runs at the same time
 MAX_ITEMS = 64  # largest number of inputs in a copy; further inputs of the request are omitted
-# largest number of numbers in a reply whose request is copied: the reply is in memory until the copy has run
+# requests with more values (numbers in vectors) in the reply are not copied: the reply is in memory until the copy has
+# run
 MAX_VALUES = 1 << 20
 # largest number of bytes of the inputs of a copied request: the memory of copies is not counted as memory of bodies
 MAX_BYTES = 4 << 20
 BUDGET_S = 30.0
-LOADED_S = 0.25  # seconds: a lane whose work waits longer gets no copies
+LOADED_S = 0.25  # seconds: a lane is too busy for copies if its work waits longer
 PAUSE_S, SHORT_PAUSE_S = 60.0, 5.0  # seconds without copies after a permanent failure, and after a temporary one
 KEY = "_shadow"  # key of all copies, so that they share the queue with other keys as one key
-_ROUNDING = 1e-6  # tolerance for the rounding error of share x number of requests
+_ROUNDING = 1e-6  # tolerance for the rounding error of share * number of requests
 _COMPARED = ("float32", "float16")
 _logger = logging.getLogger("sie.gateway.shadow")
 
@@ -119,7 +120,7 @@ class Shadows:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
-        """Count an answered request of an alias, and copy it if the share requires it."""
+        """Count an answered request of an alias, and copy it if the configured share is not reached."""
         if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
             return
         try:
@@ -157,9 +158,8 @@ class Shadows:
             resolved = self._catalogue().resolve(model, follow=False)
             pool = finished.request.lane.pool
             lane = self._fleet.lane(resolved, pool=pool, machine_profile="", known_pools=(pool,))
-        except (
-            SIEError
-        ):  # model removed, or no lane of this pool serves it: every copy fails in this way until that changes
+        except SIEError:
+            # the model was removed, or no lane of this pool serves it: every copy fails until that changes
             self._count(alias, model, "unsuited")
             return
         if request.operation not in resolved.entry.tasks or resolved.canonical == finished.request.resolved.canonical:
@@ -194,7 +194,9 @@ class Shadows:
         return "loaded" if any(self._is_loaded(candidate) for candidate in {lane, finished.request.lane}) else None
 
     def _is_loaded(self, lane: Lane) -> bool:
-        """Return True if work waits in the lane for more than LOADED_S, or if the wait is unknown (no worker)."""
+        """Return True if the lane is too busy for copies: work waits for more than LOADED_S, or the wait is unknown (no
+        worker).
+        """
         waits_s = [self._admission.expected_s(lane, priority) for priority in PRIORITIES]
         return any(each_s is None or each_s > LOADED_S for each_s in waits_s)
 

@@ -2,7 +2,7 @@
 or a credential.
 
 A trace has a span of the request, the time to publish it, and the time of each of its chunks in the queue. The worker
-reports its own stages below the span of the request.
+reports its own stages as child spans of the request's span.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ class Room:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, count: int) -> None:
-        """Wait until `count` more items may be in flight, and count them. If none is in flight, any `count` may."""
+        """Wait until `count` more items may be in flight, and count them. If no item is in flight, any `count` may
+        enter.
+        """
         entered = asyncio.get_running_loop().create_future()
         self._waiting.append((count, entered))
         self._admit()
@@ -124,8 +126,8 @@ class Room:
 class Throttle:
     """Limit of the mean rate of a job, in tokens per second; 0 is no limit. A request with n tokens delays the next
     request by n / rate seconds. Until the tokens of a request are known, they are estimated by the mean of earlier
-    inputs. `until_open` returns when a request may start. Requests wait for it one after the other, so that they do not
-    all start at once when it returns.
+    inputs. `until_open` waits for a time of day at which the job may run. Requests wait for it one after the other, so
+    that they do not all start at once when it returns.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Throttle:
             return expected
 
     def settle(self, expected: float, count: int, tokens: int) -> None:
-        """Replace the expected tokens of `count` inputs by the tokens that were computed for them."""
+        """Replace the expected tokens of `count` inputs by the tokens that they actually had."""
         if self._rate:
             self._free_s += (tokens - expected) / self._rate
             if tokens:
@@ -165,7 +167,8 @@ class Throttle:
 
 class JobClient:
     """Client for the requests of one job. It calls `on_trouble` with the error that makes the job wait, and with None
-    when the error has disappeared. `until_open` returns when the job may run; each request waits for it.
+    when the error has disappeared. `until_open` waits for a time of day at which the job may run; each request calls it
+    first.
     """
 
     def __init__(
@@ -241,7 +244,9 @@ class JobClient:
         items: Sequence[RequestItem],
         query: RequestItem | None = None,
     ) -> tuple[Call, PlannedRequest]:
-        """Return the call and the plan of a request of the job, made like those of a client. Raises SIEError."""
+        """Return the call and the plan of a request of the job, in the same way as for a client's request. Raises
+        SIEError.
+        """
         call = self.call()
         resolved = self.inference.resolve(spec, call)
         body = {"params": dict(params)} if params else {}
@@ -301,7 +306,7 @@ class JobClient:
                 return finished
             finally:
                 self._throttle.settle(expected, len(items), tokens)
-        except ItemsRefused as refused:  # the cause may be one item, the query, or the size of all items together
+        except ItemsRefused as refused:  # the cause may be a single item, so each is tried alone
             if len(items) == 1:
                 return [(WorkResult(uuid7(), 0, "", ()), Failed(refused.error.info()))]
         finally:
@@ -312,8 +317,8 @@ class JobClient:
 
 
 def _passes(error: SIEError) -> bool:
-    """Return whether a retry may succeed; also after a failed load whose cause may disappear, like a network
-    error.
+    """Return whether a retry may succeed. This is also true after a failed load whose cause may disappear, like a
+    network error.
     """
     return error.retryable or (isinstance(error, ModelLoadFailed) and error.extras.get("permanent") is False)
 

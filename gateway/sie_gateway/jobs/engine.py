@@ -1,6 +1,6 @@
 """Construction of a job from its record: where it reads and writes, its model, and its credential.
 
-JobRecord ──check──► refused before it is stored, or stored with its model pinned
+JobRecord ──check──► refused before it is stored, or stored with its alias resolved to one model
 JobRecord ──work──► NativeJob or BatchJob, for the gateway that leads it
 """
 
@@ -106,7 +106,9 @@ class JobEngine:
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
-        """Return the plan of a sample request of the job. Raises SIEError if the model cannot serve such a request."""
+        """Return the plan of a sample request of the job; the job keeps the model to which its name resolves now.
+        Raises SIEError if the model cannot serve such a request.
+        """
         resolved = self._inference.resolve(request.model, call)
         reads_images = templates.reads_images(request.input)
         item = RequestItem(None, modalities=("image",), images=(b"",)) if reads_images else RequestItem("")

@@ -70,7 +70,8 @@ class BatchCut:
     """Splitter of a file into spans (ranges of lines), one for each shard, while its bytes arrive. It also finds lines
     that repeat the custom_id of an earlier line.
 
-    A line with only white space is no request: `RowSpan.first` counts it, `RowSpan.rows` does not.
+    A line with only white space is no request: it counts for the line number `RowSpan.first`, but not for the number of
+    requests `RowSpan.rows`.
     """
 
     def __init__(self, file: str) -> None:
@@ -78,7 +79,7 @@ class BatchCut:
         self._spans: list[RowSpan] = []
         self._rest = b""  # bytes of a line that is not complete yet
         self._lines = self._first = 0
-        self._requests = self._rows = 0  # requests in the file; requests in the span
+        self._requests = self._rows = 0  # requests in the file, and of these in the span
         self._inputs = 0  # upper bound of the inputs in the requests of the span
         self._start = self._end = 0  # offsets in bytes: begin of the span; end of the last complete line
         self._seen: set[str] = set()
@@ -194,7 +195,7 @@ def custom_id_of(line: bytes) -> str | None:
 
 
 def _lenient(line: bytes) -> _BatchLine:
-    """Return the values of a line; they are empty if the line is not valid JSON of a request."""
+    """Return the fields of a line; all are empty if the line is not a JSON object with the fields of a request."""
     try:
         return _decode(line)
     except (ValueError, RecursionError):
@@ -226,7 +227,7 @@ def _row(line: bytes) -> BatchRow:
 
 
 def _code_of(status: int, body: Any) -> str:
-    """Return the code in the body of an error reply, whose format depends on the client family of the route."""
+    """Return the code in the body of an error reply, whose format depends on the route's API."""
     error = body.get("error", body) if isinstance(body, dict) else {}
     code = error.get("code") if isinstance(error, dict) else None
     return code if isinstance(code, str) and code else f"HTTP_{status}"

@@ -59,7 +59,7 @@ class Page(NamedTuple):
 
 
 def new_id() -> str:
-    """Return a new id. A later id is larger."""
+    """Return a new id. An id that is created later sorts after earlier ones."""
     return f"file-{uuid7().replace('-', '')}"
 
 
@@ -114,7 +114,9 @@ class FileStore:
     def page(
         self, owner: str, *, sees_all: bool = False, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> Page:
-        """Return at most `limit` files in order of creation, from behind the file `after`. Raises InvalidInput."""
+        """Return at most `limit` files in order of creation, beginning with the file that follows `after`. Raises
+        InvalidInput.
+        """
         self._required()
         if after and not _is_id(after):
             raise InvalidInput("after: expected the id of a file", reason="schema", param="after")
@@ -182,7 +184,9 @@ class FileStore:
     async def _receive(
         self, owner: str, data: AsyncIterator[bytes], about: Callable[[], FileDescription], file: str, *, bounded: bool
     ) -> FileRecord:
-        """Write a file and its record. Without `bounded`, no limit refuses the file, but the file still counts."""
+        """Write a file and its record. Without `bounded`, no limit refuses the file, but it still counts towards the
+        owner's usage.
+        """
         objects = self._required()
         if bounded:
             self._usage.check(owner, RecordUse(1))
@@ -206,7 +210,7 @@ class FileStore:
                     return await self._write(objects, draft, _Read(data, self._max_bytes, grow), about)
             except Exception:
                 now = self._records.get(draft.id)
-                if now is None or now == draft:  # do not remove a file that another gateway is writing
+                if now is None or now == draft:  # otherwise another gateway is writing the file
                     await self._forsake(draft.id)
                 raise
         finally:
@@ -215,7 +219,8 @@ class FileStore:
     def _charge(self, file: str, record: FileRecord | None) -> None:
         if record is None:
             self._usage.release(file)
-        # a record `writing` has 0 bytes, which must not replace the bytes that its upload has counted so far
+        # while its upload runs, a record still has 0 bytes, which must not replace the bytes that the upload has
+        # counted so far
         elif record.state != "writing" or file not in self._usage:
             self._usage.charge(file, record.owner, record.bytes)
 
@@ -264,8 +269,8 @@ class FileStore:
     # clean-up
 
     async def clean(self) -> int:
-        """Remove expired, half-removed and abandoned files if this gateway has the lease, and return their number.
-        Raises BrokerError, StoreError.
+        """Remove expired, half-removed and abandoned files if this gateway acquires the lease for clean-up, and return
+        their number. Raises BrokerError, StoreError.
         """
         due = [record for record in self._records.values() if self._is_due(record)]
         if self._objects is None or not due or not await self._lease.acquire():

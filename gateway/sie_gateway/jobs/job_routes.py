@@ -161,7 +161,7 @@ def _refused(field: str, message: str) -> InvalidInput:
 
 
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
-    """Map a decoder's error, whose text ends with a path such as `$.a.b`, to one that names the field."""
+    """Return an InvalidInput that names the faulty field. The decoder's message ends with its path, such as `$.a.b`."""
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")
@@ -180,7 +180,9 @@ def _call(request: Request) -> Call:
 
 
 async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | None = None) -> _T:
-    """Decode the body as a struct. `form` converts the decoded JSON first. Raises InvalidInput with the field."""
+    """Decode the body as a struct. `form` may change the JSON before it is checked against the struct. Raises
+    InvalidInput, which names the faulty field.
+    """
     try:
         if form is None:
             return msgspec.json.decode(await request.body(), type=kind)

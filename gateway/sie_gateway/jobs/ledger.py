@@ -22,7 +22,8 @@ from sie_runtime.metrics import Scrape
 class JobLedger:
     """Records of all jobs that this gateway knows. Another task keeps `bucket` up to date.
 
-    While a job runs, its record grows by less than 20 KiB. These bytes count in `usage`, but they never end a job.
+    While a job runs, its record grows by less than 20 KiB. These bytes count in `usage`. They are never refused, even
+    if the owner is then above a limit.
     """
 
     def __init__(self, bucket: JobsBucket, broker: Store, replicas: int, usage: OwnerUsage) -> None:
@@ -32,7 +33,7 @@ class JobLedger:
         self._jobs.listeners.append(self._on_job)
         self._shards = RecordBucket(broker, topology.SHARDS_BUCKET, storage="file", replicas=replicas)
         self._listeners: dict[str, Callable[[JobRecord | None], None]] = {}
-        self.woken = asyncio.Event()  # set when a job has changed; only one task waits for it
+        self.woken = asyncio.Event()  # set when a job has changed; cleared by the only task that waits for it
 
     def __iter__(self) -> Iterator[JobRecord]:
         return iter(list(self._jobs.values()))
@@ -58,7 +59,8 @@ class JobLedger:
 
     async def create(self, job: JobRecord) -> JobRecord:
         """Store a new job, or return the job that has its id already. Raises RateLimited above a limit, BrokerError."""
-        if job.id not in self._usage:  # a job with this id that exists or is being stored is counted already
+        # otherwise a job with this id exists or is being stored, and is already counted against the limits
+        if job.id not in self._usage:
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)
@@ -73,7 +75,9 @@ class JobLedger:
     async def change(
         self, job_id: str, make: Callable[[JobRecord | None], JobRecord | None], *, created: bool = False
     ) -> JobRecord:
-        """Replace a job by `make(job)`. Raises BrokerError, and NotFound for a missing job, unless `created`."""
+        """Replace a job by `make(job)`. Raises BrokerError, and NotFound for a missing job. With `created`, a missing
+        job is created from `make(None)`.
+        """
 
         def changed(before: JobRecord | None) -> JobRecord | None:
             if before is None and not created:

@@ -1,6 +1,6 @@
 """Batches in OpenAI's form: each line of a file is one request, and each line of the output is one answer.
 
-    line ──► route of its url ──► Inference.answered, bulk ──► {"custom_id", "response", "error"}
+    line ──► route of its url ──► Inference.answered at the priority bulk ──► {"custom_id", "response", "error"}
     parts ──at the end──► a file of answers, a file of failures
 
 `BatchJob.finish` stores the answers of a batch that ends early. The format of the lines is in envelope.py.
@@ -109,7 +109,7 @@ class BatchJob:
         return fields
 
     async def _left(self, number: int, span: RowSpan, state: str) -> ShardRecord | None:
-        """Store the answers of a shard whose batch ends early, and return its record; None without answers."""
+        """Store the answers that a shard has when its batch ends early. Return its record; None if it has none."""
         data = await self._place.existing(_part(number))
         # an earlier leader stored the part, and died before it wrote the record: write the record now
         if data is not None:
@@ -154,7 +154,7 @@ class BatchJob:
             raise ShardBroken(ErrorInfo(error.code, "the input file no longer exists", "input_missing")) from error
 
     async def _file(self, job: JobRecord, kind: str, data: AsyncIterator[bytes]) -> str:
-        # every leader computes the same id; like all ids of files, it grows with time
+        # computed, so that every leader gets the same id; it begins with the time, by which the ids of files sort
         rest = uuid.uuid5(uuid.NAMESPACE_OID, f"{self._job.id} {kind}").hex[12:]
         file_id = f"file-{int(job.finalizing_s * 1000):012x}{rest}"
         name = f"{self._job.id}_{kind}.jsonl"

@@ -1,5 +1,5 @@
-"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy; a sink is a
-database that also gets the vectors.
+"""Native jobs: one model answers the rows of files. The output is parts in Parquet, JSON Lines or NumPy. If the job has
+a sink (a vector database), the vectors are also written into it.
 
 input file ──rows──► inputs ──equal inputs once──► cache ──► RowValues ──► Shard ──► sink ──► part, created once
                   └ documents ──► their texts ┘
@@ -46,8 +46,8 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
-SPAN_TOKENS = 16  # assumed tokens of a chunk whose start and end a row of the input gives
-UNTRIMMED = 0.1  # share of the cache's size limit that a job may store before it removes old segments
+SPAN_TOKENS = 16  # tokens assumed per chunk, to size shards, if the rows themselves have the spans of their chunks
+UNTRIMMED = 0.1  # share of the cache's size limit; after writing so many bytes, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
 _logger = logging.getLogger("sie.gateway.jobs")
 
@@ -200,7 +200,9 @@ class NativeJob:
         return msgspec.structs.replace(record, source=_named(span))
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
-        """Answer a shard, then send it to the database and write it. A retry continues at the failed step."""
+        """Answer a shard, then send it to the database and write it. After an error, the next call for this shard
+        continues at the step that failed.
+        """
         answered = self._unwritten.get(number)
         if answered is None:
             answered = self._unwritten[number] = await self._answered(number, span)
@@ -242,7 +244,9 @@ class NativeJob:
         return answers, self._reused(number, once)
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return answers, so far only with the errors of faulty rows, and the inputs of the other rows by position."""
+        """Return the answers, which have only the errors of faulty rows yet, and the inputs of the other rows by the
+        position of the row.
+        """
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
         for place, row in enumerate(rows):
@@ -295,7 +299,9 @@ class NativeJob:
             await self._trim()
 
     async def _opened(self, once: Unique) -> StoredAnswers | None:
-        """Return the cache; None if the job has none. Answer the first input if the model's fingerprint is unknown."""
+        """Return the cache; None if the job has none. The cache is selected by the model's fingerprint. If it is
+        unknown, answer the first input, because each answer has the fingerprint.
+        """
         if not self._cache_bytes or not once.inputs:
             return None
         async with self._opening:
@@ -368,7 +374,9 @@ class NativeJob:
 
 
 def _owner(job: JobRecord) -> str:
-    """Return a unique name of the job for its output folder: an id repeats if its Idempotency-Key is used again."""
+    """Return a unique name of the job for its output folder. The id alone is not unique: if a job was deleted, a new
+    job with the same Idempotency-Key gets the same id.
+    """
     return f"{job.id} {job.created_s!r}"
 
 
@@ -417,7 +425,9 @@ def _payload(line: OutputLine) -> dict[str, Any]:
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]], unfiltered: Collection[str]) -> dict[str, Kind]:
-    """Return the type of each column whose values have one type: text, bool, int or float. Omit `unfiltered` ones."""
+    """Return the type of each column whose values have one type: text, bool, int or float. Omit the columns
+    `unfiltered`, by which searches do not filter.
+    """
     kinds: dict[type, Kind] = {str: "keyword", bool: "bool", int: "integer", float: "float"}
     names = [name for name in rows[0] if name not in unfiltered]
     column_types = {name: {type(row.get(name)) for row in rows} - {type(None)} for name in names}
@@ -434,7 +444,7 @@ def _named(span: RowSpan) -> str:
 
 
 def _input(row: InputRow, request: api.JobRequest) -> ModelInput:
-    """Return the input of a row. Raises InvalidInput for chunks that the row cannot have."""
+    """Return the input of a row. Raises InvalidInput if the chunks of the row are invalid for its text."""
     text, query = (row.document, row.query) if request.operation == "score" else (row.text, None)
     modalities = ("image",) if row.images else ()
     chunks = chunks_of(request.input, text, row.chunks)
@@ -442,7 +452,9 @@ def _input(row: InputRow, request: api.JobRequest) -> ModelInput:
 
 
 def chunks_of(source: api.JobInput, text: str | None, value: Any) -> TextChunks | None:
-    """Return the chunks of a text, by the job's rule or the row's value; None without chunks. Raises InvalidInput."""
+    """Return the chunks of a text, by the rule of the job or from the column `value` of its row. Return None if the job
+    has no chunks. Raises InvalidInput.
+    """
     if source.chunks is None:
         return None
     chunks = value if isinstance(source.chunks, str) else msgspec.structs.asdict(source.chunks)

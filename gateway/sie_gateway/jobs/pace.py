@@ -47,7 +47,7 @@ class JobPace:
 
     @property
     def spread(self) -> float:
-        """Return the standard error of the rate, divided by the rate; 1 while it is not known."""
+        """Return the relative error of the rate: its standard error, divided by the rate; 1 while it is unknown."""
         steps = list(self._steps)
         rates = [(b - a) / (t - s) for (s, a), (t, b) in itertools.pairwise(steps)]
         if len(rates) < 2 or not (mean := sum(rates) / len(rates)):

@@ -40,7 +40,8 @@ class OwnerUsage:
     of another gateway when the watch has delivered it. So the total may exceed a limit by the records not yet
     delivered.
 
-    The error above a limit has `kinds` (words for the two counts), `remedy` (advice) and `reason` (its field `reason`).
+    The error that is raised above a limit is built from `kinds` (words for the two counts in its message), `remedy`
+    (advice in its message) and `reason` (its field `reason`).
     """
 
     def __init__(self, of_key: UseBound, in_all: UseBound, *, kinds: tuple[str, str], remedy: str, reason: str) -> None:
@@ -82,10 +83,10 @@ class OwnerUsage:
             del self._uses[owner]
 
 
-# seconds for which the broker stores that a record was removed; a gateway that has had no broker for longer may still
-# show the record
+# seconds for which the broker stores that a record was removed; a gateway that was disconnected for longer does not
+# learn of the removal, and still shows the record
 REMOVED_AGE_S = 7 * 86_400.0
-LOOK_S = 0.5  # seconds between two local checks whether the bucket must be read again
+LOOK_S = 0.5  # seconds between two checks, without a request to the broker, whether the bucket must be read again
 _Kept = FileRecord | JobRecord
 T = TypeVar("T", FileRecord, JobRecord)
 _decoder = msgspec.msgpack.Decoder(_Kept)
@@ -163,10 +164,14 @@ class RecordValues(Mapping[str, T], Generic[T]):
 
 
 class JobsBucket:
-    """Bucket of jobs and files. One task calls `run`. `files` and `jobs` are empty until it was read: see `require`."""
+    """Bucket of jobs and files. One task calls `run`. `files` and `jobs` are empty until the bucket has been read;
+    until then `require` raises NotReady.
+    """
 
     def __init__(self, broker: Store, replicas: int) -> None:
-        """Create the reader of a bucket in files: the objects that its records name outlive a restart of the broker."""
+        """Create the reader of the bucket. The bucket uses file storage, because the objects that its records name
+        outlive a restart of the broker.
+        """
         bucket = RecordBucket(
             broker, topology.JOBS_BUCKET, storage="file", replicas=replicas, removed_age_s=REMOVED_AGE_S
         )
@@ -217,10 +222,10 @@ class JobsBucket:
 
 
 def _decode(entry: Entry) -> _Kept:
-    """Decode an entry. Raises ValueError if it is no record, or the record of another key."""
+    """Decode an entry. Raises ValueError if it is no record, or if the id in the record does not fit its key."""
     if entry.value is None:
         raise ValueError("the record was removed")
     value: _Kept = _decoder.decode(entry.value)
     if entry.key != f"{'file' if isinstance(value, FileRecord) else 'job'}.{value.id}":
-        raise ValueError("the record has the id of another key")
+        raise ValueError("the id in the record differs from its key in the bucket")
     return value

@@ -11,7 +11,7 @@ record of the job has the error as its `trouble`.
 A job may also kill its leaders, for example by an input that needs all memory. A leader works on the first
 SHARDS_AT_ONCE shards without an answer. So after a death, the next leader answers these shards one by one. The count of
 deaths is reset if more rows are done than at every earlier death. A job fails after MAX_LOST deaths in a row during the
-same work: the first shard without an answer, the plan, or the output.
+same step. A step is the plan, the first shard without an answer, or the output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-# seconds of retries for the output of a job that ends early: the owner of the job waits for the end
+# a cancelled or expired job retries its output for at most these seconds, because its owner waits for its end
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 # final state of a job, by the reason for which its work was stopped
@@ -86,7 +86,7 @@ class JobProgress(Protocol):
         """Set the error for which the job waits; None if the job continues."""
 
     async def until_open(self) -> None:
-        """Wait until the job may run, by the `windows` of its request."""
+        """Wait until the time of day is inside the `windows` of the job's request, if it has any."""
 
 
 class JobWork(Protocol):
@@ -108,7 +108,9 @@ class JobWork(Protocol):
 
 
 class _ShardSums:
-    """Sums over shard records. Each is added once: a job may have 100,000 shards and reports progress each second."""
+    """Sums over shard records. Each record is added only once: progress is reported every second, and to sum up to
+    100,000 records each time would be slow.
+    """
 
     def __init__(self, shards: dict[int, ShardRecord]) -> None:
         self.shards = shards
@@ -342,7 +344,8 @@ class JobRun:
         for number in waiting:
             span = plan.spans[number]
             try:
-                shard = await self._patiently(lambda: self._attempted(work, number, span))  # noqa: B023  awaited at once
+                # the lambdas below are awaited before `number` and `span` change
+                shard = await self._patiently(lambda: self._attempted(work, number, span))  # noqa: B023
             except ShardBroken as error:
                 shard = ShardRecord("", plan.rows[number], error=error.info, source=span.source)
                 _logger.warning("job %s: %s: %s", self._id, span.source, error)
@@ -355,7 +358,9 @@ class JobRun:
         return await work.shard(number, span)
 
     async def _until_told(self, work: Awaitable[None]) -> str:
-        """Do the work until it ends or must stop. Returns the reason (pause, cancel or expired), empty at the end."""
+        """Do the work until it is complete or must stop. Return why it must stop (pause, cancel or expired); an empty
+        string if it is complete.
+        """
         doing = asyncio.ensure_future(work)
         try:
             while not doing.done():
@@ -421,7 +426,7 @@ class JobRun:
                     continue
                 # `_until_told` learns this from the watch of the record, and ends the work
                 except (Replaced, NotFound) as error:
-                    _logger.info("the progress of job %s is not written any more: %s", self._id, error)
+                    _logger.info("stopped writing the progress of job %s: %s", self._id, error)
                     return
                 before = state
 
@@ -490,10 +495,12 @@ class JobRun:
         await self._change(paused)
 
     async def _finish(self, work: JobWork, state: str, error: ErrorInfo | None = None) -> None:
-        """Complete the output, then end the job. Only a completed job waits for its store without a limit."""
+        """Complete the output, then end the job. If the store fails, a completed job retries without a limit; other
+        jobs retry for LAST_TRIES_S.
+        """
         done: dict[int, ShardRecord] = {}
         if self._job.is_planned:
-            # a shard may have got its record while the work was being cancelled
+            # read again, because a shard may have got its record while the work was being cancelled
             done = await self._patiently(lambda: self._ledger.shards(self._id))
         broken = [shard.error for shard in done.values() if shard.error is not None]
         if state == "completed" and broken and len(broken) == len(done):
@@ -535,13 +542,15 @@ def claimed_by(job: JobRecord, leader: str) -> JobRecord:
 
 
 def left(job: JobRecord, leader: str) -> JobRecord:
-    """Return the record without `leader`, in `lost` too: another gateway may have taken this one for dead."""
+    """Return the record without `leader`, also in its list `lost`: another gateway may have added it there wrongly,
+    because it did not see the renewals of the lease.
+    """
     lost = tuple(name for name in job.lost if name != leader)
     return replace(job, leader="" if job.leader == leader else job.leader, lost=lost)
 
 
 def _has_shards(job: JobRecord) -> bool:
-    """Return whether shards are left to answer, according to the numbers of shards in the record."""
+    """Return whether shards are left to answer, by the counts of shards in the record."""
     return job.is_planned and job.shards is not None and job.shards_done < job.shards
 
 

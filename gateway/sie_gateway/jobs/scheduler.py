@@ -22,7 +22,8 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
-FENCE_S = 0.75 * LEASE_S  # seconds after the last renewal at which a job is stopped: its lease may expire soon
+# a job is stopped if its lease was not renewed for these seconds, because the lease expires soon
+FENCE_S = 0.75 * LEASE_S
 LOOKS = 8  # largest number of leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")
 
@@ -37,7 +38,7 @@ class _Running:
         self.renewed()
 
     def renewed(self) -> None:
-        """Set the time of the next renewal, and the time at which the job is stopped without a renewal (FENCE_S)."""
+        """Set the time of the next renewal, and stop the job after FENCE_S if no renewal succeeds until then."""
         loop = asyncio.get_running_loop()
         self.renew_s = loop.time() + RENEW_S
         self.fence = loop.call_later(FENCE_S, self._left)
@@ -70,7 +71,8 @@ class JobScheduler:
         self._work = work
         self._at_once = at_once
         self._now_s = now_s
-        # leases of jobs that other gateways run, oldest check first: only repeated checks show that a lease has expired
+        # leases of jobs that other gateways run, oldest check first; a lease has expired if two checks LEASE_S apart
+        # read the same revision of its key
         self._observed: dict[str, LeaderLease] = {}
         self._running: dict[str, _Running] = {}
 
@@ -126,8 +128,8 @@ class JobScheduler:
                 free -= 1
 
     def _looked_at(self, waiting: dict[str, JobRecord]) -> list[JobRecord]:
-        """Return the jobs whose leases are requested now. Half had another leader, which may have died. Half, the
-        oldest, may have no leader yet. So neither group delays the other.
+        """Return the jobs whose leases are requested now. One half are jobs that had another leader, which may have
+        died; the other half are the oldest jobs that may have no leader yet. So neither group delays the other.
         """
         fresh = [job for job_id, job in waiting.items() if job_id not in self._observed]
         led = [waiting[job_id] for job_id in self._observed]

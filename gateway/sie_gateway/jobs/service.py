@@ -48,9 +48,9 @@ _BATCH_STATES: dict[str, batches_api.BatchState] = {
 
 
 class JobService:
-    """Operations on the jobs of all owners. `check` returns a job with its model resolved, or refuses it. `workers`
-    counts the workers for a job. `forget` removes its objects. `content`: name and digest of a file; None if it was
-    removed.
+    """Operations on the jobs of all owners. `check` returns a job with its model resolved, or refuses the job.
+    `workers` counts the workers for a job. `forget` removes the objects of a job. `content` returns the name and the
+    digest of an input file; None if the file was removed.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class JobService:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
                 job = replace(job, state="queued", error=None)
-                # an administrator becomes the owner: the key of the earlier owner may have been removed
+                # an administrator who resumes a job becomes its owner: the owner's key may have been removed, and the
+                # job could not run with it
                 if "admin" in call.grant.scopes:
                     job = replace(job, owner=call.grant.key, owner_name=call.grant.name)
             cancelling_s = self._now_s() if desired == "cancel" else job.cancelling_s
@@ -130,7 +131,9 @@ class JobService:
         return await self.submit(call, job.request, retry_of=job.id)
 
     async def delete(self, call: Call, job_id: str) -> api.JobDeleted:
-        """Delete an ended job, but no output outside of the payload store. Raises NotFound, ContentConflict."""
+        """Delete an ended job, with its output in the payload store. Output at another place is not deleted. Raises
+        NotFound, ContentConflict.
+        """
         job = self.find(call, job_id)
         if not job.ended:
             raise ContentConflict(f"the job is {job.state}: cancel it first", param="job")
@@ -138,7 +141,9 @@ class JobService:
         return api.JobDeleted(id=job_id)
 
     async def remove(self, job: JobRecord) -> None:
-        """Remove the objects of a job, then its records, so that each object has a record. Raises QueueUnavailable."""
+        """Remove the objects of a job, and then its records, so that no object is left without a record if a step
+        fails. Raises QueueUnavailable.
+        """
         async with broker_errors_mapped():
             await self._forget(job)
             await self.ledger.remove(job.id)
@@ -352,7 +357,7 @@ class Sweeper:
 
     async def sweep(self) -> int:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
-        BrokerError; SIEError for a job that could not be deleted, after all were tried.
+        BrokerError. If a job cannot be deleted, the others are tried too, and its SIEError is raised at the end.
         """
         if not self._has_store:
             return 0

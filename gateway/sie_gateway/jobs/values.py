@@ -58,7 +58,9 @@ class Bounds(NamedTuple):
 
 
 def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 0) -> Bounds:
-    """Return the limits of a shard whose answers, which stay in memory until it is written, have about SHARD_BYTES.
+    """Return the limits with which the answers of a shard have about SHARD_BYTES: they stay in memory until the shard
+    is written.
+
     Token vectors are about a hundred times larger than their text. So with token vectors, or a vector for every
     `chunk_tokens` tokens, the bytes of the texts are limited too.
     """
@@ -70,7 +72,7 @@ def bounds(understood: PlannedRequest, *, has_images: bool, chunk_tokens: int = 
         width = outputs.get(output, 0)
         if output == "multivector":
             of_token += width * size
-        elif output == "sparse":  # four bytes of an index and four of a weight for each token
+        elif output == "sparse":  # an answer has four bytes of index and four of weight for each token of the text
             of_row += 8 * tokens
         elif run.muvera is not None:
             of_row += run.muvera.width(outputs.get("multivector", 0)) * size
@@ -104,7 +106,7 @@ class RowValues:
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """`fingerprint`: the one that all earlier answers of the job have; empty if there are none."""
+        """`fingerprint`: fingerprint of the model in all earlier answers of the job; empty if there are none."""
         self._client = client
         self._spec = spec
         self._operation: Operation = operation
@@ -114,8 +116,9 @@ class RowValues:
     async def answers_of(
         self, inputs: Sequence[ModelInput], on_done: Callable[[Sequence[int], Sequence[RowAnswer]], None]
     ) -> list[RowAnswer]:
-        """Return the answer to each input. After each group, `on_done` is called with the indexes of its inputs and
-        their answers. Raises SIEError for an error that every input would get; Halted if the model has changed.
+        """Return the answer to each input. After each group (the inputs of one request), `on_done` is called with the
+        indexes of its inputs and their answers. Raises SIEError for an error that every input would get; Halted if the
+        model has changed.
         """
         answers: list[RowAnswer | None] = [None] * len(inputs)
 
@@ -161,7 +164,7 @@ class RowValues:
 
 
 def value_of(placed: Placed) -> RowAnswer:
-    """Copy the data of an outcome out of its message, so that the memory of the message can be freed."""
+    """Copy the data of an outcome, which is a view of a worker's message, so that the message's memory can be freed."""
     result, outcome = placed
     if isinstance(outcome, Failed):
         return RowAnswer(error=outcome.error)
@@ -172,7 +175,7 @@ def value_of(placed: Placed) -> RowAnswer:
 
 def grouped(inputs: Sequence[ModelInput]) -> list[list[int]]:
     """Group inputs into requests. Return the indexes of the inputs of each request. Inputs of a request have the same
-    query and similar lengths, the longest first. So batches need little padding, and no long text is left for the end.
+    query and similar lengths, the longest first. So batches need little padding, and no long text delays the end.
     """
     by_query: dict[str | None, list[int]] = defaultdict(list)
     for place, entry in enumerate(inputs):

@@ -1,7 +1,10 @@
 """Forward requests of the console (the page at `/`) to the config service: writes, and the history of models. The
-browser lets the page send requests only to the gateway that served it. Programs use the config service directly.
+browser lets the page send requests only to the gateway that served it, so this gateway forwards them. Programs use the
+config service directly.
 
- /console/configs/ID ──► scope at the gateway ──► /v1/configs/models/ID, with the caller's own token ──► its answer
+ /console/configs/ID ──► the gateway checks the scope ──► /v1/configs/models/ID at the config service ──► its answer
+
+A write is forwarded with the caller's own token, a read with the gateway's token if it has one.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
         raise NotFound("this gateway has no config service: set SIE_CONFIG_SERVICE_URL to its URL")
     headers = {name: request.headers[name] for name in _SENT if name in request.headers}
     reader = gateway.settings.config_read_token
-    # this gateway has checked that the caller may read, so it sends its own token
+    # this gateway has checked that the caller may read, so it replaces the caller's token by its own
     if request.method == "GET" and reader is not None:
         headers["authorization"] = f"Bearer {reader.reveal()}"
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
@@ -100,7 +103,8 @@ def _own(route: Route) -> GatewayRoute:
 
 
 CONFIG_FORWARD = tuple(_own(row) for row in config_routes.bound(_HANDLERS) if row.handler is not None)
-SOURCE = "catalogue"  # source of each entry in answers: only the config service knows who wrote an entry
+# value of the field `source` of every entry in answers: only the config service knows who wrote an entry
+SOURCE = "catalogue"
 
 
 def _catalogue(gateway: Gateway) -> Catalogue:
@@ -147,7 +151,8 @@ async def status(gateway: Gateway, request: Request) -> Response:
     revision, since = present.revisions[entry.id], present.since(entry.id)
     gateways = gateway.peers.epochs()
 
-    def revision_at(epoch: str) -> int | None:  # None if `epoch` lacks this revision, or is newer than `present`
+    # None if a gateway at this epoch does not have the revision yet, or if it has writes that `present` does not have
+    def revision_at(epoch: str) -> int | None:
         return revision if configs.has_seen(epoch, since) and configs.has_seen(present.epoch, epoch) else None
 
     served = None if isinstance(entry, Alias) else bundles

@@ -81,7 +81,9 @@ class DeadLetterOperations:
         pools: Iterable[str],
         on_publish: Callable[[Lane, Sequence[WorkItem]], None],
     ) -> None:
-        """Create the operations. `on_publish` gets the work that is published again: its model needs a worker."""
+        """Create the operations. `on_publish` is called with the work that is published again, so that a worker for its
+        model is started.
+        """
         self._broker = broker
         self._metrics = metrics
         self._ack_wait_s = float(settings.ack_wait_s)
@@ -143,14 +145,17 @@ class DeadLetterOperations:
         return self._info(pool, await self.letter(pool, name))
 
     async def replay(self, pool: str, name: str, timeout_s: float) -> api.Replayed:
-        """Run the work of a letter again, and return its outcome after at most `timeout_s` seconds."""
+        """Run the work of a letter again, and return its outcome. If there is none after `timeout_s` seconds, return
+        the state `waiting`.
+        """
         letter = await self.letter(pool, name)
         async with self._replays(pool) as replays:
             return await _replayed(replays, letter, timeout_s)
 
     async def replay_all(self, filters: Filter, after: int, limit: int, timeout_s: float) -> api.ReplayedAll:
-        """Run at most `limit` letters above the sequence `after` again, AT_ONCE at a time, for at most REPLAY_S
-        seconds. Letters that are written during the replay are left out: work that fails again becomes a new letter.
+        """Run again at most `limit` letters with a sequence number above `after`, AT_ONCE at a time, for at most
+        REPLAY_S seconds. Letters that are written during the replay are left out: work that fails again becomes a new
+        letter.
         """
         letters, end_s = self._letters(filters.pool), time.monotonic() + REPLAY_S
         done = list[api.Replayed]()
@@ -196,7 +201,7 @@ class DeadLetterOperations:
     def _letters(self, pool: str) -> Letters:
         if pool not in self.pools:
             raise PoolNotFound(
-                f"pool: this pool has no dead letters of its own, use one of {', '.join(self.pools)}", param="pool"
+                f"pool: dead letters are stored only in these pools: {', '.join(self.pools)}", param="pool"
             )
         return Letters(self._broker, pool)
 
@@ -212,7 +217,7 @@ class DeadLetterOperations:
             ) as replays:
                 yield replays
         except BrokerError as error:
-            raise QueueUnavailable(f"the broker did not read or move the dead letters: {error}") from error
+            raise QueueUnavailable(f"the broker could not read or change the dead letters: {error}") from error
 
     def _info(self, pool: str, located: DeadLetterEntry) -> api.DeadLetterInfo:
         self._note(pool, located)

@@ -18,7 +18,7 @@ import msgspec
 
 from sie_contracts.errors import NotFound, NotReady
 
-LIMIT_S = 40.0  # seconds for one run of `sie doctor`; longer than its slowest check may take
+LIMIT_S = 40.0  # time limit in seconds for one run of `sie doctor`; longer than its slowest check may take
 FRESH_S = 5.0  # seconds after a run during which its report is returned to further requests, without a new run
 MAX_BYTES = 1 << 20
 _logger = logging.getLogger("sie.gateway.doctor")
@@ -28,8 +28,8 @@ class Doctor:
     """Runs `sie doctor`, one run at a time. Requests that arrive during a run get the report of this run."""
 
     def __init__(self, host: str, port: int, data_dir: Path | None) -> None:
-        """Choose the cluster to check: the one of the `sie serve` whose data folder is `data_dir`; or, if it is None,
-        the cluster behind the gateway at `host` and `port`.
+        """`data_dir`: data folder of the `sie serve` whose cluster is checked. If it is None, the cluster behind the
+        gateway at `host` and `port` is checked.
         """
         self._options = ("--data-dir", str(data_dir)) if data_dir is not None else ()
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -98,7 +98,9 @@ _ADAPTER = "its other devices do the work meanwhile; the log of its adapter says
 
 
 def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
-    """List workers that are not healthy, workers on the CPU despite a GPU profile, and devices without an adapter."""
+    """List workers that are not healthy, workers on the CPU despite a GPU profile, and devices without an adapter
+    process.
+    """
     if not workers:
         return [ClusterFinding(check="gateway", wrong="no worker is there: requests wait or are refused", fix=_START)]
     on_cpu = (
@@ -132,7 +134,7 @@ def of_workers(workers: Sequence[WorkerInfo]) -> list[ClusterFinding]:
 
 def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[ClusterFinding]:
     """List the failed loads, one finding for each worker and message. `errors`: by worker, its errors by model."""
-    # one error can hit several profiles of a model that share one copy of the weights: they are listed together
+    # if profiles of a model share one copy of the weights, all of them have the same error: one finding lists them
     failed: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for worker, by_model in errors:
         for model, error in by_model.items():
@@ -163,7 +165,8 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
     """List each error code with which more than REFUSED_SHARE of the `requests` were refused. `errors`: refused
-    requests by code. `has_loads`: leave out MODEL_LOAD_FAILED, because `of_loads` lists the failed loads.
+    requests by code. `has_loads`: true if `of_loads` is also called, which lists the failed loads, so that
+    MODEL_LOAD_FAILED is left out here.
     """
     return [
         ClusterFinding(
@@ -183,7 +186,9 @@ class QueueTrend:
         self._samples: deque[Counter[tuple[str, str, str]]] = deque(maxlen=int(GROWTH_S / every_s) + 1)
 
     def sample(self, queues: Iterable[QueueInfo] | None) -> None:
-        """Add the present lengths. None: they are unknown, so all earlier lengths are discarded too."""
+        """Add the present lengths. None: they are unknown, so earlier lengths are discarded too, because only an
+        unbroken series shows growth.
+        """
         if queues is None:
             self._samples.clear()
         else:

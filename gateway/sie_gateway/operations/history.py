@@ -1,8 +1,8 @@
 """Log and history of the inference requests of a gateway, which show why requests are slow.
 
 The history has, for the last hour, counts, errors and stage latencies of each STEP_S, and records of the slowest
-requests. The log has one line for each request. But of requests that were refused before they ran, only the first in
-each interval have a line; one more line counts the others, so that overload does not flood the log:
+requests. The log has one line for each request that ran. Requests that were refused before they ran have at most
+MAX_REFUSED_LINES lines in each interval, and one more line counts the rest, so that overload does not flood the log:
 
  encode 200 in 9.3 ms items=3 tokens=24 queue_time=2.104 load_time=0.0 ... unattributed_time=1.088
  512 more requests were refused in 10 s: encode 503 code=QUEUE_FULL 500, score 503 code=QUEUE_FULL 12
@@ -51,7 +51,8 @@ MAX_OWNERS = 8  # API keys with a separate list of records in one minute; the re
 MAX_TEXT = 300  # characters that are stored of an error message, and of a requested model name that does not exist
 MAX_CHUNKS = 32  # chunks of a request that its record describes; a chunk is the part of a request in one message
 STAGES_TOLD = (*STAGES, "total_time")
-# upper bounds of a histogram of latencies, in ms; each is 1.2 times the one before, so quantiles are at most 20 % high
+# upper bounds of a histogram of latencies, in ms; each is 1.2 times the one before, so a quantile is at most 20 % too
+# high
 BOUNDS_MS = tuple(0.05 * 1.2**step for step in range(80))
 _of_stages = itemgetter(*STAGES_TOLD)
 _of_logged = itemgetter(*STAGES)
@@ -257,7 +258,7 @@ class RequestLogger:
     """Log lines of answered requests. Only the gateway's event loop uses it."""
 
     def __init__(self) -> None:
-        self._told = 0  # number of requests that were refused in this interval
+        self._told = 0  # number of requests that were refused in this interval, with or without a log line
         # number of refused requests without a log line, by endpoint, status and code, which have few values
         self._left_out: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None  # timer for the end of the interval; None while no interval runs
@@ -281,7 +282,9 @@ class RequestLogger:
 
 
 def log_request(call: Call, endpoint: str, status: int, seconds: float) -> None:
-    """Log an answered request, `seconds` after its headers: if it ran, with stage latencies, tokens and last worker."""
+    """Log an answered request. `seconds`: time from its headers to its answer. If it ran, the line has the latencies of
+    its stages, its tokens and its last worker.
+    """
     if not _logger.isEnabledFor(logging.INFO):
         return
     words = [f"{endpoint} {status} in {seconds * 1000:.1f} ms"]

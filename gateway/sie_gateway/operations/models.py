@@ -1,4 +1,4 @@
-"""Descriptions of models and aliases for the API, with the reports of workers. They never load a model."""
+"""Descriptions of models and aliases for the API, with the reports of workers. No function here loads a model."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
 
 
 def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested and the served precisions, and why they differ. `own`: requested by entry or profile."""
+    """Return the requested and the served precisions, and why they differ. `own`: the precision that the catalogue
+    entry or the profile requests; None if neither does.
+    """
     reported = [status.precision for _, status in reports if status.precision is not None]
     requested = own or next((precision.requested for precision in reported if precision.requested), None)
     reasons = sorted({precision.reason for precision in reported if precision.reason})
@@ -162,7 +164,9 @@ def _differing(default: msgspec.Struct, own: msgspec.Struct) -> dict[str, Any]:
 
 
 def score_scale(entry: ModelEntry) -> str | None:
-    """Return the scale of the model's scores; None if it returns none, or if only its own files tell the scale."""
+    """Return the scale of the model's scores. None if it returns no scores, or if only the files of the model contain
+    the scale, which a gateway does not read.
+    """
     if "score" not in entry.tasks:
         return None
     family = families.row(entry.family)
@@ -195,8 +199,8 @@ async def model_list(
     """Return the models in the order of their names, each followed by its variants; then the aliases.
 
     `text` selects models: each of its words must occur in the name or in the entry's description, license, tasks,
-    inputs or outputs, in upper or lower case. `total` also counts models beyond `limit`; without `task`, `output` and
-    `loaded`, this needs no description of these models.
+    inputs or outputs, in upper or lower case. `total` also counts models beyond `limit`; unless `task`, `output` or
+    `loaded` is set, they are counted without building their descriptions.
     """
     names = listed_names(catalogue, text.lower().split(), variants=variants)
     if loaded:
@@ -248,7 +252,9 @@ def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) 
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return an alias as ModelInfo: `info` of its heaviest target, with the list of targets and the shadow model."""
+    """Return an alias as ModelInfo. `info`: that of the target with the largest weight (share of requests). The list of
+    targets and the shadow model are added.
+    """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:
         model = alias.shadow.model

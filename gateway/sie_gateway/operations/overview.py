@@ -32,8 +32,8 @@ CONSOLE_POLICY = (
 
 @functools.cache
 def console(name: str, root: str = "") -> bytes:
-    """Return a file of the console page. `root`, the path prefix of a reverse proxy, is put before the paths of other
-    files: relative paths would fail if the browser opened the prefix without a slash at its end.
+    """Return a file of the console page. The paths of other files in the page get the prefix `root`, the path at which
+    a reverse proxy serves the gateway. Relative paths would not work if the page was opened without the final slash.
     """
     content = (CONSOLE / name).read_bytes()
     return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content
@@ -105,7 +105,9 @@ def _row(path: str, handler: Any, summary: str, reply: Any, **more: Any) -> Gate
 
 
 def _file(path: str, summary: str, media: str) -> GatewayRoute:
-    """Return the route of a console file. It needs no credential: the file has no data, and asks for a key."""
+    """Return the route of a console file. It needs no credential: the file contains no data; its page asks the user for
+    a key.
+    """
     return _row(path, page, summary, Content(dict[str, Any], (media,)), scope=OPEN)
 
 

@@ -54,8 +54,10 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 # largest number of workers checked in a round (a check takes 0.1 ms); the next round continues with the next workers
 MAX_ASKED = 16
-LOOKED_S = 5.0  # seconds after the last request of an open page until the checks of its workers stop
-# seconds to wait for the broker's report that nobody subscribes; for a connected worker they pass without a reply
+# workers that an open page shows are checked until these seconds after the page's last request
+LOOKED_S = 5.0
+# seconds to wait for the broker's report that nobody subscribes; a connected worker does not reply, so this whole time
+# passes
 HEARD_S = 0.5
 
 
@@ -98,7 +100,8 @@ class WorkerProbe:
 
 
 CLUSTER_EVERY_S = 1.0
-WORKER_EVERY_S = 0.1  # seconds between two looks for a new frame. A worker sends five frames per second
+# seconds between two checks whether a worker has sent a new status frame; it sends five per second
+WORKER_EVERY_S = 0.1
 FIRST_FRAME_S = 2.0
 MAX_SOCKETS = 128
 DEAD_EVERY_S = 5.0
@@ -211,7 +214,9 @@ def _summary(model: str, reports: list[tuple[WorkerInfo, str, int]]) -> ModelSum
 
 
 class ClusterStatus:
-    """Status of the cluster, as this gateway knows it. `dead_letters`: letters ever written in its pools."""
+    """Status of the cluster, as this gateway knows it. `dead_letters`: number of dead letters that were ever written in
+    the pools of this gateway.
+    """
 
     def __init__(
         self,
@@ -248,9 +253,8 @@ class ClusterStatus:
         self.dead_letters = 0
         self._trend = QueueTrend(DEAD_EVERY_S)
         self.seats = Seats(MAX_SOCKETS, "gateway")
-        self._frames: dict[
-            tuple[str, WorkerSocket | None], ViewerFrames
-        ] = {}  # frames by key of the viewer and worker; the worker is None for frames about the cluster
+        # last frames by the viewer's API key and the worker; the worker is None for frames about the cluster
+        self._frames: dict[tuple[str, WorkerSocket | None], ViewerFrames] = {}
         self._glance = CachedSummary(self._summarise)
         self._placed = CachedSummary(self._look_at_tables)
 
@@ -396,7 +400,9 @@ class ClusterStatus:
         ]
 
     async def show(self, path: str, query: str, grant: Grant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a websocket until it is closed. Raises NotFound, NotReady, ResourceExhausted before it is accepted."""
+        """Serve a websocket until it is closed. Before the websocket is accepted, raises NotFound, NotReady or
+        ResourceExhausted.
+        """
         if path not in (CLUSTER_PATH, WORKER_PATH):
             raise NotFound("no such path")
         with self.seats.seat(scope, grant.key):

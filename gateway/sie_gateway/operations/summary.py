@@ -1,5 +1,5 @@
-"""Summary of the cluster for the page at `/`. All open pages share one summary. It is built more rarely the longer a
-build takes, so that the builds take at most a fixed part of a CPU core.
+"""Summary of the cluster for the page at `/`. All open pages share one summary. The longer a build takes, the longer is
+the time to the next one, so that the builds take at most a fixed part of a CPU core.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ClusterSummary:
 
 
 def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
-    """Return a worker or a queue. If the credential may not read the name of its pool, HIDDEN replaces the name."""
+    """Return the worker or queue `info`, with HIDDEN as its pool if the credential may not read the pool's name."""
     return info if visible(info.pool) else msgspec.structs.replace(info, pool=HIDDEN)
 
 

@@ -1,7 +1,8 @@
 """Kinds of personal data that have a form: cards, IBANs, e-mail and IP addresses, phone numbers.
 
-An expression finds candidates, and a check decides: check digits, or the ranges that are in use. No expression repeats
-without a limit, so the time for a text is proportional to its length, whatever the text is.
+An expression finds candidates, and a check decides: it computes check digits, or compares with the ranges of numbers
+that are assigned. No expression repeats without a limit, so the time for a text is proportional to its length, whatever
+the text is.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def is_luhn(digits: Iterable[int]) -> bool:
 
 
 def iban_remainder(iban: str) -> int:
-    """Return the remainder of an IBAN without spaces, divided by 97: 1 if its check digits are right (ISO 13616)."""
+    """Divide an IBAN (without spaces) by 97 and return the remainder: 1 if its check digits are right (ISO 13616)."""
     return int("".join(str(int(character, 36)) for character in iban[4:] + iban[:4])) % 97
 
 
@@ -93,7 +94,9 @@ def _email(candidate: str) -> int:
 
 
 def _address(candidate: str) -> int:
-    """Return the length of the IP address, 0 if it is none. A colon behind it belongs to the sentence."""
+    """Return the length of the IP address, 0 if it is none. A colon at the end of the candidate belongs to the
+    sentence, not to an IPv6 address.
+    """
     end = len(candidate) - (candidate.endswith(":") and not candidate.endswith("::"))
     try:
         address = ipaddress.ip_address(candidate[:end])
@@ -125,7 +128,7 @@ def _phone_numbers(text: str, region: str) -> Iterator[Range]:
 
 KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
     {
-        # a look-ahead finds candidates that overlap
+        # a look-ahead finds candidates that overlap: a valid number may begin inside a candidate that fails the check
         "card_number": tuple(_checked(rf"(?<!\d)(?=({card})(?!\d))", _card) for card in _CARDS),
         "iban": (_checked(rf"(?<![A-Za-z0-9])(?=({_IBAN}))", _iban),),
         "email": (_checked(f"({_EMAIL})", _email),),

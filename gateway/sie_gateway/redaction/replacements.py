@@ -44,7 +44,9 @@ class ReplacedValue(NamedTuple):
 
 
 class Replacer:
-    """Replacements for one text: equal for equal values of a kind, else different, except in the style `mask`."""
+    """Replacements for the values of one text. Equal values of a kind get the same replacement, different values get
+    different ones. In the style `mask`, all values get the same one.
+    """
 
     def __init__(self, style: RedactionStyle, key: bytes = b"") -> None:
         self._style = style
@@ -64,7 +66,7 @@ class Replacer:
 
 
 def redacted(text: str, spans: Sequence[SensitiveSpan], replacer: Replacer) -> tuple[str, list[ReplacedValue]]:
-    """Return the text without its spans, which are in order and do not overlap, and what replaced them."""
+    """Return the text with its spans replaced, and the replacements. `spans` are in order and do not overlap."""
     pieces: list[str] = []
     parts: list[ReplacedValue] = []
     end = length = 0
@@ -78,7 +80,7 @@ def redacted(text: str, spans: Sequence[SensitiveSpan], replacer: Replacer) -> t
     return "".join([*pieces, text[end:]]), parts
 
 
-# Stand-ins: values that nobody has. `number` counts the different values of a kind, from 1.
+# Made-up values: valid in form, but assigned to nobody. `number` counts the different values of a kind, from 1.
 
 
 def _email(value: str, number: int) -> str:
@@ -87,7 +89,8 @@ def _email(value: str, number: int) -> str:
 
 def _phone_number(value: str, number: int) -> str:
     extension = f" ext. {number // 1000}" if number >= 1000 else ""
-    return f"+44 7700 900{number % 1000:03}{extension}"  # numbers that Ofcom reserves for drama
+    # numbers for films: the British regulator (Ofcom) assigns them to nobody
+    return f"+44 7700 900{number % 1000:03}{extension}"
 
 
 def _card_number(value: str, number: int) -> str:

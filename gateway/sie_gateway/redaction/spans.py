@@ -21,8 +21,8 @@ class SensitiveSpan(NamedTuple):
 def disjoint(spans: Iterable[SensitiveSpan]) -> list[SensitiveSpan]:
     """Return spans that do not overlap, in the order of the text. Every character in any of `spans` is in one of them.
 
-    Spans that overlap become one. Its kind is that of the longest; of equally long ones that of a pattern, then of the
-    higher score, then of the first. Spans that only touch stay apart.
+    Spans that overlap become one, which gets the kind of the longest span. Among equally long ones, a span found by a
+    pattern comes first, then the highest score, then the order in the text. Spans that only touch stay apart.
     """
     joined: list[SensitiveSpan] = []
     best: SensitiveSpan | None = None

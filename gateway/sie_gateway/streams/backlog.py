@@ -27,7 +27,7 @@ _logger = logging.getLogger("sie.gateway.backlog")
 
 
 def _by_priority(counts: dict[str, int]) -> dict[str, int]:
-    """Sum messages by lane and priority: the first six tokens of a subject. `counts`: messages by subject."""
+    """Sum messages by lane and priority, which are the first six tokens of a subject. `counts`: messages by subject."""
     sums: dict[str, int] = {}
     for subject, count in counts.items():
         prefix = ".".join(subject.split(".", 6)[:6])
@@ -75,7 +75,9 @@ class Backlog:
         self._read[pool] = (asked_s, counts, _by_priority(counts))
 
     async def oldest(self, pool: str, subjects: Sequence[str]) -> list[StreamMessage | None]:
-        """Return the oldest message of each subject (with wildcards), or None if it has none. Raises BrokerError."""
+        """Return the oldest message of each subject, or None if it has none. A subject may have wildcards. Raises
+        BrokerError.
+        """
         stream = topology.stream_name(pool)
         questions = (self._queue.first_stored(stream, subject=subject) for subject in subjects)
         # waits for all queries, so that none is still running after this call if one of them fails

@@ -31,7 +31,9 @@ LONGEST_PAUSE_S = 600.0
 
 
 def life_s(settings: Settings, max_age_s: float) -> int:
-    """Return the seconds that a payload is kept: longer than a message with its key can exist. Raises SettingError."""
+    """Return the seconds that a payload is stored. Raises SettingError if SIE_PAYLOAD_TTL_S is not longer than a
+    message that names the payload can exist (`max_age_s`).
+    """
     ttl_s = settings.payload_ttl_s
     if ttl_s is None:
         return int(max_age_s) + TTL_MARGIN_S
@@ -70,7 +72,9 @@ class Offload:
         return msgspec.structs.replace(item, inputs=(), query=None, payload=key, count=len(item.inputs))
 
     async def sweep(self) -> int:
-        """Remove payloads too old for any message; return their number. Safe in several gateways. Raises StoreError."""
+        """Remove payloads that are older than any message can be; return their number. Several gateways may do this at
+        the same time. Raises StoreError.
+        """
         return await self._store.sweep(older_than_s=self._life_s, now_s=self._wall_clock(), timeout_s=SWEEP_TIMEOUT_S)
 
     async def run(self, stop: Stop) -> None:

@@ -1,7 +1,8 @@
 """Publishing of work: the streams, their durable consumers, acknowledged messages, and the withdrawal of messages.
 
-A model's work has a consumer of its own. A stream has a limit of such consumers; when it is reached, further models
-share the consumers of 16 slots. Consumers are created when they are needed, and deleted when they are not used:
+A model's work has a consumer of its own. A stream has a limit of such consumers. When it is reached, a hash assigns
+further models to 16 slots, and the models of a slot share one consumer. Consumers are created when they are needed, and
+deleted when they are not used:
 
     publish ──► route: the model's own consumer, or the one of its slot; needed until the deadline of the request
             ──► message, acknowledged ──► StreamPosition ──► withdraw: the message is removed if its request has ended
@@ -11,9 +12,9 @@ share the consumers of 16 slots. Consumers are created when they are needed, and
     one gateway, every minute ──► consumers unused for an hour are deleted ──► those of subjects with messages are
                                                                                created again
 
-A consumer can be deleted while a publish still relies on it. No message is lost, as it is in the stream. Three events
-create its consumer again: the check after the deletion, the notice to the gateway that published, and the next check
-every 10 s.
+A consumer can be deleted while a publish still relies on it. No message is lost, because it stays in the stream. The
+consumer is created again by the check after the deletion, by the gateway that published (after the notice of the
+deletion), or by the check every 10 s.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class WorkRoute(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """State of a consumer that is not used: it had delivered `delivered` messages at `since_s`, and none since then."""
+    """State of a consumer that is not used. `delivered`: number of messages that it had delivered at `since_s`; the
+    number has not changed since then.
+    """
 
     delivered: int
     since_s: float
@@ -86,7 +89,7 @@ def _routes(lane: Lane, priority: str, model: str, ack_wait_s: float) -> tuple[W
 
 def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: float) -> dict[str, Rest]:
     """Return for each consumer since when it has been unused: nothing delivered, waiting or leased. For a consumer in
-    use this is now. `before`: the result of the previous call, because the broker does not store these times.
+    use, the time is `now_s`. `before`: the result of the previous call, because the broker does not store these times.
     """
     resting = {}
     for state in states:
@@ -97,8 +100,9 @@ def rests(before: Mapping[str, Rest], states: Iterable[ConsumerState], now_s: fl
 
 
 def given_up(resting: Mapping[str, Rest], now_s: float, limit: int, idle_s: float) -> list[str]:
-    """Return the consumers to delete: all that were unused for `idle_s`. If more than 15/16 of `limit` models then have
-    their own consumer, also the longest unused of these down to 15/16, to leave room for further models.
+    """Return the consumers to delete: all that were unused for `idle_s`. If the consumers of single models are then
+    still more than 15/16 of `limit`, also the longest unused of them, if unused for CROWDED_IDLE_S, until 15/16 are
+    left. So there is room for further models.
     """
     order = sorted(resting, key=lambda name: resting[name].since_s)
     idle = [name for name in order if now_s - resting[name].since_s >= idle_s]
@@ -143,12 +147,12 @@ class StreamConsumers:
         self._watch = watch
 
     def route(self, own: WorkRoute, shared: WorkRoute, deadline_s: float) -> WorkRoute:
-        """Return the route for a request's work; its consumer is needed until `deadline_s` of this object's clock."""
+        """Return the route for a request's work, and note that its consumer is needed until `deadline_s`."""
         name = own.consumer.name
         route = own if name in self._own or len(self._own) < self._limit else shared
         if route is own:
-            # counted before the consumer exists, so that the next requests keep the limit; if the creation fails, the
-            # next refresh removes it
+            # added before the consumer exists, so that the next requests respect the limit; if the consumer cannot be
+            # created, the next refresh removes the name
             self._own.add(name)
         spec = route.consumer
         held = self._held.get(spec.name)
@@ -360,14 +364,15 @@ class WorkConsumers:
 PUBLISH_TIMEOUT_S = 2.0
 PUBLISHES_AT_ONCE = 64
 PUBLISH_PATIENCE_S = 10.0
-# seconds that the last attempt may take beyond the limit, so that it fails with its own error, not with a time-out
+# seconds that the last attempt may take beyond PUBLISH_PATIENCE_S, so that it fails with its own error instead of a
+# time-out
 LAST_ATTEMPT_S = 0.1
 UNDO_S = 2.0
 LOAD_CEILING_S = 600.0
 HEADROOM_BYTES = 16 << 10  # bytes reserved in a message for all fields except the inputs
 HEADER_BYTES = 256  # bytes of the NATS headers of a publish, which hold the message id
-# least bytes of a message that the broker must accept. The result of one input of the widest model fits, and so does
-# the heartbeat of a worker with a few hundred models
+# bytes; a broker must accept messages of at least this size, in which the result of one input of the widest model fits,
+# and the heartbeat of a worker with a few hundred models
 MIN_PAYLOAD_BYTES = 64 << 10
 _logger = logging.getLogger("sie.gateway.queue")
 
@@ -421,7 +426,7 @@ class WorkQueue:
         self._is_reservation = is_reservation
         # by pool: the creation time of its stream; a new time shows that the stream was lost
         self._created: dict[str, str] = {}
-        # these tasks end by themselves, because their broker requests have time-outs
+        # nothing has to stop these tasks: they end by themselves, because their broker requests have time-outs
         self._undoing = Tasks(_logger, lambda: None)
         self._ensuring = SharedTasks()
         self.consumers = WorkConsumers(broker, settings)
@@ -629,7 +634,9 @@ class WorkQueue:
         return stored
 
     async def _take_back(self, pool: str, subject: str, data: bytes, message_id: str, request: str) -> None:
-        """Withdraw a message that may be stored. To get its sequence, publish it again with the same message id."""
+        """Withdraw a message that may be stored. To get its sequence number, publish it again with the same message id:
+        if the stream has it, the broker returns the number of the first copy.
+        """
         with contextlib.suppress(BrokerError):  # after an error, the age limit of the stream removes the message
             created = self._created.get(pool, "")
             sequence = (await self._broker.publish(subject, data, message_id, PUBLISH_TIMEOUT_S)).sequence
@@ -684,8 +691,8 @@ class WorkQueue:
         """Remove messages whose request has ended, waiting or leased, but none of an earlier stream that was lost. If
         the broker fails, the age limit of the stream removes them later.
 
-        With `request`, the workers are then told to cancel it. If they were told first, a worker that drops its
-        messages would pull further ones of the request.
+        With `request`, the workers are told to cancel it afterwards. If the cancellation came first, a worker would
+        drop its messages of the request and then pull the other ones.
         """
         if stored and self._serves(pool):
             try:
@@ -704,7 +711,7 @@ class WorkQueue:
     async def _remove(self, stream: str, stored: Sequence[StreamPosition]) -> None:
         """Delete messages from the stream, except messages of an earlier stream of this name. Raises BrokerError."""
         for start in range(0, len(stored), PUBLISHES_AT_ONCE):
-            # read for each group: the stream may have been lost and created again meanwhile
+            # read before each group of deletions: the stream may have been lost and created again meanwhile
             created = (await self._broker.stream_state(stream)).created
             piece = stored[start : start + PUBLISHES_AT_ONCE]
             removals = [

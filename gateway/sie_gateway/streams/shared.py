@@ -11,7 +11,7 @@ from sie_broker import BrokerUnavailable
 
 
 class SharedTasks:
-    """Running tasks by key. A task goes on without a waiting caller; its exception is then dropped."""
+    """Running tasks by key. If no caller waits for a task any more, it continues, and its exception is ignored."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}

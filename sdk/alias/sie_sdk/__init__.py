@@ -7,7 +7,7 @@ import pkgutil
 import sys
 
 import sie_client
-from sie_client import *  # noqa: F403 lets type checkers see the names
+from sie_client import *  # noqa: F403 so that type checkers see the names
 
 for _module in pkgutil.iter_modules(sie_client.__path__):
     sys.modules[f"{__name__}.{_module.name}"] = importlib.import_module(f"sie_client.{_module.name}")

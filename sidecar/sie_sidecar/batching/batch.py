@@ -11,9 +11,9 @@ if bulk work waits. Within a priority, the model with the oldest work item comes
 operation and so on) take turns, so that much work of one key does not block the others.
 
 This limits every wait. A work item that has waited for the time limit and is the oldest of its priority is in one of
-the next K batches of its priority, where K is the number of keys of its model that have work. With k =
-`bulk_max_overtakes`, these are at most K + ceil(K / k) batches of both priorities for interactive work, and K (k + 1)
-for bulk work.
+the next K batches of its priority, where K is the number of keys of its model that have work. Batches of the other
+priority come between them. So with k = `bulk_max_overtakes`, an interactive work item runs within the next K + ceil(K /
+k) batches, and a bulk work item within the next K (k + 1) batches.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ T = TypeVar("T")
 
 # maximum number of full batches that wait for each lane; a lane is a place for one running batch on the device
 READY_PER_LANE = 2
-TIMES_OVER = 20  # number of last batches of a model from which the time of its next batch is predicted
+TIMES_OVER = 20  # the time of a model's next batch is predicted from this number of its last batches
 MAX_TIMES = 1024  # maximum number of models whose batch times are stored
-# number of batches whose work items are compared, to find work items of similar length for a model with padding
+# as many waiting work items as fit into this number of batches are compared, to find work items of similar length for a
+# model with padding
 LOOK_AHEAD = 4
 
 
@@ -54,9 +55,9 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a batch: `cost` tokens, `requests` work items, `wait_s` seconds that its oldest work item may wait,
-    `media_bytes` of pixels and audio features. `bulk_max_overtakes`: interactive batches in a row while bulk work
-    waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most these seconds
+    """Limits of a batch. `cost`: tokens. `requests`: work items. `wait_s`: seconds that its oldest work item may wait.
+    `media_bytes`: bytes of pixels and audio features. `bulk_max_overtakes`: interactive batches in a row while bulk
+    work waits. `reorder_s`: for a model with padding, a work item may overtake one that arrived at most these seconds
     earlier.
     """
 
@@ -85,11 +86,11 @@ class DeviceLoad:
 
 @dataclass
 class BatchEntry(Generic[T]):
-    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, as a number of tokens of short texts; 0
-    means equal to `cost`. `alone`: the message was delivered before and may have crashed an adapter, so the work item
-    runs in its own batch. `deadline_s`: end of the request's time limit. `budget_s`: the whole limit when it was
-    published. `media_bytes`: size of its pixels and audio features. `writes`: its answer is generated token by token,
-    and uses no lane (`ipc.Rows.writes`).
+    """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, given as the number of tokens of short
+    texts that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
+    crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
+    `budget_s`: the whole limit when it was published. `media_bytes`: size of its pixels and audio features. `writes`:
+    its answer is generated token by token, and uses no lane (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -170,7 +171,9 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if an urgent deadline forbids closing the next batch while the device is busy, see `sizing`."""
+        """Return True if an urgent deadline forbids closing the next batch while the device is busy: work items that
+        arrive until the device is free must still be able to join it. See `sizing.binds`.
+        """
         return binds(self._asks(self._together(limits), begins_s), times)
 
     def _asks(self, indexes: Sequence[int], begins_s: float) -> list[Ask]:
@@ -178,7 +181,9 @@ class _KeyQueue(Generic[T]):
         return [Ask(entry.time_cost or entry.cost, entry.deadline_s - begins_s, entry.budget_s) for entry in entries]
 
     def _together(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of work items that fit into the next batch. A smaller batch takes the first of them."""
+        """Return the indexes of the work items that fit into the next batch. If deadlines require a smaller batch, it
+        takes the first of them.
+        """
         if self.entries[0].alone:
             return [0]
         return self._alike(limits) if self.key.padded else self._first(limits)
@@ -199,7 +204,9 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the index of the oldest item, then of items that came soon after, most similar in length first."""
+        """Return the indexes of the oldest work item and of those that arrived within `reorder_s` after it. After the
+        oldest, those of the most similar length come first.
+        """
         head = self.entries[0]
         near = []
         for index, entry in enumerate(islice(self.entries, 1, LOOK_AHEAD * limits.requests), 1):
@@ -230,7 +237,9 @@ class _ModelLine(Generic[T]):
 
 
 class _PriorityLine(Generic[T]):
-    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; others are dropped."""
+    """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older ones are ignored
+    when they are popped.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, _ModelLine[T]] = {}
@@ -241,7 +250,9 @@ class _PriorityLine(Generic[T]):
         return (queue for model in self.models.values() for queue in model.queues.values())
 
     def add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        """Add a work item to its queue: at the end; without `in_order` by arrival, because it was removed before."""
+        """Add a work item to its queue. With `in_order`, it is put at the end. Otherwise it was in the queue before,
+        and is put at its place by time of arrival.
+        """
         model = self.models.get(entry.key.residency)
         if model is None:
             model = self.models[entry.key.residency] = _ModelLine(entry.key.residency, entry.arrived_s)
@@ -276,8 +287,7 @@ class _PriorityLine(Generic[T]):
         queue = model.pick(now_s, limits, idle=idle)
         if queue is not None:
             return queue
-        # the oldest work item has not waited for the time limit yet, so all others have not either: only full queues
-        # can be ready
+        # the oldest work item has not waited for the time limit yet, so no other one has: only full queues can be ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
         return min(full, key=lambda queue: queue.head_s, default=None)
 
@@ -441,7 +451,9 @@ class Load(NamedTuple):
 
 
 def credit(load: Load, mean_cost: float, limits: BatchLimits) -> int:
-    """Return how many deliveries of `mean_cost` tokens may come now to fill at most READY_PER_LANE batches a lane."""
+    """Return how many more deliveries (of `mean_cost` tokens each) may be pulled, until READY_PER_LANE full batches
+    wait for each lane.
+    """
     cost_left = READY_PER_LANE * load.lanes * limits.cost - load.cost
     items_left = READY_PER_LANE * load.lanes * limits.requests - load.items
     if cost_left <= 0 or items_left <= 0:

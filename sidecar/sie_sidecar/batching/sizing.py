@@ -8,8 +8,8 @@ A batch may take SHARE of the remaining time of each work item; the rest is rese
 that has enough time for the full batch does not make it smaller. A small batch is slower per token, because each batch
 has a fixed part of time. So two rules limit how much an urgent work item may cost the others:
 
-* Urgent entries with a share x of the tokens of the full batch lower its tokens per second by at most x / 2. So all
-  entries together lower them by at most half.
+* Urgent entries with a share x of the tokens of the full batch may lower the device's tokens per second by at most
+  x / 2. So all entries together lower the tokens per second by at most half.
 * An entry that would be late even in the smaller batch is ignored.
 
 A batch that is sent while another one runs waits at the device. A work item that arrives then waits for both batches,
@@ -49,7 +49,9 @@ class Ask(NamedTuple):
 
 
 def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
-    """Return how many of these work items, which fill a batch, run in the next one: the first ones, at least one."""
+    """Return how many of the work items `asks`, which would fill a batch, run in the next batch: the first ones, and at
+    least one.
+    """
     if len(asks) < 2:
         return len(asks)
     if not times.is_growth_known and min(ask.budget_s for ask in asks) > UNKNOWN_S:
@@ -64,8 +66,9 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was closed could be late. The time is that of a batch with these work items, or the mean time of the
-    last batches if that is longer. Before any batch was measured, return True if a work item has a short budget.
+    after the batch was closed could be late. The time of the batch is predicted from these work items; if the mean time
+    of the last batches is longer, it is used instead. Before any batch was measured, return True if a work item has a
+    short budget.
     """
     if not times.is_known:
         return any(ask.budget_s <= UNKNOWN_S for ask in asks)
@@ -74,8 +77,8 @@ def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
 
 
 def _cost(asking: Sequence[Ask], full: float, times: BatchTimes) -> float:
-    """Return the cost of the batch that the urgent work items require: the smallest that one of them needs, as far as
-    the two rules of this module allow.
+    """Return the largest cost of a batch with which the urgent work items are in time. The two rules of this module
+    limit how small it may be.
     """
     smallest_cost = full
     asking_cost = 0.0
@@ -119,7 +122,8 @@ EVERY = 16  # number of answers after which the median is computed again; not af
 
 class Quantum:
     """Seconds for which deliveries are gathered before they are tokenised together: `shortest_s` without recent
-    answers; else up to `longest_s`, more if the median time of work items at the worker is far below `target_p50_s`.
+    answers. With recent answers it is between `shortest_s` and `longest_s`: the further the median time of work items
+    at the worker is below `target_p50_s`, the longer.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:
@@ -162,7 +166,7 @@ def quantum_of(settings: Settings) -> Quantum:
     )
 
 
-MEMORY_S = 10.0  # seconds of busy time after which a batch has 1/e of its weight in the rate
+MEMORY_S = 10.0  # time constant: after these seconds of busy time, a batch has 1/e of its weight in the rate
 
 
 class Rate:

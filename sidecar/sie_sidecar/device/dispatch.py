@@ -14,8 +14,8 @@ sent next.
        └──► writing ──► next: one work item ──► run ──► end
 
 Some work items generate text: their answer is computed token by token. They wait in a separate queue (`writing`) and
-use no lane (place for a running batch), because the adapter runs all of them together. They do not lower the credit:
-the number of other deliveries that the broker may send.
+use no lane (place for a running batch), because the adapter runs all of them together. They are not counted in the
+credit, which is the number of other deliveries that the broker may send.
 
 Each device has its own queue and its own dispatch. `DeviceQueues` has the queues of all devices. If the adapter of a
 device is lost, its waiting work moves to devices with an adapter.
@@ -73,7 +73,7 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        # batches that may be at the adapter, by the settings
+        # limit of the number of batches at the adapter, from the settings
         self._most = min(settings.max_concurrent_batches, settings.pool_size)
         # names of batches must be unique in a worker with several devices
         self._name = f"{worker_id}.{link.number}" if link.number else worker_id
@@ -88,7 +88,7 @@ class DeviceQueue:
         self._ended = asyncio.Event()  # set when a batch has ended
         self.is_reserved = False  # true while the device is reserved for an input that runs alone
         self.sent = 0  # number of batches at the adapter, not counting those that generate text
-        # by id() of a work item that generates text: event that is set when no request waits for its answer
+        # by id() of a work item that generates text: event that is set when no request waits for its answer any more
         self._written: dict[int, asyncio.Event] = {}
         self._writers: set[str] = set()  # names of consumers that delivered work items that generate text
         self.number = 0  # number of batches sent since the start, from which the next batch gets its name
@@ -256,7 +256,9 @@ class DeviceQueue:
         return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
-        """Return a batch of this work item alone, to run without the queue. Raises NotReady if its model changed."""
+        """Return a batch of this work item alone, to run without the queue. Raises NotReady if the catalogue entry of
+        its model has changed: the gateway then publishes the work item again.
+        """
         if flight.is_outdated:
             raise changed()
         entry = self.entry(flight, flight.received_s)
@@ -314,7 +316,9 @@ class DeviceQueues:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the summed tokens per second; a device without a finished batch counts as the mean. 0 at first."""
+        """Return the sum of tokens per second over the devices; 0 while no device has finished a batch. For a device
+        that has not finished one, the mean of the others is added.
+        """
         queues = self.connected or self.all
         rates = [rate for queue in queues if (rate := queue.rate.tokens_per_s)]
         return sum(rates) * len(queues) / len(rates) if rates else 0.0
@@ -384,7 +388,9 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
 
 
 class SuspectRuns(Protocol):
-    """Methods of `Isolate` for inputs that may have crashed an adapter. `marked_models`: models with such inputs."""
+    """Methods of `Isolate` that the dispatch calls for inputs that may have crashed an adapter. `marked_models`: number
+    of inputs with a poison mark by model.
+    """
 
     marked_models: Mapping[str, int]
 
@@ -409,7 +415,9 @@ class Dispatch:
         metrics: SidecarMetrics,
         work: Tasks,
     ) -> None:
-        """Create the dispatch of `device`. `quantum` gets the time of each answer, to decide how long to gather."""
+        """Create the dispatch of `device`. `quantum` gets the time of each answer. It decides from these times for how
+        long deliveries are gathered before they are tokenised.
+        """
         self._device = device
         self._queues = queues
         self._isolate = isolate
@@ -449,8 +457,8 @@ class Dispatch:
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
-        is missing: with `in_turn`, return False, so that the caller loads it; else start a task that loads it and runs
-        the batch.
+        was evicted, start a task that loads it and runs the batch. With `in_turn`, the caller is this task: return
+        False, so that it loads the LoRA again.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:

@@ -1,4 +1,5 @@
-"""Work item in flight: one object with one stage, and functions that join its outcomes. No I/O, no clock.
+"""Work item in flight: one object with one stage, and functions that join the outcomes of its inputs. No I/O, no
+clock.
 
     preparing ──► waiting ──► sealed (in a batch) ──► running ──► settled
         ▲                                             │   ▲
@@ -58,8 +59,9 @@ class Lease:
 class InFlight:
     """Work item from its delivery to its settlement. Times are 0 until they are reached.
 
-    `rows`: token ids for the adapter. The first `shared` rows belong to all inputs. After them, each input has the same
-    number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input has.
+    `rows`: token sequences for the adapter. The first `shared` rows belong to all inputs. After them, each input has
+    the same number of rows, in the order of the inputs. For texts with chunks, `chunked` says how many rows each input
+    has.
     """
 
     lease: Lease
@@ -69,7 +71,7 @@ class InFlight:
     # estimated end of the time limit; `deadline_s` is later by the possible error of the broker's clock
     due_s: float = math.inf
     hosted: ModelState | None = None
-    # catalogue entry of its model when `hosted` was set; the item never runs with a later entry
+    # catalogue entry of its model when the item was assigned to a device (`hosted`); it never runs with a later entry
     entry: ModelEntry | None = None
     # fingerprint of the model that runs it, set when its batch is sent
     fingerprint: str = ""
@@ -87,12 +89,12 @@ class InFlight:
     dispatched_s: float = 0.0
     started_s: float = 0.0
     stage: Stage = "preparing"
-    settled: bool = False  # true from the time at which its result is sent, or no request waits for it
+    settled: bool = False  # true as soon as its result is sent, or as no request waits for it any more
     batch_entry: BatchEntry[InFlight] | None = None  # set only while it waits in the queue of a device
     given_up: SIEError | None = None  # error for which it was given up; it is then written to the dead letters
     dead: list[Mark] = field(default_factory=list)  # marks of its inputs that are known to crash adapters
     payload_bytes: int = 0  # bytes of its inputs in memory that were read from the payload store
-    counted: int = 0  # its tokens that count as waiting for a device
+    counted: int = 0  # number of its tokens that are counted now as waiting for a device
     span: Span | None = None  # its span in a trace; None if it is not traced
 
     def move(self, stage: Stage, batch_entry: BatchEntry[InFlight] | None = None) -> None:
@@ -142,7 +144,7 @@ class InFlight:
 
 
 def unsettled(flights: Iterable[InFlight]) -> int:
-    """Return how many of these work items are not settled yet; these need their model."""
+    """Return how many of these work items are not settled yet. Their models must not be evicted."""
     return sum(not flight.settled for flight in flights)
 
 
@@ -158,7 +160,9 @@ def runnable(flight: InFlight) -> tuple[list[TokenRow], list[int]]:
 
 
 def changed() -> NotReady:
-    """Return the error for a work item of an old entry of the model: the gateway publishes it again for the new one."""
+    """Return the error for a work item whose model has a new catalogue entry. On this error, the gateway publishes the
+    work item again for the new entry.
+    """
     return NotReady(
         "the model was changed or removed while this request was on its way", reason=CONFIG_CHANGED, retry_after_s=1
     )
@@ -197,7 +201,9 @@ def merge(flight: InFlight, outcomes: tuple[Outcome, ...]) -> tuple[Outcome, ...
 
 
 def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome, ...], bytes]:
-    """Cut a work item's arrays, which are neighbours, out of the batch's `block`. Return its outcomes and arrays."""
+    """Cut the arrays of a work item, which lie next to each other, out of the `block` of its batch. Return the outcomes
+    with new offsets, and the arrays.
+    """
     slices = [piece for outcome in outcomes if isinstance(outcome, Ok) for piece in outcome.outputs.values()]
     if not slices:
         return outcomes, b""
@@ -247,18 +253,19 @@ def _size(piece: ArraySlice) -> int:
 
 def stages_of(flight: InFlight, now_s: float, done: ipc.BatchDone | None) -> Stages:
     """Return how long each stage of a work item took: fetching inputs, loading the model, tokenising, waiting for a
-    batch, waiting for the device, running. The adapter has measured its own parts (`done`). Waiting for a model or LoRA
-    that was evicted after tokenising counts as loading.
+    batch, waiting for the device, running. `done` has the times that the adapter has measured. Waiting for a model or
+    LoRA that was evicted after tokenising counts as loading.
     """
     fetched_s = flight.fetched_s or flight.received_s
-    # a work item with `hosted` but without `loaded_s` has waited for the load until now
+    # a work item that is assigned to a device (`hosted`) but has no `loaded_s` still waits for the load
     loaded_s = flight.loaded_s or (fetched_s if flight.hosted is None else now_s)
     tokenised_s = flight.tokenised_s or loaded_s
     dispatched_s = flight.dispatched_s or tokenised_s
     inference_ms, postprocess_ms = (done.inference_ms, done.postprocess_ms) if done else (0.0, 0.0)
     # time of tokenising in the adapter, for model families that are tokenised there
     tokenised_there_ms = done.preprocess_ms if done else 0.0
-    # the notice of the start may be read as late as the result; the adapter's own time must not count as waiting then
+    # the message that the batch has started may be read only together with the result. So the waiting time is limited
+    # to the total time without the times that the adapter measured
     max_ms = (now_s - dispatched_s) * 1000 - inference_ms - postprocess_ms - tokenised_there_ms
     return Stages(
         fetch_ms=(fetched_s - flight.received_s) * 1000,
@@ -282,7 +289,9 @@ class Inventory:
         on_free: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        """`on_less` is called when fewer tokens wait for a device, `on_free` when a consumer may deliver again."""
+        """`on_less` is called when fewer tokens wait for a device. `on_free` is called with the name of a consumer that
+        was held back and may deliver again.
+        """
         self._models = models
         self._on_less = on_less
         self._on_free = on_free
@@ -307,14 +316,14 @@ class Inventory:
         return model in self._coming
 
     def keep_model(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to a device with its model, which is not evicted before `let_model_go`."""
+        """Assign a work item to a device that hosts its model. The model is not evicted there before `let_model_go`."""
         flight.entry = hosted.resolved.entry
         self._assign(flight, hosted)
         self._arrived(flight)
         hosted.came_in(flight.item.cost, flight.received_s)
 
     def move(self, flight: InFlight, hosted: ModelState) -> None:
-        """Assign a work item to another device with its model."""
+        """Assign a work item to another device that hosts its model."""
         assert flight.hosted is not None
         self._models.device_of(flight.hosted).let_go(flight.hosted, flight.item.cost)
         self._assign(flight, hosted)
@@ -346,7 +355,8 @@ class Inventory:
         del self._all[flight.lease]
         if flight.entry is None:
             self._arrived(flight)
-            # while this work item had no device, its consumer was not allowed to deliver others
+            # while this work item had no device, its consumer was not allowed to deliver others, which would wait for
+            # the same load
             self._on_free(flight.lease.delivery.consumer)
         self.let_model_go(flight)
 
@@ -380,7 +390,9 @@ class Inventory:
         return cost, items
 
     def ages(self) -> tuple[int, dict[str, float]]:
-        """Return all tokens (estimates until tokenised), and by model the seconds since its oldest delivery."""
+        """Return the number of tokens of all work here (estimates until it is tokenised), and by model the age in
+        seconds of its oldest work item.
+        """
         cost, oldest_s = 0, dict[str, float]()
         now_s = self._clock()
         for flight in self._all.values():

@@ -48,7 +48,7 @@ class Isolate:
         work: Tasks,
         isolates: Sequence[Isolate],
     ) -> None:
-        """`isolates`: the objects of all devices by number; a work item may move to another device."""
+        """`isolates`: the `Isolate` of each device by its number, because a work item may move to another device."""
         self._isolates = isolates
         self._device = device
         self._marks = marks
@@ -59,7 +59,7 @@ class Isolate:
         self._work = work
         self._clock = device.clock
         # Work items that wait to run alone. They are few, because the broker sends only a limited number of work items.
-        # Meanwhile their models may be evicted: the first of them may need the memory.
+        # While they wait, their models may be evicted, because the next item to run may need the memory for its model.
         self._suspects: deque[tuple[InFlight, Callable[[], None]]] = deque()
         self._news = asyncio.Event()
         self._slice_s = 0.0
@@ -121,7 +121,9 @@ class Isolate:
     async def _outcome(
         self, flight: InFlight, index: int, key: str
     ) -> tuple[Outcome, bytes, tuple[ipc.BatchDone, BatchNote] | None]:
-        """Return an input's outcome, run alone: an error if it crashed two adapters, is late, or was refused."""
+        """Run an input alone and return its outcome. This is an error if it crashed two adapters, is late, or was
+        refused.
+        """
         hosted, lora = flight.hosted, flight.item.options.lora
         assert hosted is not None
         single = only(flight, index)

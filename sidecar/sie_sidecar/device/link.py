@@ -64,7 +64,9 @@ class _AdapterConnection:
 
 @contextlib.asynccontextmanager
 async def _cancelled_when(abandoned: asyncio.Event | None, connection: _AdapterConnection) -> AsyncIterator[None]:
-    """Send a Cancel for the batch on this connection if `abandoned` is set meanwhile. The adapter still answers."""
+    """Context manager: if `abandoned` is set during its block, send a Cancel for the batch on this connection. The
+    adapter answers the batch nevertheless.
+    """
     if abandoned is None:
         yield
         return
@@ -146,7 +148,7 @@ class AdapterLink:
         await self._up.wait()
 
     async def is_back(self) -> bool:
-        """Wait for the adapter until AWAY_S after its loss. Return True if it is connected."""
+        """Wait for the adapter, at most until AWAY_S seconds after its loss. Return True if it is connected."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._lost_s + AWAY_S - self._clock())):
                 await self._up.wait()
@@ -298,7 +300,8 @@ class AdapterLink:
             self._lost.set()
             raise
         except BaseException:
-            connection.close()  # closed, because a late answer would be read as the answer to another request
+            # the request was interrupted: on this connection, its late answer would be read as that to the next request
+            connection.close()
             self._given_up = True
             self._lost.set()
             raise
@@ -414,7 +417,9 @@ class AdapterLinks:
         return any(link.connected for link in self._all)
 
     def is_fresh(self) -> bool:
-        """Return True if any adapter answered a ping recently: the work of the others moves to its device."""
+        """Return True if any adapter answered a ping recently. One adapter is enough, because the work of the other
+        devices moves to its device.
+        """
         return any(link.is_fresh() for link in self._all)
 
     async def wait_connected(self) -> None:

@@ -6,7 +6,8 @@ its content; its text is not stored.
                                                                 it is poison, and is refused before it runs
 
 The marks are in a NATS key-value bucket, and expire after POISON_LIFETIME_S. Each worker watches the bucket. Without a
-broker, a worker uses the marks in its memory. If the bucket is lost, these marks are kept, but count as not stored.
+broker, a worker uses the marks in its memory. If the bucket is lost, a worker keeps its marks in memory. A mark is
+stored in the new bucket when its input crashes an adapter again.
 """
 
 from __future__ import annotations

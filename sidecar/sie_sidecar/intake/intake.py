@@ -1,7 +1,7 @@
 """First stage of a worker: a delivery becomes a work item, and work items that arrive together are gathered in groups,
 which are tokenised together. Cancelled work items are dropped.
 
-    delivery ──► lease ──► InFlight ──► gathered ──► groups with the same model and the same limits of length
+    delivery ──► lease ──► InFlight ──► gathered ──► groups with the same model and the same limit of tokens
                    └──► the work item is already in flight here, as its lease had ended: the lease is renewed
 """
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Tracer
 
 CHARACTERS_PER_TOKEN = 4  # characters for each token that a gateway assumes when it estimates the cost of a text
-LATE_S = 0.25  # seconds added to the possible error of the broker's clock before a work item counts as late
+# a work item counts as late these seconds after its time limit plus the possible error of the broker's clock
+LATE_S = 0.25
 _logger = logging.getLogger("sie.sidecar.intake")
 
 
@@ -101,9 +102,9 @@ class WorkIntake:
         return flight
 
     def _left_s(self, delivery: Delivery, item: WorkItem) -> tuple[float, float]:
-        """Return the seconds until a request's time limit, and more seconds after which it has surely passed, because
-        the broker's clock is known with an error only. A message that is delivered again keeps its age. While the clock
-        is unknown, the whole limit remains.
+        """Return the estimated seconds until a request's time limit, and the seconds to add until it has certainly
+        passed, because the broker's clock is known only with an error. The limit counts from the publication of the
+        message, also if it is delivered again. While the clock is unknown, the whole limit remains.
         """
         left_s = item.budget_ms / 1000
         if not math.isfinite(self._broker_clock.margin_s):
@@ -134,12 +135,14 @@ class WorkIntake:
             self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return the median time of recent work items at this worker (or None), and the time of gathering now, in s."""
+        """Return two values in seconds: the median time of recent work items at this worker (or None), and for how long
+        deliveries are gathered now.
+        """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 
     async def next(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> Gathered:
-        """Wait for a delivery, then a short time for more. Return all, to be tokenised in one call. The wait for more
-        goes on while earlier work items are being tokenised (`is_tokenising`) or the broker may send more
+        """Wait for a delivery, then a short time for more. Return all, to be tokenised in one call. It waits for more
+        only while earlier work items are being tokenised (`is_tokenising`) or the broker may send more messages
         (`more_expected`).
         """
         await self._arrival.wait()
@@ -160,12 +163,14 @@ class WorkIntake:
         gathered = _grouped(arrived)
         if len(self._queues.all) == 1:
             return gathered
-        # each part can go to another device
+        # split, because each part can run on another device
         parts = [part for group in gathered.groups for part in batch_parts(group, self._limits)]
         return gathered._replace(groups=parts)
 
     def _is_more_coming(self, is_tokenising: Callable[[], bool], more_expected: Callable[[], bool]) -> bool:
-        """Return True if waiting is useful: no batch is full, and deliveries wait or earlier work is tokenised."""
+        """Return True if waiting is useful: no batch is full, and the broker has more messages to send or the tokeniser
+        is busy with earlier work.
+        """
         if (
             len(self.arrived) >= self._limits.requests
             or sum(flight.item.cost for flight in self.arrived) >= self._limits.cost

@@ -7,8 +7,8 @@ Before the first table, the worker pulls nothing, for at most FIRST_S seconds. A
 second after the first heartbeat. Without this wait, each new worker would load every model that has work. If there is
 no table after FIRST_S, there is no gateway, and the worker pulls the work of all models.
 
-A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts go on to serve their models. A worker
-that has a model of other hosts loaded also pulls this model's work if it waits.
+A table that no gateway confirmed for OLD_S seconds is old: no gateway runs. Hosts go on to serve their models. If a
+model is loaded on a worker that the table does not name as its host, this worker also pulls waiting work of the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sie_sidecar.models.loading import Loading
 
 FIRST_S = 5.0
 OLD_S = 15.0
-# seconds after an attempt to load a model in advance until the next attempt, for example after it was evicted
+# smallest number of seconds between two attempts to load a model in advance; it may be evicted after the first one
 AHEAD_AGAIN_S = 60.0
 Role = Literal["pull", "probe", "ahead", "none"]
 _ORDER: dict[Role, int] = {"none": 0, "ahead": 1, "probe": 2, "pull": 3}
@@ -44,9 +44,9 @@ _logger = logging.getLogger("sie.sidecar.pull")
 
 
 def role(hosts: tuple[str, ...], worker: str, *, loaded: bool, held: bool, waits: bool) -> Role:
-    """Return the role of `worker` for a model with these hosts. `held`: the worker already has work of the model, or
-    has closed it to load another one; a new work item would wait there for two loads. `waits`: work of the model waits
-    in the stream, and no gateway runs that could place the model.
+    """Return the role of `worker` for a model with these hosts. `held`: the worker already has work of the model; or
+    the model accepts no new work because it must make room for another one, so that a new work item would wait for two
+    loads. `waits`: work of the model waits in the stream, and no gateway runs that could place the model.
 
     A host with the model loaded pulls. Otherwise, only the first host pulls one message, which waits for the load: the
     table puts hosts with a loaded model first. The other hosts load the model in advance, then pull.
@@ -75,8 +75,8 @@ class HostAssignment:
         is_up: Callable[[], bool],
     ) -> None:
         """Create the assignment without a table. `now_s`: the broker's clock. `loaded(model)`: it is loaded here.
-        `held(model)`: no more of its work should wait here. `on_change` is called after a change of the table.
-        `is_up()`: an adapter is connected; gateways place models only on workers with one.
+        `held(model)`: no more of its work should wait here, as in `role`. `on_change` is called after a change of the
+        table. `is_up()`: an adapter is connected; gateways place models only on workers with one.
         """
         self._broker = broker
         self._lane = lane
@@ -101,7 +101,8 @@ class HostAssignment:
             RecordBucket(broker, topology.PLACEMENT_BUCKET),
             stored_tables.decode,
             self._on_value,
-            # only the stored parts are cleared: the worker goes on with the last table until the new bucket has one
+            # only the parts that were read from the bucket are cleared: the worker uses the last table until the new
+            # bucket has one
             on_lost=self._stored.clear,
             read=functools.partial(stored_tables.read_lane, lane_key=self._stored.key),
             wants=self._stored.has,
@@ -119,7 +120,8 @@ class HostAssignment:
         self._first = asyncio.get_running_loop().call_later(FIRST_S, self._no_table)
 
     def _no_table(self) -> None:
-        if not self._was_up:  # without an adapter, gateways placed nothing on this worker: wait again
+        # this worker had no adapter when the wait began, so gateways could not place models on it: wait again
+        if not self._was_up:
             self._await_table()
             return
         _logger.warning(
@@ -208,7 +210,9 @@ class HostAssignment:
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """With an old table, find `loaded` models with waiting work that other workers host. Raises BrokerError."""
+        """If the table is old, find the `loaded` models that it places on other workers and that have waiting work.
+        Raises BrokerError.
+        """
         if self._is_stopped:
             return
         if self._record.is_stale:
@@ -247,8 +251,8 @@ class Pulling:
     deliver.
 
     `backlog(bulk)`: the work at this worker that a new work item would wait for, None if nothing may be pulled.
-    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part of the load at devices that run the
-    consumer's work.
+    `role(consumer)`: as in `HostAssignment`. `narrowed(load, consumer)`: the part of `load` that waits for the devices
+    that would run the consumer's work.
     """
 
     def __init__(
@@ -273,7 +277,8 @@ class Pulling:
         self.bulk_prefix = f"{lane.consumer_prefix()}bulk__"
         self._consumers: dict[str, _DeliveryStatistics] = {}
         self._active: dict[str, _DeliveryStatistics] = {}
-        # consumers that `refill` checks: they have delivered since the last one, or may deliver more once work ends
+        # consumers that `refill` checks: they have delivered since the last refill, or got less credit because too much
+        # work waited here
         self._short: dict[str, None] = {}
         self._more: set[str] = set()  # consumers whose last delivery said that more messages wait
         # consumers whose creation the broker reported since the last listing began: the listing may not have them
@@ -360,7 +365,9 @@ class Pulling:
         self._refill(list(self._short))
 
     def level(self) -> None:
-        """Raise or lower how many messages active consumers may deliver. Lowering takes the broker seconds."""
+        """Raise or lower how many messages active consumers may deliver. The broker applies a lower number only after
+        some seconds.
+        """
         self._refill(list(self._active))
 
     def _refill(self, names: list[str]) -> None:
@@ -464,7 +471,7 @@ class WorkSource:
         return "none" if held else self.assignment.role(consumer)
 
     def _narrowed(self, load: Load, consumer: str) -> Load:
-        """Return the part of a load at the devices that run this consumer's work."""
+        """Return the part of a load that waits for the devices that would run this consumer's work."""
         is_bulk = consumer.startswith(self.pulling.bulk_prefix)
         return self._queues.narrowed(load, is_bulk, self.assignment.models_of(consumer))
 
@@ -500,7 +507,7 @@ class WorkSource:
 
     async def upkeep(self, *, is_check: bool) -> None:
         """Set how many messages the active consumers may deliver, and load models in advance; called once per second.
-        `is_check`, every ten seconds: also list the consumers and check the placement table. Raises BrokerError.
+        `is_check` (true every ten seconds): also list the consumers and check the placement table. Raises BrokerError.
         """
         self.pulling.level()
         self._load_ahead()
@@ -533,7 +540,9 @@ class WorkSource:
             self.pulling.weigh(flight.lease.delivery.consumer, sum(row.cost for row in flight.rows))
 
     def refill_soon(self) -> None:
-        """Set the numbers of messages that consumers may deliver, once in this iteration of the event loop."""
+        """Set the numbers of messages that consumers may deliver, once for all calls in this iteration of the event
+        loop.
+        """
         if not self._refilling:
             self._refilling = True
             asyncio.get_running_loop().call_soon(self._refill)
@@ -544,7 +553,9 @@ class WorkSource:
 
     @contextlib.contextmanager
     def paused(self, consumers: set[str]) -> Iterator[None]:
-        """Pull nothing from these consumers in the `with` block, where the worker reads new entries of their models."""
+        """Pull nothing from these consumers in the `with` block, in which the worker replaces the catalogue entries of
+        their models.
+        """
         self._paused.update(consumers)
         for consumer in consumers:
             self.pulling.refill_one(consumer)

@@ -24,10 +24,10 @@ class DeviceView:
     """Facts about one device for the choice of a device for one model.
 
     `loaded`: the model is loaded and accepts work. `coming`: it is being loaded, or is loaded but closed to new work.
-    `refused`: loading it here failed, and must not be tried again yet. `gives_up`: it must not be tried again before
-    the entry of the model changes. `held_cost`: tokens of the work for this device. `models`: number of models that are
-    loaded or being loaded. `size_bytes`: memory of the model, 0 if unknown. `idle_since_s`: last use of the model that
-    would be evicted first, infinite if none may be evicted.
+    `refused`: loading it here failed, and must not be tried again yet. `gives_up`: loading it here failed permanently,
+    and must not be tried again before the catalogue entry of the model changes. `held_cost`: tokens of the work for
+    this device. `models`: number of models that are loaded or being loaded. `size_bytes`: memory of the model, 0 if
+    unknown. `idle_since_s`: last use of the model that would be evicted first, infinite if none may be evicted.
     """
 
     connected: bool
@@ -53,7 +53,8 @@ def choose(views: Sequence[DeviceView]) -> int:
     for able in (
         [number for number in numbers if views[number].loaded],
         [number for number in numbers if views[number].coming],
-        # a device on which its load failed for ever: the load would probably fail on the others too, so none is tried
+        # if the load failed permanently on a device, choose it, which returns the stored error: on the other devices
+        # the load would probably fail too
         [number for number in numbers if views[number].gives_up],
     ):
         if able:

@@ -51,8 +51,8 @@ class LoraLoads:
         self._failures: dict[_Key, tuple[float, ErrorInfo]] = {}
 
     def turn(self, hosted: ModelState) -> asyncio.Lock:
-        """Return the lock under which a batch loads its LoRA and runs, while no other LoRA of this model begins to
-        load. Otherwise LoRAs that do not all fit into the adapter would replace each other for ever before they run.
+        """Return the lock that a batch holds while it loads its LoRA and runs, so that no other LoRA of the model is
+        loaded in between. Without it, LoRAs that do not all fit into the adapter could replace each other for ever.
         """
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
@@ -179,7 +179,8 @@ class Loading:
 
     async def restored(self, item: WorkItem, hosted: ModelState) -> bool:
         """Return True if the config service has replaced the revision of the model whose load failed. If an earlier
-        revision was loaded before, wait for this until RESTORED_S seconds after the failed load.
+        revision was loaded here before, the config service may return to it: wait for this until RESTORED_S seconds
+        after the failed load.
         """
         left_s = hosted.failed_s + RESTORED_S - self._clock()
         if hosted.refusal(self._clock()) is None or not 0 < hosted.loaded_revision < hosted.revision or left_s <= 0:
@@ -190,9 +191,8 @@ class Loading:
     def ahead(self, names: Iterable[str]) -> None:
         """Load these models (names or model:profile) in the background, before work needs them. Failures are logged."""
         for name in names:
-            with contextlib.suppress(
-                ModelNotFound, BundleConflict
-            ):  # this worker's catalogue may be older or newer than the catalogue of the gateway that named the model
+            # an unknown model is ignored: this worker's catalogue may be older or newer than that of the gateway
+            with contextlib.suppress(ModelNotFound, BundleConflict):
                 resolved = self._feed.catalogue.resolve(name)
                 self._work.start(self._obtain_and_load(resolved), "load ahead")
 
@@ -206,7 +206,8 @@ class Loading:
         self._work.start(self._load(hosted), "load of a copy")
 
     async def _obtain_and_load(self, resolved: Resolved) -> None:
-        # the device is chosen here, after the loads before this one have begun, so that they count
+        # `obtain` chooses the device. It is called only here, when the earlier loads have begun, so that it counts
+        # their memory
         await self._load(self.models.obtain(resolved, self.revision(resolved.entry.id)))
 
     async def _load(self, hosted: ModelState) -> None:
@@ -222,8 +223,9 @@ class Loading:
         SIEError.
 
         If the adapter is lost, wait for it or another device and try again, until the last deadline: an input that
-        crashes every adapter must not run for ever. `past_gate`: the items are bound to their device; if its adapter
-        stays away, raise AdapterGone instead of moving them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
+        crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on their
+        device although the model is closed to new work; if the adapter stays away, raise AdapterGone instead of moving
+        them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
         """
         began_s = self._clock()
         try:
@@ -272,7 +274,9 @@ class Loading:
         return chosen
 
     def park(self, flight: InFlight) -> Callable[[], None]:
-        """Allow the eviction of a waiting work item's model. Return a function that ends this before the item runs."""
+        """Allow that the model of a waiting work item is evicted. Return a function that forbids it again; the caller
+        calls it before the item runs.
+        """
         assert flight.hosted is not None
         count = functools.partial(unsettled, [flight])
         device = self.models.device_of(flight.hosted)

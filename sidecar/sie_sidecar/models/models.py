@@ -8,7 +8,7 @@ memory, and idle models are unloaded.
 
 The sidecar decides which models may be evicted and in what order; the adapter decides when, because it knows its
 memory. Each request to the adapter lists the models that may be dropped for it, and each reply lists the dropped ones.
-So models are evicted with a load, with a batch, or by a request once per second if memory is short.
+So an eviction happens during a load, during a batch, or by a request that is sent every second while memory is short.
 
     Hosting.ensure ──► the model is loaded and open to new work ──► return
           └──► load ──► the adapter drops listed models if it needs memory ──► Ready
@@ -61,8 +61,8 @@ PERMANENT = ("GATED", "NOT_FOUND", "DEPENDENCY", "INCOMPATIBLE", "CERTIFICATE")
 MEMORY_USED = 0.85
 RATE_OVER_S = 10.0
 FILL_WEIGHT = 0.1  # weight of the newest batch in the moving mean `fill_ratio`
-# longest time in seconds for which a loaded model with work is not closed to new work. A request for another model
-# waits at most SIE_LOAD_HOLD_S, and the load of that model must fit into this time too
+# seconds; a loaded model with work is protected from being closed to new work for at most this time. A request for
+# another model waits at most SIE_LOAD_HOLD_S, in which the protection must end and the other model must be loaded
 MAX_TURN_S = 5.0
 
 
@@ -101,7 +101,8 @@ class ModelState:
         self.failed_s = 0.0
         self.attempts = 0
         self.held = 0
-        # by caller that waits while the model may be evicted: function that returns the number of its work items
+        # functions, one for each caller whose work items wait while the model may be evicted: each returns the number
+        # of these work items
         self.before_gate: list[Callable[[], int]] = []
         self.arriving = False  # true while the adapter is loading it
         self.leaves = False  # true if an operator wants it unloaded as soon as it is idle
@@ -109,7 +110,7 @@ class ModelState:
         self.is_closed = False
         self.loaded_s = 0.0
         self.used_s = 0.0  # time at which work last arrived, ran or ended
-        self.uses = 0  # number of arrivals and ends of work; if it has grown, the model was used meanwhile
+        self.uses = 0  # number of arrivals and ends of work; if it has grown between two reads, the model was used
         self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
         self.load_s = 0.0  # seconds that its last load took
         self.memory_bytes = 0  # bytes of the copy that was loaded last
@@ -135,7 +136,7 @@ class ModelState:
 
     @property
     def parked(self) -> int:
-        """Return the number of work items here that wait and do not need the model in memory."""
+        """Return the number of work items here that wait and allow that the model is evicted meanwhile."""
         return sum(count() for count in self.before_gate)
 
     @property
@@ -250,9 +251,9 @@ class ModelStates:
         fetching: Callable[[], Mapping[str, Fetched]] = dict,
         device: int = 0,
     ) -> None:
-        """Create the states of a device. `swap_after_s`: seconds that a load waits before a model with work is closed
-        to new work for it. `assigned()`: models of which this worker is a host, None if unknown. `fetching()`: progress
-        of downloads by id of the entry.
+        """Create the states of a device. `swap_after_s`: seconds that a load waits for memory before another model,
+        which has work, is closed to new work to make room. `assigned()`: models of which this worker is a host, None if
+        unknown. `fetching()`: progress of downloads by id of the entry.
         """
         self.device = device
         self.held_cost = 0  # tokens of the work items that need a model here, as estimated by gateways
@@ -285,14 +286,14 @@ class ModelStates:
         return any(hosted.held for hosted in self._of_model.get(model, ()))
 
     def is_closed(self, model: str) -> bool:
-        """Return True if new work of this model would wait here for the load of another model."""
+        """Return True if the model accepts no new work here, because another model is loaded in its place."""
         return any(hosted.is_closed for hosted in self._of_model.get(model, ()))
 
     def loaded_models(self) -> list[str]:
         return [model for model in self._of_model if self.is_loaded(model)]
 
     def slots(self, device: ipc.Description) -> int:
-        """Return how many models of mean size fit into the memory that is not in other use; 0 if unknown."""
+        """Return how many models of mean size fit into the memory that only models may use; 0 if unknown."""
         sizes = [hosted.memory_bytes for hosted in self._hosted.values() if hosted.memory_bytes]
         # while a model is being loaded, its bytes are not reported for it yet, and would look like use by others
         if not any(hosted.state == "loading" for hosted in self._hosted.values()):
@@ -331,7 +332,9 @@ class ModelStates:
         self.held_cost -= cost
 
     def park(self, hosted: ModelState, items: Callable[[], int]) -> None:
-        """Record that work items (`items()` of them) need the model later but not now: it may be evicted."""
+        """Record that work items need the model later but not now, so that it may be evicted. `items()` returns their
+        number.
+        """
         hosted.before_gate.append(items)
 
     def unpark(self, hosted: ModelState, items: Callable[[], int]) -> None:
@@ -346,7 +349,8 @@ class ModelStates:
 
     def evictable(self, idle_s: float) -> list[ModelState]:
         """Return the models idle for `idle_s` seconds in the order of eviction: those placed on other workers, then
-        those placed here. In both groups the least recently used is first, then the others by size, the largest first.
+        those placed here. Each group begins with its least recently used model. The rest of the group is sorted by
+        size, the largest first, so that few evictions are needed.
         """
         assigned = self._assigned()
         elsewhere: list[ModelState] = []
@@ -373,7 +377,8 @@ class ModelStates:
     def next_to_close(self, had_work: list[ModelState], asked_s: float) -> tuple[ModelState | None, float | None]:
         """Choose a model to close to new work, for a load that began at `asked_s` and needs memory. Return it, and the
         seconds until it may be closed: the load must have waited for `swap_after_s`, and the model's protection must
-        have ended (`_turn_ends_s`). Return (None, None) if all of `had_work` are closed already.
+        have ended (`_turn_ends_s`). `had_work`: the models that could not be evicted because they had work. Return
+        (None, None) if all of them are closed already.
         """
         able = [state for state in had_work if state.state == "loaded" and not state.is_closed]
         first = min(able, key=self._turn_ends_s, default=None)
@@ -494,9 +499,9 @@ class Hosting(ModelStates):
         self, hosted: ModelState, items: Callable[[], int] | None = None, *, past_gate: bool = False
     ) -> None:
         """Load the model if needed, and wait until it accepts new work. Return early if no work item needs it any more.
-        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: the items
-        do not wait for a closed model: they were accepted before, and other work waits for their end. Raises
-        ModelLoadFailed, AdapterGone.
+        `items` returns the number of waiting work items of this call; None: load without work. `past_gate`: do not wait
+        if the model is closed to new work, because its items were accepted before, and the other model waits for their
+        end. Raises ModelLoadFailed, AdapterGone.
         """
         count = items or _one_item
         hosted.waiting_counts.append(count)
@@ -582,7 +587,7 @@ class Hosting(ModelStates):
                 beside or came or self.busy(hosted) or await self._went_to_earlier_loads(error, left_over)
             ):
                 return None
-            # the error is about an old entry of the model: do not record it for the new one
+            # if the model has a new catalogue entry now, the error is about the old one, and is not recorded
             if hosted.resolved.entry != resolved.entry:
                 raise
             failure = self.failed(hosted, error)
@@ -594,9 +599,9 @@ class Hosting(ModelStates):
             self._look_again()
 
     async def _went_to_earlier_loads(self, error: SIEError, offered: list[str]) -> bool:
-        """Return True if an earlier process of this sidecar began loads whose models use the memory, and which this
-        process does not know. Loads that still run get a short time; a model whose load has ended can be evicted at the
-        next attempt. Raises AdapterGone.
+        """Return True if the memory is used by models that an earlier process of this sidecar began to load, and that
+        this process does not know. If one of these loads still runs, wait for EARLIER_LOAD_S first; a model whose load
+        has ended can be evicted at the next attempt. Raises AdapterGone.
         """
         arriving = error.extras.get("arriving")
         if isinstance(arriving, (list, tuple)) and set(arriving) - {
@@ -607,8 +612,8 @@ class Hosting(ModelStates):
         await self.link.describe()
         there = {loaded.model for loaded in self._described()}
         finding = [load for name, load in self._loading.items() if name in there]
-        # these loads of this process will find their models loaded already, because the earlier process loaded them.
-        # Afterwards these models have work or can be evicted
+        # loads of this process whose models the earlier process has already loaded: they end at once. Afterwards these
+        # models have work or can be evicted
         if finding:
             await asyncio.wait(finding, timeout=EARLIER_LOAD_S)
             return True
@@ -629,8 +634,8 @@ class Hosting(ModelStates):
         self, hosted: ModelState, asked_s: float, closed: ModelState | None
     ) -> ModelState | None:
         """Wait until one of the models in use has no more work, or no caller needs `hosted` any more. When `hosted` has
-        waited for `swap_after_s`, close another model to new work, until `hosted` is loaded: the one whose time of
-        protection ends first. `closed`: the model that was closed in an earlier call. Return the closed model, or None.
+        waited for `swap_after_s`, close the model whose protection ends first to new work, until `hosted` is loaded.
+        `closed`: the model that was closed in an earlier call. Return the closed model, or None.
         """
         had_work = self.busy(hosted)
         while hosted.has_waiters and had_work and all(busy_model in self.busy(hosted) for busy_model in had_work):
@@ -840,7 +845,9 @@ class WorkerModels:
         return list(dict.fromkeys(model for device in self.devices for model in device.loaded_models()))
 
     def statuses(self) -> tuple[ModelStatus, ...]:
-        """Return a status by model: that of the device where its load is furthest, with the sums over all devices."""
+        """Return a status for each model: its state on the device where it is closest to being loaded, and the sums
+        over all devices of its memory, its queued work and its rate of tokens.
+        """
         if len(self.devices) == 1:
             return self.devices[0].statuses()
         by_name: dict[str, list[ModelStatus]] = {}

@@ -48,7 +48,7 @@ class ChunkContents:
     segments: NDArray[np.int32] | None = None
 
     def chunked(self, rows: Sequence[TokenRow], around: int) -> ChunkedRows:
-        """Return the description of the finished `rows`. `around`: special and prompt tokens of each row."""
+        """Return the description of the finished `rows`. `around`: number of special and prompt tokens in each row."""
         if self.segments is not None:
             return ChunkedRows(len(rows), self.spans.tobytes(), self.segments.tobytes())
         counts = [max(0, len(row.ids) - around) for row in rows]
@@ -58,8 +58,8 @@ class ChunkContents:
 def contents_of(
     tokenizer: ModelTokenizer, source: Input, options: RunOptions, special: tuple[Ids, Ids], most: int
 ) -> ChunkContents:
-    """Return the contents of a text with chunks. `special`: the special tokens before and after each row. `most`:
-    tokens of the longest row. Raises InvalidInput.
+    """Return the contents of a text with chunks. `special`: the ids of the special tokens before and after each row.
+    `most`: largest number of tokens in a row. Raises InvalidInput.
     """
     chunks, text = source.chunks, source.text or ""
     assert chunks is not None
@@ -142,7 +142,9 @@ class _TextTokens:
 
 
 def windows(tokens: int, longest: int) -> list[tuple[int, int]]:
-    """Return for each window its first token and the token after its last one: at most `longest` tokens."""
+    """Return for each window the position of its first token and the position after its last token. A window has at
+    most `longest` tokens.
+    """
     if tokens <= longest:
         return [(0, tokens)]
     overlap = longest // OVERLAP_SHARE

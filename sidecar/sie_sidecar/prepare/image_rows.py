@@ -19,7 +19,9 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Beside(NamedTuple):
-    """Text `before` the images, images, and text `after` them. `ids`: token ids of the images. `cost`: in tokens."""
+    """Parts of a row of a text with images: the text `before` the images, the images, and the text `after` them.
+    `ids`: token ids of the images. `cost`: cost of the images in tokens.
+    """
 
     before: str
     images: PreparedImages
@@ -57,7 +59,9 @@ def of_pieces(
     truncate: Truncate,
     limit: int,
 ) -> TokenRow:
-    """Return the row of one input: `texts` (query, document) and images in the pieces of the model's template."""
+    """Return the row of one input: `texts` (query, document) and images between the fixed parts of the model's prompt
+    template.
+    """
     text_of = dict(zip(("query", "document"), texts, strict=True))
     images_of = {"query": item.images.get(OF_QUERY, ()), "document": item.images.get(index, ())}
     parts: list[str | PreparedImages] = []
@@ -119,7 +123,9 @@ def _count(image: PreparedImage, layout: Rows, tokens: ImageTokens) -> int:
 
 
 def unreserved(work_rows: WorkRows, layout: Rows, tokens: ImageTokens) -> WorkRows:
-    """Return the rows; an input whose text contains the token that stands for images is marked as not runnable."""
+    """Return the rows. An input whose text contains the token that stands for images is marked as not runnable, because
+    the model would read it as an image.
+    """
     error = InvalidInput("text: it contains a token that the model uses for images only", reason="reserved_token")
     bad = [
         number

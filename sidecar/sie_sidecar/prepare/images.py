@@ -55,9 +55,8 @@ _STRIP_PIXELS = 1 << 20  # number of pixels that are put on white at a time, bec
 _LEVELS_16 = [round(level / 257) for level in range(1 << 16)]
 
 Image.MAX_IMAGE_PIXELS = None  # disables Pillow's limit: `check` has its own limits, which are tested before decoding
-AvifImagePlugin.DEFAULT_MAX_THREADS = (
-    1  # one thread: several media workers run at once, and threads need memory, which is limited
-)
+# threads of the AVIF decoder: several media workers run at once, and each thread needs memory, which is limited
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 
 class Pixels(NamedTuple):
@@ -75,8 +74,8 @@ class Pixels(NamedTuple):
 
 
 def prepare(data: bytes, recipe: Recipe) -> Pixels:
-    """Return the pixels of an image file by a recipe. Raises InvalidInput with the reason `invalid_media`; its message
-    begins with too_large, undecodable or aspect.
+    """Return the pixels of an image file, resized by the recipe that the model requires. Raises InvalidInput with the
+    reason `invalid_media`; its message begins with the cause: too_large, undecodable or aspect (ratio).
     """
     try:
         with warnings.catch_warnings():
@@ -159,7 +158,9 @@ def _of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _placed(image: Image.Image, recipe: Recipe, size: Size) -> Image.Image:
-    """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of such a page."""
+    """Crop the image around its centre to `size`. For a `page` recipe, put it into the centre of an empty page of this
+    size instead.
+    """
     if (image.height, image.width) == size:
         return image
     if recipe.kind == "page":

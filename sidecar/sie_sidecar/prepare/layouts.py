@@ -47,7 +47,9 @@ _NONE = np.zeros(0, np.int32)
 
 
 def make(tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput]) -> list[WorkRows]:
-    """Return the rows of each work item. All are of one model with the same limits of length: tokenised in one call."""
+    """Return the rows of each work item. All are of one model and have the same limit of tokens, so they are tokenised
+    in one call.
+    """
     options = items[0].options
     limit = min(options.max_tokens, tokenizer.max_tokens) if options.max_tokens else tokenizer.max_tokens
     checked = [checked_work(tokenizer, layout, item) for item in items]
@@ -306,7 +308,9 @@ def _joined(
 
 
 def _share_ids(whole: Tokens, shortened: Tokens, room: int, truncate: Truncate) -> Ids:
-    """Return the ids of `whole` in a pair: at least QUERY_SHARE of `room`, and more if `shortened` is short."""
+    """Return the ids of `whole`, the text of a pair that is truncated last. It may use QUERY_SHARE of `room`, and more
+    if the other text (`shortened`) is short.
+    """
     return cut(whole.ids, max(int(room * QUERY_SHARE), room - shortened.full), truncate)
 
 
@@ -322,7 +326,9 @@ def _pieces(
 
 
 def _said_of(item: WorkItemInput, empty: str) -> WorkItemInput:
-    """Return the work item with the text `empty` in each input that has neither text nor images."""
+    """Return the work item. Inputs with neither text nor images get `empty`, the text that the model expects for
+    them.
+    """
     if not empty:
         return item
 
@@ -367,7 +373,8 @@ def _text_pieces(
     for item in items:
         place, query = _place(item.options), query_of(item)
         is_beside = "query" in item.options.pieces[place][1::2] and truncate != "NONE"
-        # an upper bound of the tokens: a character has at most four bytes, and a token at least one
+        # 4 * characters is an upper bound of the tokens (a character has at most four bytes, a token at least one): a
+        # query below it is never cut
         shown = tokenizer.prefix_of(query, share) if is_beside and 4 * len(query) > share else query
         shortened.append(shown != query)
         read = [_document(tokenizer, source.text or "", item.options.document_tokens) for source in item.inputs]
@@ -401,7 +408,8 @@ def _document(tokenizer: ModelTokenizer, text: str, most: int) -> str:
     if not 0 < most < max_bytes:
         return text
     read = tokenizer.prefix_of(text, most)
-    return text if read == text else read.rstrip()  # removes a space at the end, which may be a part of the next token
+    # a space at the end is removed, because it may be a part of the next token, which was cut off
+    return text if read == text else read.rstrip()
 
 
 def _place(options: RunOptions) -> int:
@@ -462,7 +470,9 @@ def _passages(
 def _raw(
     tokenizer: ModelTokenizer, layout: Rows, items: Sequence[WorkItemInput], truncate: Truncate, limit: int
 ) -> list[WorkRows]:
-    """Return rows for a model that tokenises itself: ids only give the cost, no text is truncated, files are sent."""
+    """Return rows for a model that tokenises itself. The ids here only serve to estimate the cost. Texts are sent
+    whole, and media as files.
+    """
     results = []
     for item in items:
         texts = texts_of(item)

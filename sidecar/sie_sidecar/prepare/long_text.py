@@ -1,13 +1,15 @@
-"""Tokenising of very long texts in pieces, from the end that is kept, until enough tokens are read.
+"""Tokenising of very long texts in pieces. It begins at the end of the text that is not truncated, and stops when it
+has enough tokens.
 
     text ──► pieces, cut only where tokenising does not depend on the other side ──► ids of each piece ──► joined ids
 
-The joined ids are equal to the ids of the whole text. A cut is between a character that is no white space and white
-space after it (some tokenizers allow more positions). This is why it is safe, for each step of a tokenizer:
+The joined ids are equal to the ids of the whole text. A text is cut only at positions that match a pattern. By default
+these are between a character that is no white space and white space after it; some tokenizers allow more positions. A
+cut there does not change the ids, because of these properties of the steps of a tokenizer:
 
 - Added tokens: matches are leftmost and do not overlap, so only a match across the cut could change the ids. If an
-  added token, with the white space of its `rstrip`, could match across a position of the pattern, a narrower pattern is
-  used, or none.
+  added token, with the white space of its `rstrip`, could match across such a position, a narrower pattern is used,
+  or texts are not cut.
 - Normalizers: white space does not combine with characters before it, and begins a grapheme. So NFC to NFKD,
   Precompiled charsmaps (which work by grapheme) and maps of single characters never depend on text across the cut.
   Characters that form a grapheme with the next one (prepended marks) are not allowed before a cut.
@@ -69,9 +71,9 @@ _LOCAL_NORMALIZERS = {
 _WHITE_SPACE_SPLITTERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OF_WHITE_SPACE = {" ", " +", " {2,}", r"\s+", r"\s{2,}"}
 
-# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). None matches white space
-# after another character, except newlines after punctuation. None matches a letter followed by a clause mark. Only
-# patterns of white space look ahead, and only by one character.
+# Alternatives of the Split patterns in use (GPT-2, Llama 3, Qwen 2 to 3.5, o200k, Tekken). No alternative matches a
+# text in which white space follows another character, except newlines after punctuation. None matches a letter followed
+# by a clause mark. Only patterns of white space look ahead, and only by one character.
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
@@ -155,7 +157,8 @@ class LongTexts:
         self, texts: Sequence[str], room: int, *, from_end: bool, count_all: bool
     ) -> list[tuple[NDArray[np.int32], int]]:
         """Return for each text its first (`from_end`: last) `room` ids, int32, without special tokens, and the number
-        of its ids. A number above `room` may be too low, because reading stops there, unless `count_all`.
+        of its ids. A number up to `room` is exact. Above `room`, reading stops, so the true number may be higher. With
+        `count_all`, every number is exact.
         """
         readings = [_TextReading(self._pieces(text, room * FIRST_CHARACTERS_PER_TOKEN, from_end)) for text in texts]
         going = readings
@@ -229,7 +232,9 @@ class _TextReading:
 
 
 def _forward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each piece from the start. The first has at least `size` characters, later ones more."""
+    """Yield start and end of each piece from the start. The first has at least `size` characters; later ones are
+    larger.
+    """
     start = 0
     while start < len(text):
         match = places.search(text, start + size)
@@ -251,7 +256,9 @@ def _backward(text: str, size: int, places: re.Pattern[str]) -> Iterator[tuple[i
 
 
 def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of positions for cuts, by this tokenizer's steps; for unknown steps a guess to be tested."""
+    """Return the pattern of positions for cuts, by this tokenizer's steps. If it has unknown steps, the pattern is a
+    guess, which `_holds` tests.
+    """
     normalizers, steps = _steps(tokenizer.normalizer, "normalizers"), _steps(tokenizer.pre_tokenizer, "pretokenizers")
     marks = any(step.get("content") == "\u2581" for step in normalizers)
     is_supported = all(_is_local(step) for step in normalizers) and all(_is_known(step) for step in steps)

@@ -57,8 +57,8 @@ class MadeImage(msgspec.Struct, frozen=True, tag=True):
 
 
 class MadeSound(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a SoundJob. `features`: float32 [views, frames, bins], little-endian. `digest`: SHA-256 of shape and
-    features. `seconds`: length of the file.
+    """Answer to a SoundJob. `features`: float32 [views, frames, bins], little-endian; a view is the spectrum of the
+    whole sound or of a part of it. `digest`: SHA-256 of shape and features. `seconds`: length of the file.
     """
 
     number: int
@@ -88,8 +88,9 @@ class PreparedImage(NamedTuple):
 
 
 class SoundFeatures(NamedTuple):
-    """Features of a sound, as the model reads them. `features`: float32 [views, frames, bins], little-endian. `digest`:
-    SHA-256 of shape and features. `seconds`: length of the file.
+    """Features of a sound, as the model reads them. `features`: float32 [views, frames, bins], little-endian; a view is
+    the spectrum of the whole sound or of a part of it. `digest`: SHA-256 of shape and features. `seconds`: length of
+    the file.
     """
 
     features: bytes

@@ -46,7 +46,8 @@ from sie_sidecar.prepare.media_frames import (
 
 DEADLINE_S = 10.0  # seconds that a process may take for one file
 MEMORY_BYTES = 2 << 30  # bytes of address space of a process: decoding 100 megapixels takes 1.3 GB
-# maximum number of waiting files for each process: at 25 ms each, this is about as long as a request may take
+# maximum number of waiting files for each process: at 25 ms each, the last one waits 25 s, about as long as a request
+# may take
 MAX_WAITING = 1000
 RESULTS = ("prepared", *get_args(Cause), "failed")
 START_S = 30.0  # seconds that a process may take to start, on a busy machine too
@@ -178,7 +179,7 @@ class MediaPool:
         self, data: bytes, recipe: Recipe | SoundRecipe, from_s: float | None = None
     ) -> PreparedImage | SoundFeatures:
         """Return the pixels of an image file, or the features of a sound file. Raises InvalidInput (invalid_media, with
-        the cause) for an unusable file; QueueFull, ResourceExhausted or ShuttingDown if the file is not to blame.
+        the cause) for an unusable file; QueueFull, ResourceExhausted or ShuttingDown if the file is not the cause.
         """
         if isinstance(recipe, Recipe):
             return await self._prepared(_ImageFile(data, recipe))
@@ -402,7 +403,9 @@ class _MediaProcess:
             raise _WorkerLost(str(error)) from error
 
     async def ended(self) -> int:
-        """Return the exit status of a process whose socket is closed; 0 after killing it if it does not end."""
+        """Wait for the end of a process whose socket is closed, and return its exit status. If it does not end in time,
+        kill it and return 0.
+        """
         status = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DIED_S):

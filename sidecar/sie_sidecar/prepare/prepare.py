@@ -2,7 +2,7 @@
 their model is loaded, and their texts are tokenised.
 
     group ──► same revision of the model as at the gateway ──► model loaded ──► images, sounds ──► tokens ──► returned
-       │                                                             └──► tokenize, decode: answered here
+       │                                                             └──► requests to tokenize or decode: answered here
        ├──► this worker's catalogue is older: wait, then return the work items for other workers
        └──► it is newer: refused, and the gateway publishes the work again
 """
@@ -30,7 +30,8 @@ from sie_sidecar.prepare.rows import OF_QUERY, PreparedImages, WorkItemInput, ef
 from sie_sidecar.prepare.tokens import TokenizerPool
 from sie_sidecar.results.settle import Settle
 
-# deliveries until a work item with an unknown model is given up; another worker's catalogue may know the model
+# a work item whose model is unknown here is returned to the queue, because another worker's catalogue may have the
+# model; after this number of deliveries it is given up
 MAX_HAND_BACKS = 5
 CATCH_UP_S = 2.0  # seconds to wait for a newer catalogue, if the gateway's catalogue is newer than this worker's
 
@@ -79,9 +80,9 @@ class Prepare:
         return True
 
     async def run(self, group: list[InFlight], together: int) -> list[InFlight]:
-        """Prepare a group and return the work items that can be dispatched. Raises SIEError, the answer to the whole
-        group. `together`: characters of all groups gathered at the same time; if they are few, texts are tokenised on
-        the event loop.
+        """Prepare a group and return the work items that can be dispatched. Raises the SIEError with which the whole
+        group is answered. `together`: characters of all groups gathered at the same time; if they are few, texts are
+        tokenised on the event loop.
         """
         group = self._settle.still_wanted(group)
         if not group:
@@ -154,7 +155,7 @@ class Prepare:
             raise InvalidInput(f"{hosted.name} does not {operation}", reason="unsupported_task")
         if any(_has_files(flight.item) for flight in group):
             work = await asyncio.gather(*(self._work(flight.item, layout) for flight in group))
-        else:  # no tasks, because they would add 0.13 ms to the time of a short text
+        else:  # nothing to decode: built here, because tasks would add 0.13 ms to the time of a short text
             work = [WorkItemInput(flight.item.inputs, flight.item.query, flight.item.options) for flight in group]
         effort = sum(effort_of(layout, rows) for rows in work)
         results = await self._tokenizers.run(
@@ -170,7 +171,9 @@ class Prepare:
             flight.unfit, flight.chunked = rows.unfit, rows.chunked
 
     async def _work(self, item: WorkItem, layout: Rows) -> WorkItemInput:
-        """Return the input for the rows of a work item, with its images and sounds decoded if the model reads them."""
+        """Return the data from which the rows of a work item are built. Its images and sounds are decoded if the model
+        reads them.
+        """
         images, sounds = await asyncio.gather(self._images(item, layout.images), self._sounds(item, layout.sounds))
         return WorkItemInput(item.inputs, item.query, item.options, images, sounds)
 

@@ -29,7 +29,8 @@ PreparedImages = Sequence[PreparedImage]
 
 OF_QUERY = -1
 HYPOTHESIS = "This text is about {}."
-# limits of one work item, before its rows are built: a client can repeat prompts, query and labels for each input
+# limits of one work item, checked before its rows are built: prompts, query and labels are repeated for each input, so
+# the rows of a small request can become large
 MAX_CHARACTERS = 32 << 20
 MAX_ROWS = 1 << 16
 MAX_VECTOR_BYTES = 64 << 20
@@ -44,9 +45,9 @@ COST_CHARACTERS = 64
 class TokenRow:
     """Token ids of one row, int32 [length], with special tokens. `full`: its length before truncation. `types`: uint8
     [length], token types of a pair. `offsets`: int32 [length, 2], in code points, for the layouts `spans` and
-    `passages`. `expanded`: its length on the device, or its cost in tokens, if this is more than the number of ids.
-    `vectors`, `images`, `sound` or `document` may replace ids. `uncounted`: tokens of its cost outside the size of a
-    batch.
+    `passages`. `expanded`: its length on the device or its cost, in tokens, if this is more than the number of ids.
+    `vectors`, `images`, `sound` or `document` may replace ids. `uncounted`: part of its cost, in tokens, that does not
+    count towards the size of a batch.
     """
 
     ids: Ids
@@ -67,8 +68,9 @@ class TokenRow:
     @property
     def cost(self) -> int:
         """Return the number of tokens on the device: after truncation, with special tokens. An image costs the patches
-        of its encoder and its ids in the row; if the encoder gives all images one size, its patches count only 1 in
-        `batch_cost`. Attention, whose time grows with the square of the length, is in `BatchNote`.
+        of its encoder and its ids in the row. If the model reads all images at one size, the patches of an image
+        without text count as only 1 token in `batch_cost`. The time of attention, which grows with the square of the
+        length, is not part of this cost; see `BatchNote`.
         """
         return max(len(self.ids), self.expanded)
 
@@ -299,7 +301,9 @@ def _characters(layout: Rows, item: WorkItemInput) -> int:
 
 
 def effort_of(layout: Rows, item: WorkItemInput) -> int:
-    """Return how long building the rows of a work item takes, as a number of characters to tokenise."""
+    """Estimate the time to build the rows of a work item. Return it as the number of characters that are tokenised in
+    the same time.
+    """
     return _characters(layout, item) + ROW_CHARACTERS * _row_count(layout, item)
 
 
@@ -309,7 +313,7 @@ def prompted(source: Input, options: RunOptions, empty: str = "") -> str:
 
 
 def texts_of(item: WorkItemInput) -> list[str]:
-    """Return the texts of a work item for a model that also reads the text, one for each row."""
+    """Return the texts of a work item, one for each row, for a model that needs them besides the token ids."""
     query = [item.query.text or ""] if item.query else []
     return [*query, *(prompted(source, item.options) for source in item.inputs)]
 
@@ -339,7 +343,8 @@ def offsets_of(rows: Sequence[TokenRow]) -> bytes:
 
 class BatchPart(NamedTuple):
     """Rows of one work item in a batch, and the data from which they were built, both without inputs that do not run.
-    `context`: its trace context. `asker`: its client, see `messages.WorkItem`. `chunked`: as in `WorkRows`.
+    `context`: its trace context. `asker`: name of the client that sent it, see `messages.WorkItem`. `chunked`: as in
+    `WorkRows`.
     """
 
     rows: Sequence[TokenRow]
@@ -430,7 +435,9 @@ def to_batch(
 
 
 def _answered(options: RunOptions) -> RunOptions:
-    """Return the options that the adapter needs: without the variant, and without prompts, which are in the ids."""
+    """Return the options that the adapter needs. Prompts are removed, because they are in the ids; `variant` is
+    removed, because only the fingerprint of results needs it.
+    """
     prompts = options.prefix or options.suffix or options.pieces or options.query_prefix or options.query_suffix
     if not (prompts or options.variant):
         return options

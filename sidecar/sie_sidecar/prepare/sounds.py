@@ -36,7 +36,7 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 _UNKNOWN_LENGTH = 1 << 62  # samples per channel; libsndfile reports this number or more if the length is unknown
 _BLOCK_FRAMES = 4096  # number of frames of a spectrogram that are transformed at a time, which takes 50 MB
 _LEAST_POWER = 1e-10
-_RANGE = 8.0  # levels that are further below the loudest one are raised to this distance, in powers of ten
+_RANGE = 8.0  # dynamic range in powers of ten: lower levels are raised to this distance below the loudest one
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -130,7 +130,8 @@ def _filled(samples: Float32, recipe: SoundRecipe) -> Float32:
 
 def _views(whole: Float32, frames: int) -> Float32:
     """Return four views of a long sound: the whole sound shrunk to `frames` frames, and three parts of this length,
-    from its beginning, middle and end. For each part, the middle of a third of the possible starts is taken.
+    from its beginning, middle and end. The possible starts of a part are divided into three equal ranges, and each part
+    begins at the middle of one of them.
     """
     if len(whole) == frames:
         return np.stack([whole] * 4)

@@ -25,7 +25,7 @@ MAX_TOLD_CHARACTERS = 4 << 20
 
 
 def effort_of(item: WorkItemInput) -> int:
-    """Return how long the answer takes, as a number of characters to tokenise."""
+    """Estimate the time for the answer. Return it as the number of characters that are tokenised in the same time."""
     options = item.options
     around = len(options.prefix) + len(options.suffix)
     return sum(len(source.text or "") + len(source.tokens or ()) + around for source in item.inputs)
@@ -111,7 +111,7 @@ def _columns(text: str, encoding: Encoding) -> Ok:
 
 
 def _byte_places(text: str) -> list[int]:
-    """Return for each code point its position in the UTF-8 text in bytes, and at last the length in bytes."""
+    """Return for each code point its position in the UTF-8 text in bytes, and as the last entry the length in bytes."""
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     return list(accumulate(widths.tolist(), initial=0))

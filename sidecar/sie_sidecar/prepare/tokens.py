@@ -35,8 +35,8 @@ LONG_CHARACTERS = 4096  # characters; a text of at most this length is always to
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of one text, int32 [length]. `full`: length before truncation. For a long text that was truncated with
-    END or START, it is only some number above the length, because the rest of the text was not read.
+    """Token ids of one text, int32 [length]. `full`: length before truncation. For a long text that was truncated
+    (mode END or START), `full` is only known to be larger than the length, because the rest of the text was not read.
     """
 
     ids: Ids
@@ -84,8 +84,8 @@ class ModelTokenizer:
         return _pair(self._tokenizer)
 
     def contents(self, texts: Sequence[str], room: int, truncate: Truncate) -> list[Tokens]:
-        """Return the ids of each text without special tokens, truncated to `room`. With NONE the caller must refuse a
-        truncated text. Of a very long text only the needed part is read, with NONE all of it.
+        """Return the ids of each text without special tokens, truncated to `room`. Of a very long text, only the needed
+        part is read. With the mode NONE, the whole text is read, and the caller must refuse it if it was truncated.
         """
         from_end = truncate == "START"
         least = max(self._long_characters, 2 * room * FIRST_CHARACTERS_PER_TOKEN)
@@ -122,7 +122,9 @@ class ModelTokenizer:
         return 0 <= number < 1 << 32 and self._tokenizer.id_to_token(number) is not None
 
     def content(self, ids: Sequence[int]) -> Ids:
-        """Return valid ids that a client sent for a text, without special tokens at the start and end."""
+        """Remove the special tokens at the start and end of the ids that a client sent for a text. The ids must be
+        valid.
+        """
         content = np.array(ids, np.int32)
         if len(self.first) and np.array_equal(content[: len(self.first)], self.first):
             content = content[len(self.first) :]
@@ -131,8 +133,9 @@ class ModelTokenizer:
         return content
 
     def around(self, prefix: str, suffix: str) -> tuple[Ids, Ids]:
-        """Return the ids of a prompt's parts before and after a text that was sent as ids. A neighbour may
-        change how a prompt is split, so a placeholder word stands for the text, unless the prompt changes its ids.
+        """Return the ids of a prompt's parts before and after a text that was sent as ids. The ids of a prompt may
+        depend on the text beside it. So the prompt is tokenised beside a placeholder word; or alone, if it would change
+        the ids of the placeholder.
         """
         word, led, followed = (
             encoding.ids for encoding in self._plain([SENTINEL, prefix + SENTINEL, SENTINEL + suffix])

@@ -4,8 +4,10 @@ item. `Leases` has the leases of the messages.
 
     result that fits into a message ──► one request ──► verdict: taken, duplicate or unknown
     larger result ──► parts, one after the other, each repeated until it is confirmed ──► the last one: taken
-                      if even the last one is confirmed only as a part, the gateway misses some or the data is damaged:
-                      all parts are sent again, a few times
+                      if the verdict on the last part is `part`, the gateway lacks parts or the data is damaged: all
+                      parts are sent again, a few times
+
+`unknown`: the gateway does not have the request any more.
 
 `LeaseLedger` records the leased deliveries in a file that outlives the process. If the process is killed, the next one
 returns these deliveries to the queue at once, before their leases have ended.
@@ -75,8 +77,8 @@ class ResultDelivery:
         deadline_s: float,
         before_ack: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Send a result, call `before_ack`, and acknowledge the message. A result with errors only is sent only while
-        this worker has the lease: after that, another worker may have the work and succeed.
+        """Send a result, call `before_ack`, and acknowledge the message. If every input failed, the result is sent only
+        while this worker has the lease: after that, another worker may have the work and succeed.
         """
         verdict = await self._answer(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
@@ -137,7 +139,7 @@ class ResultDelivery:
 
     async def _deliver(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
         """Send one message until the gateway confirms it, and return its verdict. Return `unconfirmed` at the deadline,
-        or `fenced` when the lease `fence` is lost. Raises PayloadTooBig.
+        or `fenced` if the lease `fence` is lost before. Raises PayloadTooBig.
         """
         pause_s = FIRST_PAUSE_S
         while True:
@@ -205,7 +207,9 @@ class Settle:
 
     @contextlib.contextmanager
     def answering(self, flights: Sequence[InFlight], doing: str) -> Iterator[None]:
-        """Answer the work items with the error of a failed context, so that no request stays without an answer."""
+        """Context manager: if its block fails, answer the work items with the error, so that no request stays without
+        an answer.
+        """
         try:
             yield
         except SIEError as error:
@@ -215,7 +219,9 @@ class Settle:
             self.answer_all(flights, InternalFailure(f"the worker failed while {doing}"))
 
     def still_wanted(self, flights: Sequence[InFlight]) -> list[InFlight]:
-        """Return the work items to run, without cancelled ones. Answer late ones, and those of changed models."""
+        """Return the work items to run, without cancelled ones. Late ones, and those whose model has a new catalogue
+        entry, are answered here with an error.
+        """
         now_s = self._clock()
         self.answer_changed([flight for flight in flights if not flight.settled and flight.is_outdated])
         late = [flight for flight in flights if not flight.settled and now_s >= flight.deadline_s]
@@ -225,7 +231,9 @@ class Settle:
         return [flight for flight in flights if not flight.settled and now_s < flight.deadline_s]
 
     def answer_changed(self, flights: Collection[InFlight]) -> None:
-        """Answer work items of an old entry of their model: the gateway then publishes them for the new entry."""
+        """Answer work items whose model has a new catalogue entry. On their error, the gateway publishes them again for
+        the new entry.
+        """
         if flights:
             self._metrics.settlements.labels("changed").inc(len(flights))
             self.answer_all(flights, changed())
@@ -564,8 +572,9 @@ class Leases:
             _leases_logger.warning("a message could not be acknowledged and will be delivered again: %s", error)
 
     async def renew_all(self) -> None:
-        """Renew all leases if the adapter answers; otherwise other workers must get the work. A lease counts as renewed
-        at the time of sending, but only after the broker has received the renewals: a dead connection loses them.
+        """Renew all leases if the adapter answers; otherwise other workers must get the work. When the broker has
+        confirmed that it received the renewals, the leases count as renewed from the time of sending. Without this
+        confirmation they do not, because a dead connection loses renewals.
         """
         if not self._held or not self._is_alive():
             return

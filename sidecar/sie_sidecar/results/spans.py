@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sie_runtime.spans import Span, Tracer
     from sie_sidecar.device.in_flight import InFlight
 
-# pairs: name of the span, and name of the same stage in the timing of a reply; in the order of time
+# pairs: name of the span, and name of the same stage in the timing of a reply; in the order in which the stages run
 _PARTS = (
     ("fetch", "queue"),
     ("load", "load"),

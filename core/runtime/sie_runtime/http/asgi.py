@@ -26,7 +26,7 @@ MAX_ID_CHARS = 128
 _NO_FRAMES = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 REQUEST_ID = "sie.request_id"  # key in an ASGI scope: id of the request, created when the request arrives
 TRACE_ID = "sie.trace_id"  # key in an ASGI scope: trace id of the request, if it is traced
-# key in an ASGI scope: do not compress the reply, because gzip hardly makes its numbers smaller
+# key in an ASGI scope: do not compress the reply, because gzip hardly compresses vectors
 INCOMPRESSIBLE = "sie.incompressible"
 # key in an ASGI scope: time when the first byte of the request arrived, by time.perf_counter
 FIRST_BYTE = "sie.first_byte_s"

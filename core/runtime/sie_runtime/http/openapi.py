@@ -49,7 +49,9 @@ class Schemas:
 
 
 def statuses(*shapes: Shape) -> Statuses:
-    """Return the HTTP statuses of errors for some client families (`shapes`), with the error codes of each status."""
+    """Return the HTTP statuses of errors in the given API formats (`shapes`, for example OpenAI's), with the error
+    codes of each status.
+    """
     codes_of_status: dict[int, dict[str, None]] = {}
     for error in each_error():
         for shape in shapes:

@@ -1,7 +1,7 @@
 """One HTTP/1.1 connection: uvicorn's protocol, with limits on incomplete, slow and large requests.
 
     head ──► body ──► trailers, which are dropped
-    response sent before the body has ended ──► last of the connection: discard input until the client closes
+    response before the end of the body ──► no further request; input is discarded until the client closes
     client closes its sending side after a whole request ──► response, if the client still reads
 
 A head, with chunk headers and trailers, has at most MAX_HEAD_BYTES and must be complete within HEAD_S. A client must
@@ -12,8 +12,8 @@ body is not counted. A request that does not reach an application gets the usual
 any address that the browser reaches. So a page of another site could send a form to this machine, or point its own host
 name to this machine (DNS rebinding). But the browser states the origin of the page, and the page cannot change it:
 
-    Host ──► a name of this listener? ──► does it change or compute? ──► Origin, Sec-Fetch-Site: own page, or no page?
-    ──► application
+    Host: a name of this listener? ──► method other than GET, HEAD: do Origin and Sec-Fetch-Site show a page of this
+    server, or no web page (for example curl)? ──► application
 
 GET and HEAD need no check of the origin: only pages of SIE_CORS_ORIGINS get CORS headers, so that the browser hides the
 reply from pages of other origins.
@@ -61,11 +61,12 @@ MAX_HEAD_BYTES = 64 << 10  # largest number of bytes of a request line with all 
 HEAD_S = 10.0
 MIN_RATE = 4096  # lowest rate at which a client must send a body or read a response, in bytes per second
 RATE_S = 15.0  # seconds over which the rate of a body is measured
-# Bytes of a chunked body that are parsed at a time. The number is small so that a long chunk header is noticed: a piece
-# inside such a header has no bytes of the body.
+# Bytes of a chunked body that are parsed at a time. If a whole piece has no bytes of the body, it lies inside a chunk
+# header, and counts towards the limit on the head.
 SLICE_BYTES = 16 << 10
 WRITE_S = 60.0
-# seconds in which a client that still sends data can read the response; an immediate close would discard the response
+# seconds for which a connection stays open after a response to a client that still sends: an immediate close would
+# discard the response
 LINGER_S = 5.0
 # seconds from the start of a request until the server tests whether a client that closed its sending side still reads
 HALF_CLOSED_S = 1.0
@@ -79,7 +80,9 @@ _HEAD_TOO_LARGE = f"the head of this request, its trailers included, is larger t
 
 
 def _head(status: int, headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, int] | None:
-    """Return (bytes of the head, length of the body) of a response; None if uvicorn must send it (unusual headers)."""
+    """Return (bytes of the head, length of the body) of a response; None if uvicorn must send the response itself,
+    because its headers are unusual.
+    """
     header_values = dict(headers)
     length = header_values.get(b"content-length", b"")
     if not length.isdigit() or not _FRAMING.isdisjoint(header_values) or _NO_NAME.search(b"".join(header_values)):
@@ -106,7 +109,9 @@ class SharedState(ServerState):
 
 
 class _Outlet:
-    """Transport for the response to one request. `close` first lets a client that is still sending read it."""
+    """Transport for the response to one request. `close` first waits until a client that is still sending can have read
+    the response.
+    """
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -183,14 +188,15 @@ class Protocol(HttpToolsProtocol):
     server_state: SharedState
     cycle: _Cycle
     _in_head = False
-    _head_bytes = 0  # bytes of the incomplete head, without the piece of input in which it began
+    # bytes of the incomplete head after the piece of input in which it began; negative while that piece is parsed
+    _head_bytes = 0
     _piece_bytes = 0
     _is_chunked = False
     _has_body = False  # whether the last piece of input had bytes of a body
     _idle_bytes = 0  # bytes of chunk headers and trailers that have arrived since the last bytes of a body
     _body_bytes = 0  # bytes of all bodies of this connection
     _was_paused = False  # whether the server has stopped reading at any time since the rate was last measured
-    _trailer_bytes = 0  # bytes of head and trailers together; 0 if there are no trailers
+    _trailer_bytes = 0  # bytes of the head and the trailers, which share one limit; 0 until a trailer arrives
     _begun_s = 0.0
     _why = ""
     # true while a new parser reads a copy of a head that is already handled, see `_ignore_upgrade`
@@ -200,7 +206,7 @@ class Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    # timer that closes a connection, or that tests a half-closed client
+    # latest timer for the end of the connection: it closes the connection, or tests a half-closed client
     _last_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -265,8 +271,8 @@ class Protocol(HttpToolsProtocol):
         """Continue with HTTP/1.1 after a head that offers an upgrade to an unsupported protocol (RFC 9110, 7.8).
         `rest`: input after the head. Returns the same as `_read`.
 
-        The parser stops after such a head and would skip the body. So a new parser reads a short head with the same
-        length or coding of the body, while callbacks do nothing, and then `rest`.
+        The parser stops after such a head and would skip the body. So a new parser first reads a short artificial head
+        with the same Content-Length or Transfer-Encoding, with callbacks switched off. Then it reads `rest`.
         """
         framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
         self.parser = httptools.HttpRequestParser(self)
@@ -464,7 +470,7 @@ class Protocol(HttpToolsProtocol):
         self._last_timer = self.loop.call_later(next_s, self._probe, min(2 * next_s, MAX_ASK_S))
 
     def shutdown(self) -> None:
-        """Close the connection if it is idle, like uvicorn, unless input has arrived that is not read yet."""
+        """Close the connection if it is idle and has no unread input; otherwise it closes after its response."""
         if not self._is_lingering and not self.arriving:
             super().shutdown()
 

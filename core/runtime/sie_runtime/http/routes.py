@@ -168,7 +168,7 @@ class Table(Generic[R]):
         parts = [part[:_LIKE_PART] for part in path.split("/", _LIKE_PARTS + 1)[1:] if part]
         begins = [parts, ["v1", *parts], parts[1:] if parts[:2] == ["v1", "v1"] else []]
         starts = {"/".join(parts[:count]) for parts in begins for count in range(1, _LIKE_PARTS + 1)} - {"", "v1"}
-        # the beginning of the path equals that of a route; only the end is missing or too long
+        # the beginning of the path equals that of a route, so this route is suggested without comparing similar paths
         exact = next((head for head in self._heads if head in starts), None)
         like = (head for start in sorted(starts) for head in difflib.get_close_matches(start, self._heads, 1, _LIKE))
         head = exact if exact is not None else next(like, None)

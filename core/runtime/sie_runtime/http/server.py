@@ -2,7 +2,7 @@
 decides when the server ends.
 
     request ──► Protocol, which limits a connection ──► Guarded, which refuses other sites' pages ──► the application
-    leave ──► each response is the last of its connection ──► hang_up: idle connections are closed ──► stop
+    shutdown: leave(): each connection closes after its response ──► hang_up(): idle connections close ──► stop()
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ __all__ = [
 
 # largest number of bytes of a websocket message from a client; these messages are discarded
 WEBSOCKET_MESSAGE_BYTES = 4096
-# seconds that an idle connection stays open: more than common load balancers, so that the load balancer closes it first
+# seconds that an idle connection stays open: longer than the idle timeout of common load balancers, so that the load
+# balancer closes it first
 KEEP_ALIVE_S = 120
 STOP_S = 5.0
 # largest number of iterations of the event loop in which `hang_up` waits for requests that have already arrived

@@ -75,7 +75,9 @@ class Seats:
 
     @contextlib.contextmanager
     def seat(self, scope: Scope, key: str = "") -> Iterator[None]:
-        """Count one websocket of the credential `key` in this context. Raises ResourceExhausted above a limit."""
+        """Context manager that counts one open websocket of the credential `key`. Raises ResourceExhausted above a
+        limit.
+        """
         if self.taken >= self._most:
             raise ResourceExhausted(f"{self._most} websockets are open, the limit of this {self._where}")
         holders = [holder for holder in (_network((scope.get("client") or ("",))[0]), key and f"key {key}") if holder]
@@ -112,7 +114,9 @@ class ViewerFrames:
     """Sends frames to all viewers of one page, at most one per `interval_s`. A frame is built once for all viewers."""
 
     def __init__(self, make: Callable[[], str | None], interval_s: float, *, patience_s: float = PATIENCE_S) -> None:
-        """`make` returns the present frame. The same object is not sent again; None closes with code 1013."""
+        """`make` returns the present frame. The same object is not sent again. If `make` returns None, the websocket is
+        closed with code 1013.
+        """
         self._make = make
         self._interval_s = interval_s
         self._patience_s = patience_s

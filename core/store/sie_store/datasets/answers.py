@@ -90,7 +90,9 @@ class OutputLine(NamedTuple):
 
     @property
     def unique_id(self) -> str:
-        """Return the id of the row, with the number of the chunk if there is one. It is unique in the output."""
+        """Return the id of the row, followed by # and the number of the chunk if there is one, for example `doc#2`. It
+        is unique in the output.
+        """
         return self.row.id if self.chunk is None else f"{self.row.id}#{self.chunk.chunk}"
 
 
@@ -114,8 +116,9 @@ def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[Out
 @dataclass(frozen=True)
 class Shard:
     """Answers to the rows of a span (a range of rows), in the order of the lines. `chunks`: the chunk of each line;
-    empty if no row has chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, an array of
-    any length for each line, or None. `numbers`: by column, float32 [lines], NaN for a line without a number.
+    empty if no row has chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, for each
+    line an array of any length, or None if the line has none. `numbers`: by column, float32 [lines], NaN for a line
+    without a number.
     """
 
     about: About

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 8 << 20  # bytes that are buffered while a column of a row group is read
 BATCH_ROWS = 1024
-# Largest number of values of a list column in a row group whose values take less than a byte each. A row is decoded as
-# a whole, so one such row could otherwise need any amount of memory.
+# Limit on the values of a list column in a row group if its values are compressed to less than a byte each. A row is
+# decoded as a whole, so one row of a small file could otherwise need any amount of memory.
 MAX_DENSE_VALUES = 8_000_000
 MAX_FOOTER_BYTES = 64 << 20
 
@@ -46,7 +46,9 @@ def malformed(source: str) -> InvalidInput:
 
 
 def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> ParquetFile:
-    """Open a Parquet file. Columns `compact` keep dictionary indices as values. Raises InvalidInput, StoreError."""
+    """Open a Parquet file. Columns named in `compact` are read as dictionary arrays (indices into the distinct values),
+    to save memory. Raises InvalidInput, StoreError.
+    """
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
@@ -115,8 +117,7 @@ def _check_dense(source: str, path: str, values: int, size: int) -> None:
 
 def cuts(groups: Sequence[ParquetGroup], max_rows: int, max_bytes: int) -> Iterator[Cut]:
     """Yield spans of as many whole row groups as the limits allow. A group above the limits is split into equal numbers
-    of rows. A span is planned for half of the allowed values, because the rows of a group differ in their number of
-    values.
+    of rows. Only the mean number of values per row is known, so a span is planned for half of the allowed values.
     """
     most = ParquetGroup(max_rows, max_bytes, MAX_SPAN_VALUES // 2)
     first = row = start = 0

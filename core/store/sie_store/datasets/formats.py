@@ -11,7 +11,8 @@ SUFFIXES: dict[str, InputFormat] = {
     ".parquet": "parquet",
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"), "images"),
 }
-MANIFEST = "manifest.json"  # name of an output's manifest; a job skips it if it reads the output of another job
+# name of an output's manifest; a job whose input is the output of another job skips this object
+MANIFEST = "manifest.json"
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".snappy", ".zip", ".tar", ".tgz")
 
 
@@ -26,6 +27,8 @@ def is_packed(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether an object is no data, because it is hidden, a folder, a manifest, or a program's marker."""
+    """Return whether an object is no data, because it is hidden, a folder, a manifest, or a marker file of another
+    program, such as _SUCCESS.
+    """
     segments = name.split("/")
     return any(not segment or segment[0] in "._" for segment in segments) or segments[-1] == MANIFEST

@@ -22,7 +22,9 @@ READ_AHEAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object: its name in spans, its size in bytes, and a tag that differs for each version of the object."""
+    """An object: its name relative to its place, as spans store it, its size in bytes, and a tag that differs for each
+    version of the object.
+    """
 
     source: str
     size: int
@@ -62,8 +64,8 @@ async def find(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
 
 
 async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
-    """Yield the bytes from `start` to before `end`, all of one version: the one with the tag of `entry`, or, if it has
-    no tag, the version of the first response. After a failure, the missing bytes are requested again. Raises
+    """Yield the bytes from `start` to before `end`, all of one version: the one with the tag of `entry`, or, if `entry`
+    has no tag, the version of the first response. After a failure, the missing bytes are requested again. Raises
     InvalidInput (reasons input_missing, input_changed), StoreError.
     """
     import obstore
@@ -110,8 +112,9 @@ async def whole(
 
 
 class RangeFile(io.RawIOBase):
-    """File object for an object in a store, for use in a thread. Each read requests a range, with more bytes than
-    needed. Raises StoreError and InvalidInput (reason `input_changed`).
+    """File object for an object in a store, for use in a thread. Each read from the store requests more bytes than
+    needed, so that small reads that follow need no request. Raises StoreError and InvalidInput (reason
+    `input_changed`).
     """
 
     def __init__(self, place: Place, entry: ObjectEntry) -> None:

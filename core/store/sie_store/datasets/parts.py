@@ -1,11 +1,11 @@
 """Encoding of parts, and reading of their descriptions. A part is the output file that stores one shard.
 
 parquet  one row for each line; outputs of a failed row are null. The metadata of the file has About as JSON, key `sie`.
-jsonl    one object for each line, with the same names; outputs of a failed row are absent. Each has the fingerprint.
+jsonl    one object for each line, with the same names and the model's fingerprint; outputs of a failed row are absent.
 npy      an uncompressed `.npz`: an array for each column. `dense` is [rows, width] with zeros where `failed` is true.
-         A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all rows, and `NAME_rows`,
-         the position in `NAME` at which each row begins, and the end. Texts, copied columns and extractions are in
-         `rows.jsonl`, About in `about.json`, both as bytes: nothing in the file is a pickle.
+         A column NAME of arrays of any length is stored as `NAME`, the joined arrays of all rows, and `NAME_rows`:
+         the positions in `NAME` at which the rows begin, and the end of the last row. Texts, copied columns and
+         extractions are in `rows.jsonl`, About in `about.json`, both as bytes: nothing in the file is a pickle.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def outcomes(data: bytes, format: OutputFormat) -> list[Outcome]:
 
 
 class _Line(msgspec.Struct):
-    """Line of a part. Only the line of a chunk has `row_tokens`. In other lines, `chunk` is a column of the input."""
+    """Line of a part. Only lines of chunks have `row_tokens`. In a line without it, `chunk` is a column that was copied
+    from the input.
+    """
 
     id: str
     tokens: int

@@ -29,9 +29,9 @@ class Place:
     """One object in a store, or all objects below a folder.
 
     `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in it; empty for all objects.
-    `label`: name of the object in spans and row ids, if it differs from `name`. `digest`: digest of an object that
-    never changes, if known. `root`: for a folder on the disk, the allowed folder; symbolic links must not lead out of
-    it.
+    `label`: name of the object in spans and row ids, if it differs from `name` (for example the name of an uploaded
+    file). `digest`: digest of an object that never changes, if known. `root`: for a folder on the disk, the allowed
+    folder; symbolic links must not lead out of it.
     """
 
     store: ObjectStore
@@ -92,7 +92,8 @@ class Place:
 
 
 def _check_segments(url: str, where: StoreUrl, param: str) -> None:
-    # the path as the client wrote it, because the parser has already resolved `..` in a path on the disk
+    # the path as the client wrote it, in which a `..` must be found: the parser has already resolved it in a path on
+    # the disk
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
         raise InvalidInput(f"{param}: control characters and \\ are not allowed", reason="not_allowed", param=param)

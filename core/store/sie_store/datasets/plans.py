@@ -2,7 +2,7 @@
 
     folder ──listed──► objects by name ──┬─ jsonl, csv ── bytes are read once ──────┐
                                          ├─ parquet ───── only the footer ─────┼──► spans of an object, or Broken
-                                         └─ images ────── names, a run of them ─┘
+                                         └─ images ────── consecutive names ────┘
 
 An object that cannot be read is an entry (Broken) of the plan; the other objects are still planned. Only a store that
 does not answer stops the planning.
@@ -65,7 +65,7 @@ async def plan(
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
     """Yield the spans of each object, or a Broken if it cannot be read, in the order of the objects' names. A span has
-    at most `shard_rows` rows and `text_bytes` bytes of text; a single row may have more. Raises StoreError, and
+    at most `shard_rows` rows and `text_bytes` bytes of text; a single longer row is a span. Raises StoreError, and
     InvalidInput if there is no object to read or there are more than MAX_SPANS spans.
     """
     count = 0
@@ -129,14 +129,14 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
 
 
 async def images(place: Place, patience: RetryPolicy, after: str = "", most: int | None = None) -> list[ObjectEntry]:
-    """Return the images below a folder by name: all, or the first `most` whose names follow `after`."""
+    """Return the images below a folder by name: all, or the first `most` whose names sort after `after`."""
     return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
 
 
 async def _listed(
     place: Place, is_wanted: Callable[[str], bool], patience: RetryPolicy, after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
-    """Return the objects below a folder, sorted by name: all, or the first `most` whose names follow `after`. Raises
+    """Return the objects below a folder by name: all, or the first `most` whose names sort after `after`. Raises
     InvalidInput if there are more than MAX_OBJECTS, and StoreError.
     """
     return await patience.repeated(lambda: _listed_once(place, is_wanted, patience.stall_s, after, most))
@@ -165,8 +165,8 @@ async def _listed_once(
         if most is None and len(objects) > limit:
             raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
-            # a bucket lists objects by name, so the first ones are known now; a folder on the disk must be listed to
-            # its end
+            # a bucket lists objects by name, so the listing can stop here; a folder on the disk must be listed to its
+            # end
             objects = heapq.nsmallest(limit, objects, key=_name)
             if place.root is None:
                 break

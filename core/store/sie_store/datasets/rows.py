@@ -100,7 +100,7 @@ def _json(line: bytes, names: Sequence[str], size: SpanSize) -> _Columns:
             values += sizes.values_of(raw[name])
             if values > sizes.MAX_ROW_VALUES:
                 return _fault("too_large", f"column {name!r}: the row has more than {sizes.MAX_ROW_VALUES} values")
-        size.add(values - len(read), 0)  # `_RowMaker` counts one value per column
+        size.add(values - len(read), 0)  # without one value per column, which `_RowMaker` counts
         return {name: sizes.decoded(raw[name]) for name in read}
     except sizes.TooManyValues as error:
         return _fault("too_large", str(error))
@@ -238,8 +238,8 @@ async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[In
             )
         async with turns:
             try:
-                # Read without a tag: some stores (Google's emulator) use different tags in listings and responses. The
-                # tags of the listing were compared above.
+                # Read without a check of the tag: some stores (Google's emulator) use other tags in responses than in
+                # listings. The tag of the listing was compared with that of the span above.
                 return InputRow(entry.source, images=(await whole(place, replace(entry, tag=""), patience),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":

@@ -58,7 +58,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
 
 
 def in_use(why: str) -> InvalidInput:
-    """Return the error for an output folder that a job cannot use."""
+    """Return the error for an output folder that a job cannot use, because it has other content."""
     return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
 
 
@@ -149,7 +149,9 @@ def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
 
 
 def _kept_on_disk(path: Path) -> None:
-    """Sync a part to the disk, because its record must not outlive it at a loss of power. Raises StoreError."""
+    """Sync a part to the disk, because after a power failure the record must not exist without the part. Raises
+    StoreError.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:

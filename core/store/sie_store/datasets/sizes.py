@@ -59,7 +59,7 @@ def columns_of(line: bytes) -> dict[str, msgspec.Raw]:
 
 
 def values_of(value: bytes | msgspec.Raw) -> int:
-    """Return the number of values in JSON, the outermost included; never too low, inexact above MAX_ROW_VALUES."""
+    """Return the number of values in JSON, the outermost included; the result may be too high, but never too low."""
     text = bytes(value)
     return 1 if text[:1] not in (b"[", b"{") else 1 + _count(text, b",:[{", MAX_ROW_VALUES)
 
@@ -70,14 +70,16 @@ def decoded(value: msgspec.Raw) -> Any:
 
 
 def _count(text: bytes, marks: bytes, most: int) -> int:
-    """Return how often `marks` occur in JSON. Above `most`, occurrences inside strings are not counted."""
+    """Return how often `marks` occur in JSON. Occurrences inside strings count as well, because this is faster; only a
+    result above `most` is counted again without them.
+    """
     total = sum(text.count(marks[at : at + 1]) for at in range(len(marks)))
     return total if total <= most else count_outside(text, marks, most)
 
 
 def count_outside(text: bytes, marks: bytes, most: int) -> int:
     """Return how often `marks` occur in JSON outside of strings; counting stops above `most`. A loop over the strings,
-    not a single call, lets other threads run in between.
+    not a single call, releases the interpreter lock in between.
     """
     total = at = 0
     for string in _STRING.finditer(text):

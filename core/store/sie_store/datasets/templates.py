@@ -29,7 +29,8 @@ ANSWER_COLUMNS = frozenset(
 # columns of the output if texts have chunks; a job must not copy input columns with these names
 CHUNK_COLUMNS = frozenset({"chunk", "start", "end", "text"})
 DOCUMENT_COLUMNS = frozenset({"page", "heading"})  # further columns of the output if rows have documents
-# largest number of times that one template may name a column: a short template could otherwise make gigabytes of text
+# largest number of times that a template may name the same column: a short template could otherwise make gigabytes of
+# text
 MAX_REPEATS = 4
 
 

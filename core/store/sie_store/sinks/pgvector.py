@@ -3,8 +3,8 @@ payload jsonb)`.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
-The table has no distance function: queries and indexes name it (`<=>` is the cosine distance). The operator creates an
-index after a job: this is much faster than an update of the index for each row.
+The table has no distance function: queries and indexes name the distance function (`<=>` is the cosine distance). The
+operator creates an index after a job: this is much faster than an update of the index for each row.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class PostgresDatabase:
             async with asyncio.timeout(bound_s), self._connection() as connection:
                 if is_transaction:
                     await connection.execute("BEGIN")
-                # limits the time at the server too, which would continue a statement after its client has disconnected
+                # the server's own limit: without it, the server would continue a statement after its client has
+                # disconnected
                 local = "LOCAL " if is_transaction else ""
                 await connection.execute(f"SET {local}statement_timeout = {int(bound_s * 1000)}")
                 result = await work(connection)

@@ -42,7 +42,7 @@ from sie_store.sinks.sink import (
 DISTANCE = "Cosine"
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
-# largest number of bytes of a reply; the largest one describes a collection and the fields of its payloads
+# largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
 ANSWER_BYTES = 4 << 20
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body; Qdrant's default limit is 32 MiB
 

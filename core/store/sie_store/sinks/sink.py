@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
-# ten attempts with pauses of two minutes in total: time for a database to restart or fail over
+# ten attempts, whose pauses together are about two minutes: time for a database to restart or fail over
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
 ROW_ID = "_id"  # field of a Qdrant payload with the id of the row
 # at most 63 characters, because PostgreSQL would shorten a longer name
@@ -65,7 +65,9 @@ class SinkRows:
     payloads: Sequence[Mapping[str, Any]]
 
     def latest(self, dims: int) -> SinkRows:
-        """Return the rows without earlier rows of the same id. Raises RowsRefused for rows no database can store."""
+        """Return the rows; of several rows with the same id, only the last one. Raises RowsRefused for rows no database
+        can store.
+        """
         count = len(self.ids)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
             raise RowsRefused(
@@ -98,7 +100,8 @@ class Sink(Protocol):
 
     async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
         """Create or check the collection, for vectors of `dims` numbers with cosine distance, to which `upsert` will
-        write. `kinds`: payload fields by which searches filter; they get an index if the database needs one.
+        write. `kinds`: kind of value of each payload field by which searches filter; the fields get an index if the
+        database needs one.
         """
 
     async def upsert(self, rows: SinkRows) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 MAX_OBJECTS = 100_000  # largest number of objects of one snapshot
-GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest; attempts, because stores fail at times
+GLANCE_S, GLANCES = 10.0, 3  # seconds of one attempt to read a manifest; number of attempts
 _FOLDER = re.compile(r"models--(.+)")
 
 
@@ -60,8 +60,8 @@ class WeightBucket:
         self._glance = RetryPolicy(min(limits.stall_s, GLANCE_S), min(limits.tries, GLANCES), limits.pause_s)
 
     async def manifest(self, repository: str, revision: str) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest of a snapshot (None if the snapshot is not complete), and the mode for a write that
-        replaces this manifest: the write fails if another writer was faster.
+        """Return the manifest of a snapshot (None if the snapshot is not complete), and obstore's put mode for a write
+        that replaces this manifest: with it, the write fails if another writer was faster.
         """
         key, snapshot = f"{place(repository, revision)}/{MANIFEST}", f"{repository}@{revision}"
 

@@ -6,7 +6,7 @@ HF_HOME, so that other programs find them too.
     hub/.locks/models--org--name/COMMIT.fetch   exclusive lock of the one process of the node that fetches the snapshot;
                                                 it contains the progress
     hub/.locks/models--org--name/COMMIT.use     shared lock of processes that load, use or fetch the snapshot;
-                                                exclusive lock of a process that removes it. Its mtime is the last use
+                                                exclusive lock of a process that removes it. The file's mtime: last use
 
 A fetch fills the partial folder. The manifest is written last, and then the folder is renamed into place.
 """
@@ -48,7 +48,8 @@ from sie_store.weights.selection import LORA_FILES, Wanted, common
 _logger = logging.getLogger("sie.store")
 
 POLL_S = 0.2
-# a fetch by another process counts as failed after this many seconds without progress; time-outs of a fetch are shorter
+# a fetch by another process counts as failed after this many seconds without progress; the time-outs within a fetch are
+# shorter, so a fetch that still retries is not given up
 STALLED_S = 180.0
 REMOVAL_S = 60.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -95,8 +96,7 @@ class LocalCache:
     """Snapshots below `folder`. Methods are safe for use by several threads and processes.
 
     `room`: called with a number of bytes before a fetch; frees this space on the disk, or raises FetchFailed.
-    `relieve`: removes snapshots while the disk is fuller than its threshold; returns whether it is below the threshold
-    at the end.
+    `relieve`: function that removes snapshots until the disk is below its threshold; returns whether it is.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -111,9 +111,10 @@ class LocalCache:
         return self._folder_of(repository) / "snapshots" / revision
 
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
-        """Return the folder of a snapshot if it has all files that `select` accepts, by its manifest or by the listing
-        of the hub's own client. Without `select`, it must have the files that its fetch selected. Returns None if a
-        file is missing, or if there is neither manifest nor listing. Raises ManifestError.
+        """Return the folder of a snapshot if it has all files of the repository that `select` accepts; without
+        `select`, all files that its fetch selected. The files are read from its manifest, or from the listing of the
+        hub's own client. Returns None if a file is missing, or if there is neither manifest nor listing. Raises
+        ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
@@ -125,8 +126,9 @@ class LocalCache:
         return folder if is_whole else None
 
     def flaw(self, repository: str, revision: str) -> str:
-        """Return why a snapshot is not complete; empty if no fault is found. The files are compared with the manifest,
-        or with each other if there is no manifest. Raises ManifestError.
+        """Return why a snapshot is not complete; empty if no fault is found. The files are compared with the manifest.
+        Without a manifest, index files must name only existing files, and safetensors files must have their full
+        length. Raises ManifestError.
         """
         folder, manifest = self.place(repository, revision), self.manifest(repository, revision)
         if manifest is None:
@@ -245,8 +247,8 @@ class LocalCache:
         return snapshots
 
     def used_s(self, repository: str, revision: str) -> float:
-        """Return the time of the last begin or end of a lease on a snapshot, in seconds since 1970; the time of its
-        creation if it had none; 0 if it does not exist.
+        """Return the time when a lease on a snapshot last began or ended, in seconds since 1970; the time of its
+        creation if it never had a lease; 0 if it does not exist.
         """
         for path in (self._lock_file(repository, revision, "use"), self.place(repository, revision)):
             with contextlib.suppress(OSError):
@@ -276,7 +278,7 @@ class LocalCache:
                 path.parents[1].name.removeprefix("models--").replace("--", "/"),
                 path.name.removesuffix(REMOVED),
             )
-            # the folder is not one of SIE, or it was moved in the meantime
+            # the folder's name is not that of a snapshot, or the folder was moved in the meantime
             with contextlib.suppress(ManifestError, FileNotFoundError):
                 check_names(repository, revision)
                 if not self._is_used(repository, revision):
@@ -299,7 +301,7 @@ class LocalCache:
             return False
         try:
             lock = try_lock(path, shared=False)
-        except PermissionError:  # the lock file belongs to another user, who may hold the lock
+        except PermissionError:  # another user may hold the lock, so the snapshot counts as in use
             return True
         if lock is None:
             return True
@@ -369,7 +371,8 @@ class LocalCache:
 
     def _merged(self, repository: str, revision: str, manifest: Manifest) -> Manifest:
         """Return the manifest of the fetched files, joined with that of the existing snapshot. A snapshot without a
-        manifest is not from SIE: then the origin of the result is `found`, so that the snapshot is never removed.
+        manifest is not from SIE: then `origin` of the result is `found`, and the snapshot is never removed to free
+        space.
         """
         place, before = self.place(repository, revision), self.manifest(repository, revision)
         if before is None:
@@ -382,7 +385,7 @@ class LocalCache:
 
     def _publish(self, partial: Path, place: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).unlink(missing_ok=True)
-        if place.exists():  # the snapshot may be in use, so no file is removed
+        if place.exists():  # it may be in use: move the new files into it
             for name in manifest.files:
                 source, target = partial / name, place / name
                 if source.exists() and not (target.exists() and os.path.samefile(source, target)):
@@ -402,7 +405,7 @@ class LocalCache:
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:
-    """Return the error for a failed write; a retry may help for a full disk, but not without permission."""
+    """Return the error for a failed write; a retry may help for a full disk, but not for a missing permission."""
     if error.errno in FULL:
         return FetchFailed(
             "NETWORK", f"{label} could not be written: no space is left on the disk of {folder}; make room there"
@@ -432,7 +435,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _noted(note: bytes) -> Fetched:
-    """Return the progress in the lock file of the fetching process; no progress if the file is incomplete."""
+    """Return the progress in the lock file of the fetching process; an empty `Fetched` if the file is incomplete."""
     try:
         _, done_bytes, total_bytes, bytes_per_s, _ = json.loads(note)
         return Fetched(int(done_bytes), int(total_bytes), float(bytes_per_s))

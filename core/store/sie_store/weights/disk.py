@@ -170,8 +170,8 @@ def _removed(cache: LocalCache, candidate: Candidate) -> bool:
 def _no_room(
     cache: LocalCache, threshold_percent: float | None, needed_bytes: int, others_bytes: int, free: int
 ) -> FetchFailed:
-    """Return the error for a fetch for which the disk has no space. Its class allows a retry of the load, because space
-    may become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
+    """Return the error for a fetch for which the disk has no space. The load may be tried again, because space may
+    become free. `others_bytes`: the part of `needed_bytes` that other fetches need.
     """
     shared = f" ({others_bytes / 2**20:.1f} of them by other fetches)" if others_bytes else ""
     needs = (

@@ -1,7 +1,7 @@
 """Download engine: it fetches the files of a snapshot (weights of a model at one commit) into a folder. It continues a
 file where an earlier attempt ended.
 
-    files ──► existing files are checked ──► the others are read from the length of their part on ──►
+    files ──► existing files are checked ──► the others are requested from the end of their PART file on ──►
     appended and digested ──► renamed when the digest is right
 
 An incomplete file has the suffix PART and only grows at its end, so its length is the progress, and any process can
@@ -45,10 +45,10 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class DownloadLimits(RetryPolicy):
-    """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES arrive. `tries`: number of attempts
-    in a row that may deliver fewer than MIN_BYTES. `part_bytes`: bytes of one request; 0: one request reads the whole
-    rest of the file, which is written as it arrives. `parts_at_once`: number of parts, of all files, that are requested
-    ahead and kept in memory.
+    """Limits of a download. `stall_s`: longest time in which fewer than MIN_BYTES arrive. `tries`: after this number of
+    successive attempts with fewer than MIN_BYTES each, the download fails. `part_bytes`: bytes of one request; 0: one
+    request reads the whole rest of the file, which is written as it arrives. `parts_at_once`: number of parts, of all
+    files, that are requested ahead and kept in memory.
     """
 
     part_bytes: int = 8 << 20
@@ -72,8 +72,8 @@ class Source(Protocol):
     limits: DownloadLimits
 
     def answer(self, file: RemoteFile, start: int, end: int) -> AsyncGenerator[Piece, None]:
-        """Yield the bytes from `start` to before `end` of a file. They may end early. Raises StoreError if another
-        attempt may help, otherwise FetchFailed.
+        """Yield the bytes from `start` to before `end` of a file. The response may end early. Raises StoreError if
+        another attempt may help, otherwise FetchFailed.
         """
         ...
 
@@ -187,7 +187,7 @@ class Digests:
         return self._sha256.hexdigest()
 
     def fact(self) -> FileFact | None:
-        """Return (size, SHA-256) of the added bytes if they are the complete and correct file, otherwise None."""
+        """Return (size, SHA-256) of the added bytes; None if their size or digest is not that of the file."""
         is_right = self._file.sha256 in ("", self.sha256) and self._file.blob in ("", self._blob.hexdigest())
         return FileFact(self._bytes, self.sha256) if is_right and self._bytes == self._file.size else None
 
@@ -268,7 +268,9 @@ class _Appending:
         self._writing: asyncio.Task[None] | None = None
 
     async def add(self, piece: Piece) -> None:
-        """Append a piece. Wait if MAX_WAITING_BYTES are unwritten. Raises OSError, also for an earlier piece."""
+        """Append a piece. Wait if MAX_WAITING_BYTES are unwritten. Raises OSError if the write of this or of an earlier
+        piece failed.
+        """
         self._waiting += piece
         if self._writing is not None and self._writing.done():
             self._writing.result()

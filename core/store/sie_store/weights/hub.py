@@ -41,7 +41,7 @@ class _Lfs(msgspec.Struct):
 
 
 class _Sibling(msgspec.Struct):
-    """File in the hub's listing of a repository."""
+    """File in the hub's listing of a repository, where it is called a sibling."""
 
     rfilename: str
     size: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -168,9 +168,9 @@ async def _answered(session: Any, url: str, *, method: str = "GET", start: int =
     """
     from huggingface_hub import constants, get_token, hf_raise_for_status
 
-    # The client's function for headers is not used: it may download a list of any length to find out which AI agent
-    # runs this program. No compression is requested: a byte range would count compressed bytes, and a small body could
-    # expand to gigabytes.
+    # `build_hf_headers` of huggingface_hub is not used: it may download a list of unlimited length to detect which AI
+    # agent runs this program. No compression is requested: a byte range would count compressed bytes, and a small body
+    # could expand to gigabytes.
     headers = {"User-Agent": f"sie/{sie_contracts.__version__}", "Accept-Encoding": "identity"}
     if token := get_token():
         headers["Authorization"] = f"Bearer {token}"
@@ -220,13 +220,13 @@ async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
 
 @contextlib.contextmanager
 def _passing() -> Iterator[None]:
-    """Convert a failure that another attempt may not meet (no connection, time-out, status 408, 425, 429, 5xx) into
-    StoreError, whose text is safe for a log. The text of its cause contains the URL, which may be signed or contain a
-    password.
+    """Convert a failure that may be gone at the next attempt (no connection, time-out, status 408, 425, 429, 5xx) into
+    StoreError. Only the text of the StoreError may be logged: the original text contains the URL, which may be signed
+    or contain a password.
     """
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # base class of all errors of the HTTP library, which is not imported by name
+    # base class of all errors of the hub client's HTTP library, which is httpx or requests
     http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield

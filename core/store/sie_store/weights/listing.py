@@ -83,7 +83,7 @@ def _missing(path: Path, stored: object) -> str:
 
 
 def _wrong_with(path: Path) -> str:
-    """Return the fault of a safetensors file; empty if it ends with the last tensor in its header."""
+    """Return the fault of a safetensors file; empty if the file ends where, by its header, the last tensor ends."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -22,7 +22,9 @@ class Lock:
     """
 
     def __init__(self, descriptor: int | None, *, is_use: bool = False) -> None:
-        """Hold the lock on `descriptor`. With `is_use`, its begin and end set the file's mtime: the last use."""
+        """Hold the lock on `descriptor`. With `is_use`, the file's mtime is set when the lock begins and ends: the last
+        use.
+        """
         self._descriptor = descriptor
         self._is_use = is_use
         self._touch()
@@ -68,8 +70,8 @@ def try_lock(path: Path, *, shared: bool, is_use: bool = False) -> Lock | None:
     """Acquire the lock at `path` without waiting; return None if another lock excludes it. Raises OSError.
 
     A file that this process may not write to is opened for reading; a network file system may refuse an exclusive lock
-    on it. If the file cannot be opened or created at all, the returned shared lock locks nothing, so that a snapshot in
-    a read-only folder can be used.
+    on it. If the file cannot be opened or created at all, the returned shared lock is a dummy, so that a snapshot in a
+    read-only folder can be used.
     """
     refused: OSError | None = None
     try:

@@ -57,8 +57,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Files of a snapshot, by their path below its folder, with `/`.
 
     `revision` is the commit. `left_out`: files of the repository that were not selected for this copy; for a model that
-    needs one of them, the snapshot is not complete. `origin`: the source of this copy. A copy with `found` was written
-    by another program, and is never removed to free space.
+    needs one of them, the snapshot is not complete. `origin`: the source of this copy. A copy with the origin `found`
+    was written by another program, and is never removed to free space.
     """
 
     repository: str

@@ -32,7 +32,7 @@ class FetchProgress:
         self._arrived_bytes = 0
         self._followed_per_s = 0.0
         self._started_s = self._logged_s = clock()
-        self._stepped_s = -STEP_EVERY_S  # so early that the first step is reported at once
+        self._stepped_s = -STEP_EVERY_S  # time of the last report; this value makes the first step due at once
         self.on_expect: Callable[[int], None] = lambda _: None
         self.on_step: Callable[[Fetched], None] = lambda _: None
 

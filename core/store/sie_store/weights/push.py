@@ -92,7 +92,7 @@ class Push:
         )
 
     async def _there(self, *, force: bool) -> tuple[Manifest | None, PutMode]:
-        """Return the manifest in the bucket (None if there is none, or if it will be replaced), and obstore's write
+        """Return the manifest in the bucket (None if there is none, or if `force` replaces it), and obstore's write
         mode, which allows a write only if no other writer has changed the manifest. Raises PushRefused if its files
         differ from the files of this push.
         """
@@ -110,8 +110,8 @@ class Push:
         if changed and not force:
             raise PushRefused(
                 f"{self._what} is in the bucket with another content of {changed[0]}, "
-                f"SHA-256 {there.files[changed[0]].sha256[:16]}.. and not "  # type: ignore[union-attr]
-                f"{self._manifest.files[changed[0]].sha256[:16]}.., but one commit has one content. "
+                f"SHA-256 {there.files[changed[0]].sha256[:16]}.. there and "  # type: ignore[union-attr]
+                f"{self._manifest.files[changed[0]].sha256[:16]}.. here, but the files of a commit never differ. "
                 "Push it under another name or revision, "
                 "or replace the files in the bucket with --force"
             )
@@ -119,7 +119,7 @@ class Push:
 
     async def _lacking(self, there: Manifest | None, *, everything: bool) -> list[str]:
         """Return the names of the files to write: files that are missing in the bucket or have another size there, and
-        files whose content neither the bucket's manifest nor the digest at the object proves.
+        files that are not in the bucket's manifest and whose object has no correct digest attribute.
         """
         if everything:
             return list(self._manifest.files)

@@ -30,7 +30,9 @@ Wanted = Callable[[str], bool]
 
 
 def _matching(patterns: tuple[str, ...]) -> Wanted:
-    """Return a function that tests if a file name matches a pattern, and none of UNREAD. `*` also matches /."""
+    """Return a function that tests if a file name matches a pattern, and no pattern of UNREAD (files that SIE never
+    reads). `*` also matches /.
+    """
 
     def select(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns) and not any(
@@ -82,7 +84,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def lacking(entry: ModelEntry) -> str:
-    """Return why a folder is not a model of this family, for an error message."""
+    """Return the end of an error message: which needed files a folder lacks, or that it is not a folder."""
     if entry.family not in FAMILIES:
         return "is not a folder"
     family = FAMILIES[entry.family]

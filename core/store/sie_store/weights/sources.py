@@ -135,7 +135,8 @@ class WeightSources:
                         self.cache.obtain(
                             weights.hub, revision, fetch, label, select=wanted_by(entry), progress=progress
                         )
-                    # checked again, because the snapshot may have been pushed for a model that needs fewer files
+                    # find the needed files again: the fetched snapshot may have been pushed for a model that needs
+                    # fewer files
                     folder = self.cache.find(weights.hub, revision, wanted_by(entry))
                     if folder is not None and self._has_all(folder, entry):
                         return Located(folder, lease), None
@@ -387,7 +388,7 @@ def named_loras(entry: ModelEntry) -> set[str]:
 
 
 def _absent(folder: Path, entry: ModelEntry) -> list[str]:
-    """Return the files for which the entry has digests and that the folder lacks."""
+    """Return the files that the folder lacks, of those for which the entry has digests."""
     return [name for name in entry.weights.digests if not (folder / name).is_file()]
 
 
