@@ -76,7 +76,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side, with the width and the fingerprint of its vectors."""
+    """Model of one side of the migration (old or new), with the width and the fingerprint of its vectors."""
 
     name: str
     dims: int
@@ -146,7 +146,7 @@ class LiveMigration:
         self._echo = echo
 
     def run(self) -> None:
-        """Run the remaining steps up to the requested one. Raises CommandRefused, and the errors of the client."""
+        """Run the remaining steps of the migration, up to `until` of the plan. Raises CommandRefused, and SIEError."""
         try:
             asyncio.run(self._run())
         except StoreError as error:
@@ -270,7 +270,7 @@ class LiveMigration:
 
 
 class _LiveSteps:
-    """Steps of a migration at an open collection. `models`: of both sides."""
+    """Steps of a migration at an open collection. `models`: the old and the new model."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class _LiveSteps:
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side) -> Counter[str]:
-        """Scan until the vectors of a side are up to date. Returns the rows without one, by the reason."""
+        """Scan until the vectors of a side are up to date. Return the number of rows without a vector, by reason."""
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
         for _ in range(MAX_SCANS):
@@ -333,7 +333,7 @@ class _LiveSteps:
         )
 
     async def switch(self, side: Side) -> None:
-        """Let searches use the vectors of a side."""
+        """Let searches use the vectors of a side (the old or the new model)."""
         await self._live.switch(side)
         self._report.report_step(
             f"searches of {self._plan.collection} use the vectors of {self._models[side].name}", in_use=side

@@ -1,12 +1,14 @@
-"""Live collection of Qdrant. The name that searches and writers use is an alias of Qdrant, here `docs`:
+"""Live collection of Qdrant: its texts are embedded by a new model into a second collection, while the first one is in
+use. The name that searches and writers use is an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
     docs--before  ──► the old collection, after the switch
 
-The new collection has the ids, payloads and other vectors of the old one. A point is pending if its copy is missing,
-has another payload, or has a marker of another text or model. The marker is the field `_sie` of the payload. A writer
-that replaces a point removes the marker, and so the point is pending.
+Each point in use has a copy in the collection that is not in use, with the same id, payload and vectors of other names.
+The payload of a copy has a marker, the field `_sie`: a digest of the text and the model of its vector. A point is
+pending if its copy is missing, has another payload, or has a marker of another text or model. After the switch, writers
+replace points of the new collection. A replaced point has no marker, and so it is pending.
 """
 
 from __future__ import annotations
@@ -234,7 +236,9 @@ class QdrantLive:
             await self._server.send("PUT", self._points_path(side, "?wait=true"), body, completed=True)
 
     def _copy(self, point: _Point, side: Side, vector: NDArray[np.float32] | None) -> dict[str, Any]:
-        """Return the copy of a point for a side, with its other vectors; without a vector it has no marker."""
+        """Return the copy of a point for the collection of a side (the old or the new model), with the point's vectors
+        of other names. The copy has no marker if `vector` is None.
+        """
         name = self._opened().vector
         content: Any = dict(point.vector) if isinstance(point.vector, dict) else {}
         payload = _plain(point)
