@@ -1,7 +1,7 @@
 // One request: sent until it succeeds, fails for good, or patience ends.
 
 import { type ErrorFacts, errorClass, invalid, SIEAbortError, SIEConnectionError, SIEError, unreadable } from "./errors.js";
-import type { Session } from "./options.js";
+import { isRoute, type Session } from "./options.js";
 
 const CONNECTION_BUDGET_MS = 120_000;
 const NOBODY_BUDGET_MS = 5_000; // for a server that was never there: one that is forgotten, not one that restarts
@@ -232,8 +232,8 @@ export async function json(
   withinMs: number,
   check: (found: unknown) => void = () => undefined,
 ): Promise<unknown> {
-  // the key is sent there, and `..` would leave the prefix of a proxy
-  if (!path.startsWith("/") || !new URL(session.baseUrl + path).href.startsWith(`${session.baseUrl}/`)) {
+  // the key is sent there, and `..` would lead to another route
+  if (typeof path !== "string" || !isRoute(path)) {
     throw invalid("path: expected a route, such as /v1/models", "path");
   }
   const request: Send = { method, path, headers: { accept: "application/json" }, withinMs };

@@ -165,14 +165,24 @@ function address(baseUrl: string | URL): string {
   return url.origin + url.pathname.replace(/\/+$/, "");
 }
 
-/** A model or another name as part of a path. */
+// a proxy may decode percent signs once more, and take a backslash for a slash
+const UNFIT = /[%\\?#\u0000-\u001f\u007f-\u009f]|\p{Cs}/u;
+
+/** A name escaped for a path. Throws for a name that may lead to another route. */
 export function quoted(name: string, what: string): string {
-  if (typeof name !== "string" || !name) throw invalid(`${what}: expected a name, got ${JSON.stringify(name)}`, what);
-  // a URL has no such segments: they would name another route
-  if (name.split("/").some((each) => each === "." || each === "..")) throw invalid(`${what}: . and .. are no names`, what);
+  if (typeof name !== "string" || UNFIT.test(name) || name.split("/").some((part) => ["", ".", ".."].includes(part))) {
+    const expected = "a name without empty parts, . and .. between slashes, and without %, \\, ?, # and control characters";
+    throw invalid(`${what}: expected ${expected}, got ${JSON.stringify(name)?.slice(0, 80)}`, what);
+  }
+  return encodeURIComponent(name).replace(/%(2F|3A|40)/g, decodeURIComponent);
+}
+
+/** Whether a path with its query leads to the route that it shows: decoded, it is a name behind a slash. */
+export function isRoute(path: string): boolean {
+  const [route = ""] = path.split("?");
   try {
-    return encodeURIComponent(name).replace(/%(2F|3A|40)/g, decodeURIComponent);
-  } catch (error) {
-    throw invalid(`${what}: it holds a lone surrogate, which is not valid Unicode`, what, error);
+    return route.startsWith("/") && quoted(decodeURIComponent(route.slice(1)), "path") !== "";
+  } catch {
+    return false;
   }
 }

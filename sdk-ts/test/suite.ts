@@ -144,6 +144,44 @@ export function suite(options: ClientOptions): Record<string, () => Promise<void
       check(progress.length > 2, "several parts");
     },
 
+    async "a name that leads to another route is refused before it is sent"() {
+      const sent: string[] = [];
+      const other = new SIEClient({ baseUrl: "http://127.0.0.1:9/prefix", fetch: async (input) => (sent.push(input), Response.json({})) });
+      const part = { name: "a", rows: 1, failed: 0, bytes: 1, sha256: "", source: "a" };
+      const ofJobs = ["get", "pause", "resume", "cancel", "retry", "delete", "wait", "manifest", "rows"] as const;
+      const calls: [string, (name: string) => Promise<unknown>][] = [
+        ["model", (name) => other.encode(name, "a")],
+        ["model", (name) => other.score(name, "a", ["b"])],
+        ["model", (name) => other.extract(name, "a")],
+        ["model", (name) => other.redact(name, "a")],
+        ["model", (name) => other.encodeStream(name, ["a"]).next()],
+        ["model", (name) => other.extractStream(name, ["a"]).next()],
+        ["model", (name) => other.model(name)],
+        ["pool", (name) => other.pools.get(name)],
+        ["pool", (name) => other.pools.renew(name)],
+        ["pool", (name) => other.pools.delete(name)],
+        ["file", (name) => other.files.get(name)],
+        ["file", (name) => other.files.content(name)],
+        ["file", (name) => other.files.delete(name)],
+        ["job", (name) => other.jobs.part(name, part)],
+        ...ofJobs.map((method): [string, (name: string) => Promise<unknown>] => ["job", (name) => other.jobs[method](name)]),
+        ["path", (name) => other.json("GET", `/v1/models/${name}`)],
+        ["path", (name) => other.json("GET", `/v1/models/${name.split("/").map(encodeURIComponent).join("/")}`)],
+      ];
+      const odd = ["", ".", "..", "../pools", "a/..", "a/../b", "a//b", "/a", "a/", "%2e%2e/pools", "a\\..\\b", "a\n", "a\u007f"];
+      for (const name of odd) {
+        for (const [param, run] of calls) {
+          const error = await thrown(run(name));
+          check(error instanceof InvalidInputError && error.details["param"] === param, `${param} ${JSON.stringify(name)}: ${String(error)}`);
+        }
+      }
+      for (const name of ["a?b", "a#b"]) check((await thrown(other.model(name))) instanceof InvalidInputError, name);
+      equal(sent, []);
+      await other.json("GET", "/v1/history?step_s=60&filter=../x");
+      await other.json("GET", "/v1/models/org/m:p@1");
+      equal(sent, ["http://127.0.0.1:9/prefix/v1/history?step_s=60&filter=../x", "http://127.0.0.1:9/prefix/v1/models/org/m:p@1"]);
+    },
+
     async "errors have their classes"() {
       const missing = await thrown(client.encode("test/min", "a"));
       check(missing instanceof ModelNotFoundError, `${String(missing)}`);

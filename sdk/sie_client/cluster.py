@@ -54,7 +54,7 @@ def list_models(filters: Mapping[str, Any], session: Session) -> Plan[list[dict[
 
 
 def get_model(model: str, session: Session) -> Plan[dict[str, Any]]:
-    reply = yield from json_call("GET", f"/v1/models/{quoted(model)}", session)
+    reply = yield from json_call("GET", f"/v1/models/{quoted(model, 'model')}", session)
     _field(reply, "name", str)
     return cast("dict[str, Any]", reply)
 
@@ -90,7 +90,7 @@ def capacity(gpu: str | None, session: Session) -> Plan[Capacity]:
 
 
 def scaling(lane: str, session: Session) -> Plan[dict[str, Any]]:
-    reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane)}", session)
+    reply = yield from json_call("GET", f"/v1/scaling/{quoted(lane, 'lane')}", session)
     _field(reply, "wanted_replicas", int)
     return cast("dict[str, Any]", reply)
 
@@ -135,18 +135,18 @@ def list_pools(session: Session) -> Plan[list[Pool]]:
 
 
 def get_pool(name: str, session: Session) -> Plan[Pool]:
-    return _pool((yield from json_call("GET", f"/v1/pools/{quoted(name)}", session)))
+    return _pool((yield from json_call("GET", f"/v1/pools/{quoted(name, 'name')}", session)))
 
 
 def renew_pool(name: str, session: Session) -> Plan[float]:
     """Send `POST /v1/pools/{name}/renew`. Return the end of the lease, seconds since 1970."""
-    reply = yield from json_call("POST", f"/v1/pools/{quoted(name)}/renew", session)
+    reply = yield from json_call("POST", f"/v1/pools/{quoted(name, 'name')}/renew", session)
     expires_at = reply.get("expires_at") if isinstance(reply, dict) else None
     return float(expires_at) if isinstance(expires_at, int) else _field(reply, "expires_at", float)
 
 
 def delete_pool(name: str, session: Session, within_s: float = CONTROL_S) -> Plan[None]:
-    yield from json_call("DELETE", f"/v1/pools/{quoted(name)}", session, within_s=within_s)
+    yield from json_call("DELETE", f"/v1/pools/{quoted(name, 'name')}", session, within_s=within_s)
 
 
 def released(name: str, session: Session) -> Plan[None]:

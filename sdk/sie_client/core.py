@@ -19,13 +19,12 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
-from urllib.parse import quote
 
 import msgspec
 
 from sie_client.errors import InvalidInputError, ServerError, SIEConnectionError, SIEError, error_class
 from sie_client.types import Progress
-from sie_contracts import __version__
+from sie_contracts import __version__, url_names
 
 CONNECTION_BUDGET_S = 120.0
 # seconds of retries if a port of this machine refuses connections and has never answered: probably no server runs there
@@ -421,14 +420,12 @@ def reading(headers: Mapping[str, str]) -> Iterator[None]:
         ) from error
 
 
-def quoted(name: str) -> str:
-    """Return a name, such as the name of a model, escaped for a URL path. Raises InvalidInputError."""
+def quoted(name: str, argument: str) -> str:
+    """Return a name escaped for a URL path. Raises InvalidInputError, which names `argument`."""
     try:
-        return quote(str(name), safe="/:@")
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(
-            "a name contains a lone surrogate character, which cannot be sent in a URL", code="INVALID_INPUT"
-        ) from error
+        return url_names.quoted(name, argument)
+    except ValueError as error:
+        raise InvalidInputError(str(error), code="INVALID_INPUT") from error
 
 
 def json_call(

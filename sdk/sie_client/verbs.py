@@ -169,7 +169,9 @@ def _send_parts(
     answers: str = "items",
     each_tokens: int = 0,
 ) -> Plan[list[_PartReply]]:
-    request = _VerbRequest(f"/v1/{verb}/{quoted(model)}", fixed, session, Patience(session.policy), decode, answers)
+    request = _VerbRequest(
+        f"/v1/{verb}/{quoted(model, 'model')}", fixed, session, Patience(session.policy), decode, answers
+    )
     parts = _parts(items, session, each_tokens)
     is_long = len(items) >= ASIDE_ITEMS or any(map(wire.has_files, items))
     first = yield from _aside(lambda: next(parts), ASIDE_BYTES if is_long else 0)
@@ -258,7 +260,7 @@ def embed(
         raise InvalidInputError(
             "chunks: embed returns only one vector for each text; call encode instead", code="INVALID_INPUT"
         )
-    path = f"/v1/encode/{quoted(model)}"
+    path = f"/v1/encode/{quoted(model, 'model')}"
     request = _VerbRequest(path, {"params": params}, session, Patience(session.policy), wire.decode_vectors, "items")
     rows = _VectorRows(count)
     plans = (rows.filled(request, part) for part in _parts(texts, session, 0) if part.items)

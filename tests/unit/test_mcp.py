@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import httpx2
 import jsonschema_rs
 import msgspec
@@ -484,6 +485,7 @@ async def test_arguments_that_do_not_fit_name_the_field(running: Door, keys: dic
             ("redact", {"texts": [secret], "style": "hash"}, "Invalid enum value"),
             ("parse_document", {}, "in exactly one way"),
             ("parse_document", {"data": "?"}, "is not base64"),
+            ("parse_document", {"data": "é"}, "is not base64"),
             ("parse_document", {"path": "/etc/passwd"}, "reads no files by path"),
             ("parse_document", {"file": "../x"}, "Expected `str` matching regex"),
             ("no_such_tool", {}, "There is no such tool"),
@@ -491,6 +493,28 @@ async def test_arguments_that_do_not_fit_name_the_field(running: Door, keys: dic
             text = sentence(await client.call_tool(name, arguments))
             assert says in text, (name, text)
             assert secret not in text
+
+
+async def test_a_model_that_leads_to_another_route_is_a_sentence_and_is_not_sent(
+    running: Door, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {name: arguments for name, arguments in CALLS.items() if name != "list_models"}
+    says = "The arguments do not fit: model: expected a name without empty parts"
+    sent: list[str] = []
+
+    async def record(_self: httpx.AsyncClient, request: httpx.Request, **_: Any) -> httpx.Response:
+        sent.append(request.url.path)
+        return httpx.Response(500, request=request)
+
+    async with running.client(keys["both"]) as client:
+        assert structured(await client.call_tool("encode", CALLS["encode"]))  # the key is checked before
+        monkeypatch.setattr(httpx.AsyncClient, "send", record)
+        for model in ("../jobs/0198c0de/cancel", "../models/toy/one/unload", "%2e%2e/pools", "a\\..\\b", ".."):
+            for name, arguments in calls.items():
+                assert says in sentence(await client.call_tool(name, {**arguments, "model": model})), (name, model)
+            with pytest.raises(MCPError, match=says):
+                await client.read_resource(f"{server.MODELS}/../pools")
+    assert sent == []
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -222,6 +222,9 @@ async def test_a_text_that_the_model_truncates_is_answered_equally(start: Start)
     remote = await fallback.gateway.encode(long)
     assert remote.headers["x-sie-served-by"] == "spare"
     assert dense(remote) == dense(local)
+    assert local.json()["usage"]["truncated_items"] == [0]
+    assert remote.json()["warnings"] == [module.MAYBE_TRUNCATED]
+    assert "warnings" not in (await fallback.gateway.encode("a short text")).json()
 
 
 async def test_a_healthy_lane_is_never_replaced(start: Start) -> None:
@@ -346,6 +349,23 @@ async def test_the_monthly_budget_is_counted_in_the_broker_and_not_exceeded(star
     assert (await fallback.gateway.encode("a text")).headers["x-sie-served-by"] == "spare"
 
 
+@pytest.mark.parametrize("reported", [-1, 0, 1])
+async def test_a_report_of_fewer_tokens_than_texts_leaves_the_estimate(start: Start, reported: int) -> None:
+    fallback = await proven(start)
+    before = await usage(fallback)
+
+    def cheap(raw: bytes) -> bytes:
+        body = json.loads(raw)
+        body["usage"]["total_tokens"] = reported
+        return json.dumps(body).encode()
+
+    fallback.relay.change = cheap
+    answer = await fallback.gateway.encode("a text of some words", "another text of some words")
+    assert answer.headers["x-sie-served-by"] == "spare"
+    assert answer.json()["usage"]["total_tokens"] >= 10
+    assert (await usage(fallback)).tokens == before.tokens + answer.json()["usage"]["total_tokens"]
+
+
 async def test_a_budget_too_small_for_a_probe_is_named(start: Start) -> None:
     fallback = await start(monthly_tokens=10)
     await fallback.gateway.encode("warm")
@@ -423,6 +443,8 @@ GOOD = {"name": "a", "model": "m", "kind": "tei", "url": "https://tei.example.co
         ({"token": "secret"}, "unknown field"),
         ({"kind": "cohere"}, "kind"),
         ({"timeout_s": 0}, "timeout_s"),
+        ({"kind": "sie", "served_model": "../jobs/x/cancel"}, "served_model: expected a name"),
+        ({"kind": "sie", "model": "a/.."}, "model: expected a name"),
     ],
 )
 def test_a_file_with_a_fault_is_refused_by_name(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -511,6 +533,34 @@ def test_a_proof_covers_its_entry_its_options_and_its_prompts_alone() -> None:
     ):
         assert not proof.covers(ENTRY, msgspec.structs.replace(run, **change), ["a"]), change
     assert not proof.accepts(np.ones((1, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("\n", " "),
+        lambda text: text.replace("\r\n", "\n"),
+        lambda text: text.replace("\t", " "),
+        str.lstrip,
+        str.rstrip,
+        lambda text: text.replace("  ", " "),
+    ],
+)
+def test_a_server_that_changes_white_space_is_seen(change: Callable[[str], str]) -> None:
+    own, actual = ([vector_of(ids_of(edit(text))) for text in proofs.PROBES] for edit in (str, change))
+    expected = Reference(proofs.PROBES, np.stack(own), reference().prompts, "float32")
+    run = proofs.plain_run(RESOLVED)
+    assert proofs.prove(ENTRY, run, expected, np.stack(own)).covers(ENTRY, run, ["two\nlines"])
+    with pytest.raises(Deviates):
+        proofs.prove(ENTRY, run, expected, np.stack(actual))
+
+
+def test_a_proof_without_white_space_covers_words_with_single_spaces() -> None:
+    run = proofs.plain_run(RESOLVED)
+    proof = proofs.prove(ENTRY, run, reference(), reference().vectors)
+    assert proof.covers(ENTRY, run, ["two words"])
+    for text in ("two\nlines", "a\ttab", " before", "after ", "two  spaces"):
+        assert not proof.covers(ENTRY, run, ["two words", text]), text
 
 
 def test_golden_vectors_of_an_entry_prove_texts_without_a_prompt() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sie_client import (
     AuthenticationError,
+    InvalidInputError,
     LoraLoadingError,
     ModelLoadFailedError,
     ModelLoadingError,
@@ -64,6 +65,8 @@ def sentence_of(error: SIEError) -> str:
         return f"The answer took too long: {message}. Send less at once, or call again later."
     if isinstance(error, _BUSY):
         return f"The gateway has no capacity at the moment: {message}. Call again in a minute."
+    if isinstance(error, InvalidInputError) and not error.status:
+        return f"The arguments do not fit: {message}. Change them and call again."
     if isinstance(error, RequestError) or error.status == 400:
         return f"The gateway refuses the input: {message}. Change it and call again."
     request = f" (request {error.request_id})" if error.request_id else ""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -481,7 +480,7 @@ class AgentTools:
         if arguments.data is not None:
             try:
                 return base64.b64decode(arguments.data, validate=True)
-            except binascii.Error:
+            except ValueError:  # also if it is not ASCII
                 raise ToolRefused("`data` is not base64: encode the bytes of the file in base64.") from None
         if arguments.file is not None:
             _check_size((await client.files.get(arguments.file)).bytes)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import click
 import httpx
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
 from sie_cli.gateway_client import AdminClient
+from sie_cli.models.service import quoted_model
 from sie_cli.refusal import CommandRefused
 from sie_contracts.settings import public_url
 
@@ -46,7 +46,7 @@ class _GatewayClient(AdminClient):
 
 
 def _path(name: str, action: str = "") -> str:
-    return f"/v1/models/{quote(name, safe='/:@')}{action}"
+    return f"/v1/models/{quoted_model(name)}{action}"
 
 
 def _options(command: F) -> F:

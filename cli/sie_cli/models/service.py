@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
-from urllib.parse import quote
 
 import click
 import httpx
@@ -27,6 +26,7 @@ from sie_cli.display import printable
 from sie_cli.refusal import CommandRefused
 from sie_contracts.loopback import cause_of, direct
 from sie_contracts.settings import public_url
+from sie_contracts.url_names import quoted
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODELS = "/v1/configs/models"
@@ -265,7 +265,15 @@ def shown(change: dict[str, Any], side: str) -> str:
 
 
 def path_of(model: str, suffix: str = "") -> str:
-    return f"{MODELS}/{quote(model, safe='/')}{suffix}"
+    return f"{MODELS}/{quoted_model(model)}{suffix}"
+
+
+def quoted_model(model: str) -> str:
+    """Return the id of a model escaped for a URL path. Raises CommandRefused."""
+    try:
+        return quoted(model, "model")
+    except ValueError as error:
+        raise CommandRefused(str(error)) from error
 
 
 def service_options(command: F, *, looks_around: bool = True) -> F:

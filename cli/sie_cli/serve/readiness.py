@@ -10,6 +10,7 @@ import httpx
 
 from sie_contracts.models.load_errors import MAX_ATTEMPTS
 from sie_contracts.settings import Secret
+from sie_contracts.url_names import quoted
 
 # returns the reason why a process is not ready; None when it is ready
 Probe = Callable[[httpx.AsyncClient], Awaitable[str | None]]
@@ -82,7 +83,9 @@ async def failed_load(client: httpx.AsyncClient, url: str, token: Secret, model:
     loading the model, or if the gateway does not answer.
     """
     try:
-        answer = await client.get(f"{url}/v1/models/{model}", headers={"Authorization": f"Bearer {token.reveal()}"})
+        answer = await client.get(
+            f"{url}/v1/models/{quoted(model, 'model')}", headers={"Authorization": f"Bearer {token.reveal()}"}
+        )
         info = answer.json() if answer.status_code == 200 else {}
     except (httpx.HTTPError, ValueError):
         return None  # the probe of the gateway reports this error

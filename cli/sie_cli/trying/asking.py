@@ -204,7 +204,7 @@ def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dic
     body = {"ids": [[token] for token in requested_ids], "skip_special_tokens": False}
     try:
         with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=DECODE_S) as client:
-            answer = client.post(f"{url}/tei/{quoted(model)}/decode", json=body, headers=headers)
+            answer = client.post(f"{url}/tei/{quoted(model, 'model')}/decode", json=body, headers=headers)
         words = answer.json() if answer.status_code == 200 else None
     except (httpx.HTTPError, ValueError):
         return {}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -21,6 +20,7 @@ from fastapi.responses import Response
 
 from sie_contracts.errors import ModelNotFound, NotFound, NotReady
 from sie_contracts.models.aliases import Alias
+from sie_contracts.url_names import quoted
 from sie_contracts.wire import configs
 from sie_contracts.wire.configs import config_shape
 from sie_gateway.http.route_kinds import GatewayRoute
@@ -69,10 +69,11 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
 
 
 def _named(model: str) -> str:
-    """Return the path of a model at the config service. Raises NotFound if a segment of its name is `.` or `..`."""
-    if any(part in (".", "..") for part in model.split("/")):
-        raise NotFound("no such path")
-    return f"/{quote(model, safe='/:@')}" if model else ""
+    """Return the path of a model at the config service. Raises NotFound for a name that may lead to another route."""
+    try:
+        return f"/{quoted(model, 'id')}" if model else ""
+    except ValueError:
+        raise NotFound("no such path") from None
 
 
 async def forward(gateway: Gateway, request: Request) -> Response:

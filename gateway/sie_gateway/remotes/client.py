@@ -7,7 +7,6 @@ import ssl
 import time
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_contracts.settings import Secret
+from sie_contracts.url_names import quoted
 from sie_gateway.remotes.configuration import RemoteServer
 
 MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
@@ -115,7 +115,10 @@ class RemoteClient:
         if self._server.kind == "openai":
             return "/v1/embeddings", {"model": self._model, "input": list(texts), "encoding_format": "float"}
         options = {"output_types": ["dense"], "prompt_name": None, "on_item_error": "fail"}
-        return f"/v1/encode/{quote(self._model)}", {"items": [{"text": text} for text in texts], "params": options}
+        return f"/v1/encode/{quoted(self._model, 'served_model')}", {
+            "items": [{"text": text} for text in texts],
+            "params": options,
+        }
 
     async def _post(self, path: str, body: dict[str, Any], values: int) -> bytes:
         limit = ENVELOPE_BYTES + VALUE_BYTES * values
@@ -152,7 +155,8 @@ class RemoteClient:
             vectors = np.array(rows, np.float64).astype(np.float32)
         if not np.isfinite(vectors).all():
             raise RemoteFailed("its vectors have numbers that are not finite")
-        return vectors, used if used is not None and used >= 0 else None
+        # each text has a token at least: a smaller report is none, so that no server makes its texts free
+        return vectors, used if used is not None and used >= count else None
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -11,6 +11,7 @@ import msgspec
 import yaml
 
 from sie_contracts.settings import SettingError
+from sie_contracts.url_names import quoted
 
 SETTING = "SIE_REMOTES"
 MAX_REMOTES = 8
@@ -50,8 +51,8 @@ def read_remotes(value: str) -> tuple[RemoteServer, ...]:
     except (OSError, UnicodeError, yaml.YAMLError, msgspec.ValidationError) as error:
         raise SettingError(SETTING, f"{path}: {error}") from error
     for server in servers:
-        if (fault := _fault(server.url)) or server.name == "local":
-            cause = f"url: {fault}" if fault else "this name means the cluster itself"
+        if (fault := _fault(server)) or server.name == "local":
+            cause = fault or "this name means the cluster itself"
             raise SettingError(SETTING, f"{path}: remote {server.name}: {cause}")
     name, count = Counter(server.name for server in servers).most_common(1)[0] if servers else ("", 0)
     if count > 1:
@@ -59,16 +60,21 @@ def read_remotes(value: str) -> tuple[RemoteServer, ...]:
     return servers
 
 
-def _fault(url: str) -> str:
-    """Return why a URL is not the address of a server, or an empty text. The URL is not repeated: it may contain a
+def _fault(server: RemoteServer) -> str:
+    """Return why a URL or a name of a model is wrong, or an empty text. The URL is not repeated: it may contain a
     password.
     """
     try:
-        parsed = httpx.URL(url)
+        parsed = httpx.URL(server.url)
     except httpx.InvalidURL:
-        return "not a URL"
+        return "url: not a URL"
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        return "expected http://HOST or https://HOST"
+        return "url: expected http://HOST or https://HOST"
     if parsed.userinfo or parsed.query or parsed.fragment:
-        return "without credentials, query and fragment; token_env names the variable of a token"
+        return "url: without credentials, query and fragment; token_env names the variable of a token"
+    try:  # the other kinds have the name in the body
+        if server.kind == "sie":
+            quoted(server.served_model or server.model, "served_model" if server.served_model else "model")
+    except ValueError as error:
+        return str(error)
     return ""

@@ -28,8 +28,9 @@ from sie_contracts.wire.messages import RunOptions
 from sie_contracts.wire.records import RemoteReference
 from sie_gateway.remotes.client import Vectors
 
-# Texts of several scripts, with digits, an emoji, ligatures and code: a remote server with another tokenizer, another
-# normalisation of texts or another pooling gives at least one of them another vector.
+# Texts of several scripts, with digits, an emoji, ligatures, code and white space of all kinds: a remote server with
+# another tokenizer, another normalisation of texts or another pooling gives at least one of them another vector. Each
+# kind of white space has a text of its own, because a server may change any one of them.
 PROBES = (
     "The harbour master signed the papers before noon.",
     "Übergrößenträger fahren im Dezember nach Zürich.",
@@ -37,6 +38,9 @@ PROBES = (
     "東京の天気は晴れ、最高気温は二十三度です。",
     "ﬁrst ligature, 3.1415 rounded, and a rocket 🚀",
     "def area(radius): return 3.14 * radius ** 2",
+    "First line,\nsecond line.\r\n\r\nNew paragraph.",
+    "name\tprice\tplace",
+    "  two  spaces   or more ",
 )
 MAX_PROMPTS = 4  # largest number of prompts whose vectors are proven; requests with other prompts stay here
 MAX_LONG_TOKENS = 8192  # models with longer texts get no long probe text, because each probe would cost so many tokens
@@ -109,13 +113,15 @@ class Reference:
 @dataclass(frozen=True)
 class Proof:
     """A passed comparison. It holds for this entry of the model, for requests with these prompts. `any_length`: false
-    if texts that may be truncated were not compared, or differ. `unit_length`: all vectors have the length 1.
+    if texts that may be truncated were not compared, or differ. `any_spaces`: false if no compared text has more white
+    space than single spaces between words. `unit_length`: all vectors have the length 1.
     """
 
     entry: ModelEntry
     run: RunOptions
     prompts: frozenset[Prompt]
     any_length: bool
+    any_spaces: bool
     unit_length: bool
     fingerprint: str
     measured: Measured
@@ -125,6 +131,8 @@ class Proof:
         """Return whether the vectors of these texts, which contain the prompt, are proven for these options."""
         prompt = Prompt.from_options(run)
         if entry != self.entry or prompt not in self.prompts or without_prompt(run) != self.run:
+            return False
+        if not self.any_spaces and not all(map(has_plain_spaces, texts)):
             return False
         # a model that truncates a text keeps the end of its prompt, which another server takes for the end of the text
         return (self.any_length and not prompt.suffix) or all(fits(text, entry.max_tokens) for text in texts)
@@ -146,6 +154,11 @@ def fits(text: str, max_tokens: int) -> bool:
     most = max_tokens - SPECIAL_TOKENS
     # the normal form never has fewer characters, and a long text takes long to normalise
     return len(text) <= most and len(unicodedata.normalize("NFKD", text).encode()) <= most
+
+
+def has_plain_spaces(text: str) -> bool:
+    """Return whether a text has no white space but single spaces between words."""
+    return " ".join(text.split()) == text
 
 
 def source_of(entry: ModelEntry) -> str:
@@ -230,6 +243,7 @@ def prove(entry: ModelEntry, run: RunOptions, reference: Reference, actual: Vect
         without_prompt(run),
         reference.prompts,
         long is not None and _within(long, bound),
+        not all(map(has_plain_spaces, reference.texts)),
         bool(np.abs(lengths - 1).max() < 1e-3),
         reference.fingerprint,
         worst,

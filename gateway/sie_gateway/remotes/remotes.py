@@ -63,6 +63,9 @@ MIN_LEFT_S = 0.05
 # largest number of bytes of the texts of a request: they are written as JSON in the event loop
 MAX_BYTES = 4 << 20
 KEY = "_remote"  # key of the requests for reference vectors
+MAYBE_TRUNCATED = (
+    "truncated_items: a remote server answered, which does not report truncated texts; long texts may be truncated"
+)
 UNTESTED = "it has not been probed yet"
 _PINNED = ("x-sie-remote", "x-sie-pool", "x-sie-machine-profile")
 _logger = logging.getLogger("sie.gateway.remotes")
@@ -207,7 +210,7 @@ class Remotes:
         self._count(remote, "served")
         self._metrics.remote_tokens.labels(remote.server.name).inc(tokens)
         elapsed_ms = (time.perf_counter() - began_s) * 1000
-        finished = _result(call, request, remote.server.name, proof, vectors, _shares(costs, tokens), elapsed_ms)
+        finished = _result(call, request, remote.server.name, proof, texts, vectors, _shares(costs, tokens), elapsed_ms)
         if call.charge is not None:
             call.charge.settle(tokens)
         self._metrics.used(call.grant.name, tokens, 0.0)
@@ -469,6 +472,7 @@ def _result(
     request: PlannedRequest,
     name: str,
     proof: Proof,
+    texts: Sequence[str],
     vectors: Vectors,
     tokens: Sequence[int],
     elapsed_ms: float,
@@ -489,6 +493,9 @@ def _result(
         fingerprint=proof.fingerprint,
         stages=Stages(inference_ms=elapsed_ms, worker_ms=elapsed_ms),
     )
+    # a remote server does not report which texts it truncated
+    if not all(proofs.fits(text, request.resolved.entry.max_tokens) for text in texts):
+        request = request.with_warnings(MAYBE_TRUNCATED)
     finished = RequestResult(request, {})
     finished.served_by = name
     finished.add_results([*range(len(tokens))], [Chunk(0, len(tokens), sum(tokens))], [answer], [elapsed_ms])

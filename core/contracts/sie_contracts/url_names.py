@@ -1,0 +1,21 @@
+"""Names in the path of a URL, such as ids of models."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote
+
+# a proxy may decode percent signs once more, and take a backslash for a slash
+_UNFIT = re.compile(r"[%\\?#\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def quoted(name: str, argument: str) -> str:
+    """Return a name escaped for the path of a URL. If it may lead to another route, raises ValueError, which names
+    `argument`.
+    """
+    if not isinstance(name, str) or _UNFIT.search(name) or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(
+            f"{argument}: expected a name without empty parts, . and .. between slashes, and without %, \\, ?, # and "
+            f"control characters, got {str(name)[:80]!a}"
+        )
+    return quote(name, safe="/:@")
