@@ -271,7 +271,7 @@ EXAMPLES: dict[str, Any] = {
     "gateway-1": GatewayBeat("g1", True, {"_default.l4.default.bulk": LaneTraffic(12.5, 4096.25, 100.5, 8192)}),
     "gateway-1-qps": GatewayBeat("g1", qps=12.5),
     "gateway-1-epoch": GatewayBeat("g1", config_epoch="a:7"),
-    "gateway-1-erasure": GatewayBeat("g1", erasure=AnswerErasure("org/model", "k1", bytes(16))),
+    "gateway-1-erasure": GatewayBeat("g1", erasure=AnswerErasure("org/model", "k1", bytes(16)), erasures=3),
     "gateway-1-queued": GatewayBeat(
         "g1",
         queued=(

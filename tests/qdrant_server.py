@@ -211,9 +211,9 @@ class Collections:
         from qdrant_client import models
         from qdrant_edge import Point, UpdateOperation
 
-        found = models.PointsList.model_validate_json(body).points
-        points = [Point(each.id, _stored(each.vector), each.payload or {}) for each in found]
-        shard.update(UpdateOperation.upsert_points(points))
+        wanted = models.PointsList.model_validate_json(body)
+        points = [Point(each.id, _stored(each.vector), each.payload or {}) for each in wanted.points]
+        shard.update(UpdateOperation.upsert_points(points, condition=_filter(wanted.update_filter)))
         shard.flush()
         return {"operation_id": 0, "status": "completed"}
 
@@ -246,6 +246,23 @@ def _shown(vector: Any) -> Any:
     if isinstance(vector, SparseVector):
         return {"indices": vector.indices, "values": vector.values}
     return {name: _shown(each) for name, each in vector.items()} if isinstance(vector, dict) else vector
+
+
+def _filter(wanted: Any) -> Any:
+    """A filter of a request in the form of the engine: ids, and fields with one of some values."""
+    from qdrant_client import models
+    from qdrant_edge import FieldCondition, Filter, HasIdCondition, MatchAny
+
+    if wanted is None:
+        return None
+    assert wanted == models.Filter(must=wanted.must)
+    conditions: list[Any] = []
+    for each in wanted.must or ():
+        if isinstance(each, models.HasIdCondition):
+            conditions.append(HasIdCondition(set(each.has_id)))
+        else:
+            conditions.append(FieldCondition(each.key, match=MatchAny(each.match.any)))
+    return Filter(must=conditions)
 
 
 def _id(point_id: Any) -> Any:
@@ -312,6 +329,9 @@ def _delete_points(shard: Any, body: bytes) -> Any:
     from qdrant_client import models
     from qdrant_edge import UpdateOperation
 
+    if "filter" in json.loads(body):
+        wanted = models.FilterSelector.model_validate_json(body).filter
+        return _update(shard, UpdateOperation.delete_points_by_filter(_filter(wanted)))
     return _update(shard, UpdateOperation.delete_points(list(models.PointIdsList.model_validate_json(body).points)))
 
 
@@ -343,11 +363,13 @@ def _batch(shard: Any, body: bytes) -> Any:
             present = {_id(each.id) for each in shard.retrieve([each.id for each in points], False, False)}
             if gone := [each.id for each in points if each.id not in present]:
                 raise Refused(404, f"Not found: No point with id {gone[0]} found")
-            operations.append(UpdateOperation.update_vectors([PointVectors(each.id, each.vector) for each in points]))
+            changed = [PointVectors(each.id, each.vector) for each in points]
+            condition = _filter(asked.update_vectors.update_filter)
+            operations.append(UpdateOperation.update_vectors(changed, condition=condition))
         else:
             assert isinstance(asked, models.SetPayloadOperation)
             change = asked.set_payload
-            operations.append(UpdateOperation.set_payload(list(change.points or ()), change.payload))
+            operations.append(UpdateOperation.set_payload_by_filter(_filter(change.filter), change.payload))
     return [_update(shard, *operations)]
 
 

@@ -50,14 +50,19 @@ def status(cluster: Cluster) -> None:
 @cache.command()
 @click.option("--model", metavar="MODEL", help="Answers of this model, by the id in the catalogue.")
 @click.option("--key", metavar="ID", help="Answers to this API key.")
-@click.option("--text", help="Answers to this input.")
+@click.option("--text", help="Answers to inputs that are this text and nothing else.")
 @click.option("--query", help="The query of a score, with --text as the document.")
 @click.option("--all", "is_all", is_flag=True, help="Every answer.")
 @cluster_options(GATEWAY_URL)
 def erase(
     cluster: Cluster, model: str | None, key: str | None, text: str | None, query: str | None, is_all: bool
 ) -> None:
-    """Erase answers at all gateways. With several options, answers that fit all of them are erased."""
+    """Erase answers at all gateways. With several options, answers that fit all of them are erased.
+
+    --text erases answers to inputs that have this text and nothing else. It does not reach scores of the text (add
+    --query), nor inputs with mentions, chunks, images or token ids: use --model, --key or --all for them. A gateway
+    without a connection to the broker erases all its answers when it is connected again.
+    """
     selection: dict[str, Any] = {"model": model, "key": key, "text": text, "query": query}
     body = {name: value for name, value in selection.items() if value is not None}
     if is_all == bool(body):
@@ -66,5 +71,5 @@ def erase(
         reply = gateway.first("POST", "/v1/cache/erase", body={**body, **({"all": True} if is_all else {})})
     click.echo(
         f"{reply['answers']:,} answers erased at {public_url(cluster.gateway_urls[0])}, "
-        f"{reply['gateways']} gateways were told"
+        f"the erasure was sent to {reply['gateways']} gateways"
     )

@@ -20,7 +20,7 @@ from sie_contracts.wire import topology
 from sie_contracts.wire.heartbeats import GatewayBeat
 from sie_gateway.admission.admission import Admission
 from sie_gateway.admission.grant import Quotas
-from sie_gateway.answers.memory import AnswerMemory
+from sie_gateway.answers.memory import AnswerMemory, PeerErasures
 from sie_gateway.collector import Live
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
 from sie_gateway.fleet.lag import Lag
@@ -159,7 +159,9 @@ async def serve(
 
     keeper = PoolReconciler(settings, broker, pools, fleet, queue, clock, metrics, on_pool_gone)
     memory = AnswerMemory(settings.cache_bytes, settings.cache_ttl_s)
-    cached = CachedRuns(memory, CachePolicy.from_settings(settings), fleet, metrics) if settings.cache_bytes else None
+    cached = None
+    if settings.cache_bytes:
+        cached = CachedRuns(memory, CachePolicy.from_settings(settings), fleet, metrics, admission.expected_s)
     runner = Runner(feed, queue, inbox, metrics, admission, cold, settings.load_hold_s, cached)
     urls = ImageUrls(settings.image_url_hosts, metrics.count_fetch, network)
     inference = Inference(settings, feed, fleet, record, metrics, admission, runner, urls)
@@ -168,9 +170,12 @@ async def serve(
             read_remotes(settings.remotes), settings, broker, feed, fleet, metrics, inference.run, clock.now_s
         )
 
+    peer_erasures = PeerErasures()
+
     def on_gateway(beat: GatewayBeat) -> None:
-        if beat.erasure is not None:
-            tasks.start(memory.erase(beat.erasure), "erasure of cached answers")
+        erasure = peer_erasures.due(beat)
+        if erasure is not None:
+            tasks.start(memory.erase(erasure), "erasure of cached answers")
 
     admission.peers.listeners.append(on_gateway)
     lag = Lag(broker, backlog, record, clock.now_s)

@@ -263,6 +263,136 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in seen.values())
 
 
+async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless_later_ones_follow(
+    application: Application, migrator: Migrator
+) -> None:
+    """The application writes after the last scan, and again after the switch. Result: the latest write of each row
+    stays, deleted rows do not come back, and each vector is that of the row's text. The same on the way back.
+    """
+    await begun(application, migrator, 40)
+    await migrator.scan("new")
+    assert await migrator.scan("new") == 0
+    first = {key: (f"first {key}", vector_of(f"first {key}", "old")) for key in ("1", "6", "7", "77", "79")}
+    await application.write(first)
+    await application.write({"78": (None, vector_of("image", "old"))})
+    await application.change_text("5", "changed")
+    await application.delete("3", "4")
+    await migrator.live.switch("new")
+    await application.write({key: (f"later {key}", vector_of(f"later {key}", "new")) for key in ("6", "79", "80", "4")})
+    await application.delete("8")
+    await migrator.scan("new")
+    assert migrator.gaps == 1
+    assert await migrator.scan("new") == 0
+    found = await application.found()
+    untouched = {str(number) for number in range(40)} - {"3", "8"}
+    assert found.keys() == untouched | {"77", "78", "79", "80"}
+    texts = {"1": "first 1", "7": "first 7", "77": "first 77", "5": "changed"}
+    texts |= {key: f"later {key}" for key in ("6", "79", "80", "4")}
+    for row_id, (text, vector) in found.items():
+        if row_id != "78":
+            assert text == texts.get(row_id, f"text {row_id}")
+            assert is_close(vector, vector_of(text, "new")), row_id
+    await application.delete("1", "77")
+    await migrator.scan("new")
+    assert not {"1", "77"} & (await application.found()).keys(), "what was taken over is not taken over again"
+
+    await migrator.scan("old")
+    assert await migrator.scan("old") == 0
+    await application.write({"9": ("back", vector_of("back", "new")), "90": ("back", vector_of("back", "new"))})
+    await application.delete("10")
+    await migrator.live.switch("old")
+    await application.write({"11": ("last", vector_of("last", "old"))})
+    await migrator.scan("old")
+    assert await migrator.scan("old") == 0
+    back = await application.found()
+    assert back.keys() == found.keys() - {"1", "77", "10"} | {"90"}
+    # vectors that the application itself has left beside another text, or none
+    own = {"78": "image", "5": "text 5"} if isinstance(application, Points) else {}
+    for row_id, (text, vector) in back.items():
+        if text is None and not own:
+            assert vector is None, "nothing says that it stands for the row"
+            continue
+        assert is_close(vector, vector_of(own.get(row_id, text), "old")), row_id
+    assert (back["9"][0], back["11"][0]) == ("back", "last")
+
+
+async def test_a_row_in_use_that_is_replaced_between_reading_and_writing_has_the_vector_of_its_writer(
+    application: Application, migrator: Migrator
+) -> None:
+    await begun(application, migrator, 10)
+    await migrator.scan("new")
+    await migrator.live.switch("new")
+    await application.write({"2": ("late", vector_of("late", "new")), "3": ("late", vector_of("late", "new"))})
+    pages = [page.rows async for page in migrator.live.pending("new")]
+    rows = [row for page in pages for row in page]
+    assert {row.id for row in rows} == {"2", "3"}
+    await application.write({"2": ("latest", vector_of("latest", "new"))})
+    await application.delete("3")
+    await migrator.write("new", rows, ["late"] * len(rows))
+    found = await application.found()
+    assert "3" not in found
+    assert found["2"][0] == "latest"
+    assert is_close(found["2"][1], vector_of("latest", "new"))
+
+
+async def test_a_late_write_does_not_replace_a_row_that_is_written_meanwhile(
+    application: Application, migrator: Migrator
+) -> None:
+    await begun(application, migrator, 10)
+    await migrator.scan("new")
+    await application.write({key: ("before", vector_of("before", "old")) for key in ("2", "3", "50")})
+    await migrator.live.switch("new")
+    pages = [page.rows async for page in migrator.live.pending("new")]
+    rows = [row for page in pages for row in page]
+    assert {row.id for row in rows} == {"2", "3", "50"}
+    await application.write({key: ("after", vector_of("after", "new")) for key in ("2", "50")})
+    await migrator.write("new", rows, ["before"] * len(rows))
+    await migrator.scan("new")
+    found = await application.found()
+    for row_id, text in {"2": "after", "3": "before", "50": "after"}.items():
+        assert found[row_id][0] == text
+        assert is_close(found[row_id][1], vector_of(text, "new")), row_id
+
+
+async def test_a_late_vector_of_the_old_model_is_not_adopted_as_a_new_one_after_the_way_back(
+    application: Application, migrator: Migrator
+) -> None:
+    """No scan follows the late write before the way back, as after a kill."""
+    migrator.widths = {"old": 16, "new": 16}
+    await begun(application, migrator, 10)
+    await migrator.scan("new")
+    await migrator.live.switch("new")
+    await application.write({"1": ("text 1", vector_of("text 1", "old", migrator.widths))})
+    await migrator.scan("old")
+    assert await migrator.scan("old") == 0
+    await migrator.live.switch("old")
+    assert await migrator.scan("old") == 0
+    assert await migrator.scan("new") == 1
+    assert await migrator.scan("new") == 0
+    await migrator.live.switch("new")
+    for text, vector in (await application.found()).values():
+        assert is_close(vector, vector_of(text, "new", migrator.widths)), text
+
+
+async def test_the_way_back_gives_rows_without_a_text_the_vectors_of_their_application(
+    application: Application, migrator: Migrator
+) -> None:
+    await begun(application, migrator, 5)
+    await application.write({"11": (None, vector_of("image", "old"))})
+    original = await application.found()
+    await migrator.scan("new")
+    await migrator.live.switch("new")
+    await migrator.scan("new")
+    assert await migrator.scan("old") == 0
+    assert migrator.gaps == 0
+    await application.write({"12": (None, vector_of("image", "new"))})
+    await migrator.scan("old")
+    assert migrator.gaps == 1
+    await migrator.live.switch("old")
+    back = await application.found()
+    assert back == {**original, "12": (None, None)}
+
+
 async def test_a_migration_that_is_given_up_leaves_nothing(application: Application, migrator: Migrator) -> None:
     await begun(application, migrator, 50)
     original = await application.found()
@@ -348,6 +478,12 @@ def opened_table(table: Table, **changes: Any) -> PgvectorLive:
         ("number bigint primary key, title text, embedding vector(3)", {}, "no column body, which --text names"),
         ("number bigint, body text, embedding vector(3)", {}, "primary key or unique: it has none"),
         ("number bigint, body text, embedding vector(3)", {"id_column": "number"}, "or unique: number"),
+        ("number bigint unique, body text, embedding vector(3)", {}, "number of .* may be NULL.*SET NOT NULL"),
+        (
+            "id int primary key, number bigint unique, body text, embedding vector(3)",
+            {"id_column": "number"},
+            "number of .* may be NULL.*SET NOT NULL",
+        ),
         (
             "number bigint primary key, body text, embedding vector(16), embedding_next int",
             {},

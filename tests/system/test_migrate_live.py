@@ -363,8 +363,24 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     assert PASSWORD not in wrong.stderr
     assert KEY not in wrong.stderr
     assert time.monotonic() - started < 120
+    asyncio.run(application.write({"7": (None, before["7"][1])}))
+    told = sie(cluster, alias, application, "--min-agreement", 0, status=1)
+    assert "2 rows have no new vector" in told
+    assert "2 rows: column 'body' is" in told
+    assert "(ids 7, 201)" in told
+    assert asyncio.run(application.beside("new"))["7"] == (None, None), "the vector of its earlier text is removed"
     told = sie(cluster, alias, application, "--min-agreement", 0, "--yes")
-    assert "1 rows: column 'body' is" in told
+    assert "2 rows: column 'body' is" in told
     found = asyncio.run(application.found())
     assert found.keys() == before.keys()
     assert found["201"][1] is None
+    assert found["7"] == (None, None)
+    asyncio.run(application.write({"202": (None, [1.0] * width)}))
+    told = sie(cluster, alias, application, "--step", "back", status=1)
+    assert "1 rows have no old vector" in told
+    assert "ids 202" in told
+    assert asyncio.run(application.found()).keys() == before.keys() | {"202"}
+    sie(cluster, alias, application, "--step", "back", "--yes")
+    back = asyncio.run(application.found())
+    assert back["202"][1] is None
+    assert {key: back[key] for key in before.keys() - {"7"}} == {key: before[key] for key in before.keys() - {"7"}}

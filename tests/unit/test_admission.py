@@ -24,7 +24,7 @@ from sie_contracts.errors import QueueFull
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import heartbeats, ipc, messages, topology
-from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.heartbeats import AnswerErasure, Heartbeat, ModelStatus
 from sie_contracts.wire.messages import BatchNote, WorkResult
 from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission, Peers, mean_cost
@@ -754,3 +754,14 @@ async def test_the_backlog_of_one_key_lets_the_requests_of_another_into_the_next
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.gather(*backlog)
+
+
+async def test_later_announcements_have_the_number_of_erasures() -> None:
+    server = MemoryServer()
+    peers = Peers(server.connect("g"), dict)
+    assert peers.beat().erasures == 0
+    await peers.announce(AnswerErasure(model="a"))
+    server.disconnect()
+    with pytest.raises(BrokerError):
+        await peers.announce(AnswerErasure(model="b"))
+    assert peers.beat().erasures == 2

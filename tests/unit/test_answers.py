@@ -11,11 +11,11 @@ import pytest
 
 from sie_contracts.media.documents import DocumentFile
 from sie_contracts.models.muvera import Muvera
-from sie_contracts.wire.heartbeats import AnswerErasure
+from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
 from sie_contracts.wire.messages import ArraySlice, Input, Mention, Ok, RunOptions, TextChunks, WorkResult
 from sie_gateway.answers import memory as memories
 from sie_gateway.answers.keys import digests_of, space_of
-from sie_gateway.answers.memory import ENTRY_BYTES, AnswerMemory, AnswerSpace
+from sie_gateway.answers.memory import ENTRY_BYTES, AnswerMemory, AnswerSpace, PeerErasures
 from sie_gateway.answers.values import pack, pack_row, unpack, unpack_row
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.reply import array_of
@@ -293,3 +293,29 @@ async def test_answers_are_erased_by_model_key_and_digest() -> None:
             for space, digest in left
         )
         assert sum(number for _, number in memory.counts()) == len(left)
+
+
+def test_a_gateway_that_missed_an_erasure_erases_everything() -> None:
+    erasures = PeerErasures()
+    one, two = AnswerErasure(model="a"), AnswerErasure(model="b")
+    for beat, due in (
+        (GatewayBeat("g"), None),
+        (GatewayBeat("g", erasure=one, erasures=1), one),
+        (GatewayBeat("g", erasures=1), None),
+        (GatewayBeat("h", erasure=two, erasures=1), two),
+        (GatewayBeat("g", erasures=2), AnswerErasure()),  # the second one was missed
+        (GatewayBeat("g", erasures=2), None),
+        (GatewayBeat("g", erasure=two, erasures=4), AnswerErasure()),  # the third one was missed
+        (GatewayBeat("g", erasure=one, erasures=5), one),
+        (GatewayBeat("g", leaving=True, erasures=6), AnswerErasure()),
+        (GatewayBeat("new", erasure=one, erasures=2), AnswerErasure()),
+    ):
+        assert erasures.due(beat) == due, beat
+
+
+def test_erasures_of_many_gateways_take_no_more_memory() -> None:
+    erasures = PeerErasures()
+    for number in range(memories.MAX_PEERS + 1):
+        erasures.due(GatewayBeat(f"g{number}", erasure=AnswerErasure(model="a"), erasures=1))
+    assert len(erasures._counts) == memories.MAX_PEERS
+    assert erasures.due(GatewayBeat("g0", erasures=1)) == AnswerErasure()

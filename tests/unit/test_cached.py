@@ -20,7 +20,7 @@ from fake_adapter import FakeAdapter, ids_of, toy_entry, vector_of
 from inprocess import GatewayProcess, InProcess, until, until_told
 
 from sie_cli.main import main
-from sie_contracts.errors import ErrorInfo, GatewayTimeout, NotFound, QueueFull
+from sie_contracts.errors import ErrorInfo, NotFound, QueueFull
 from sie_contracts.models.catalogue import Catalogue, answer_fingerprint, fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import RequestOptions
@@ -30,9 +30,9 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.answers.memory import AnswerMemory
 from sie_gateway.fleet.lanes import Fleet
-from sie_gateway.inference import reply
+from sie_gateway.inference import cached, reply
 from sie_gateway.inference.body import RequestItem
-from sie_gateway.inference.cached import CachedRuns, CachePolicy
+from sie_gateway.inference.cached import CachedRuns, CachePolicy, OnChunk
 from sie_gateway.inference.call import Call
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.results import PlannedRequest, RequestResult
@@ -85,22 +85,29 @@ class Worker:
 
 
 class Cluster:
-    """`CachedRuns` before a worker. A request's inputs wait at the worker until `go` is set."""
+    """`CachedRuns` before a worker. A request's inputs wait at the worker until `go` is set. Each is a chunk."""
 
     def __init__(self, entry: ModelEntry | None = None, policy: CachePolicy = SEPARATE) -> None:
         self.worker = Worker(entry or toy_entry())
         self.memory = AnswerMemory(1 << 20, 60.0)
         fleet = cast("Fleet", SimpleNamespace(loaded=lambda lane, residency: self.worker.reported))
         self.metrics = Metrics()
-        self.runs = CachedRuns(self.memory, policy, fleet, self.metrics)
+        self.expected_s: float | None = None  # expected wait in the queue
+        self.runs = CachedRuns(self.memory, policy, fleet, self.metrics, lambda lane, priority: self.expected_s)
         self.go = asyncio.Event()
         self.go.set()
+        self.held: dict[str, asyncio.Event] = {}  # texts whose chunk arrives only after the event
         self.computed: list[list[str]] = []
         self.failures: dict[str, ErrorInfo] = {}
         self.errors: list[Exception] = []
 
     async def compute(
-        self, call: Call, positions: list[int], items: Sequence[RequestItem], finished: RequestResult
+        self,
+        call: Call,
+        positions: list[int],
+        items: Sequence[RequestItem],
+        finished: RequestResult,
+        on_chunk: OnChunk | None,
     ) -> list[WorkResult]:
         texts = [item.text or "" for item in items]
         self.computed.append(texts)
@@ -108,22 +115,27 @@ class Cluster:
         if self.errors:
             raise self.errors.pop(0)
         signed = self.worker.signed(finished.request.options.run)
-        outcomes = tuple(
-            Failed(self.failures[text])
-            if text in self.failures
-            else Ok({"dense": ArraySlice("|u1", (32,), 32 * at)}, 3)
-            for at, text in enumerate(texts)
-        )
-        block = b"".join(vector(signed, text) for text in texts)
-        results = [WorkResult(call.work_id, 0, "w", outcomes, block, fingerprint=signed)]
-        finished.add_results(positions, [Chunk(0, len(items), 1)], results, [1.0])
+        results = []
+        for number, text in enumerate(texts):
+            if text in self.held:
+                await self.held[text].wait()
+            failure = self.failures.get(text)
+            outcome = Failed(failure) if failure else Ok({"dense": ArraySlice("|u1", (32,), 0)}, 3)
+            block = vector(signed, text)
+            results.append(WorkResult(call.work_id, number, "w", (outcome,), block, fingerprint=signed))
+            if on_chunk is not None:
+                on_chunk(number, results[-1])
+        chunks = [Chunk(number, number + 1, 1) for number in range(len(items))]
+        finished.add_results(positions, chunks, results, [1.0] * len(items))
         return results
 
-    def request(self, *texts: str, lora: str = "", priority: Priority = "interactive") -> PlannedRequest:
+    def request(
+        self, *texts: str, lora: str = "", priority: Priority = "interactive", lane: Lane = LANE
+    ) -> PlannedRequest:
         resolved = Catalogue.resolve_profile(self.worker.entry, "default", self.worker.entry.id)
         items = tuple(RequestItem(text) for text in texts)
         options = RequestOptions(RunOptions(lora=lora))
-        return PlannedRequest("encode", resolved, options, items, None, LANE, priority)
+        return PlannedRequest("encode", resolved, options, items, None, lane, priority)
 
     async def run(
         self,
@@ -253,17 +265,90 @@ async def test_a_failure_of_a_worker_is_not_the_fault_of_the_input() -> None:
     assert cluster.computed == [["a"], ["a"]]
 
 
-async def test_each_waiting_request_has_its_own_deadline() -> None:
+async def test_a_request_waits_for_a_share_of_its_time_and_then_computes_its_input() -> None:
     cluster = Cluster()
     cluster.go.clear()
     first = cluster.start("a")
     await cluster.until_computed(1)
-    hasty, patient = cluster.start("a", budget_s=0.02), cluster.start("a")
-    with pytest.raises(GatewayTimeout):
-        await hasty
+    hasty, patient = cluster.start("a", budget_s=0.02), cluster.start("a", budget_s=600)
+    await cluster.until_computed(2)
     cluster.go.set()
-    assert vectors(await first) == vectors(await patient)
-    assert cluster.computed == [["a"]]
+    assert vectors(await first) == vectors(await patient) == vectors(await hasty)
+    assert cluster.computed == [["a"], ["a"]]
+
+
+async def test_a_request_waits_no_longer_than_its_own_computation_is_expected_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cached, "SHORTEST_WAIT_S", 0.01)
+    cluster = Cluster()
+    cluster.go.clear()
+    first = cluster.start("a", budget_s=600)
+    await cluster.until_computed(1)
+    cluster.expected_s = 300.0
+    patient = cluster.start("a", budget_s=600)
+    await asyncio.sleep(0)
+    cluster.expected_s = 0.0
+    hasty = cluster.start("a", budget_s=600)
+    await cluster.until_computed(2)
+    assert not patient.done()
+    cluster.go.set()
+    assert vectors(await first) == vectors(await patient) == vectors(await hasty)
+    assert cluster.computed == [["a"], ["a"]]
+
+
+async def test_an_answer_is_given_on_when_its_chunk_arrives() -> None:
+    cluster = Cluster()
+    cluster.held["b"] = asyncio.Event()
+    large = cluster.start("a", "b")
+    await cluster.until_computed(1)
+    for _ in range(2):  # the second one comes after the answer to its input
+        assert (await cluster.run("a", budget_s=600)).cache_status == "hit"
+    assert not large.done()
+    cluster.held["b"].set()
+    await large
+    assert cluster.computed == [["a", "b"]]
+    assert (len(cluster.memory), len(cluster.runs._flights)) == (2, 0)
+
+
+async def test_an_input_that_failed_at_the_worker_is_computed_again_while_its_request_goes_on() -> None:
+    cluster = Cluster()
+    cluster.held["b"] = asyncio.Event()
+    cluster.failures = {"a": ErrorInfo("RESOURCE_EXHAUSTED", "no memory")}
+    large = cluster.start("a", "b", budget_s=600)
+    await cluster.until_computed(1)
+    cluster.failures = {}
+    assert (await cluster.run("a", budget_s=600)).cache_status == "miss"
+    assert not large.done()
+    cluster.held["b"].set()
+    await large
+    assert cluster.computed == [["a", "b"], ["a"]]
+
+
+async def test_requests_do_not_wait_for_another_queue() -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    first = cluster.start("a", budget_s=600)
+    await cluster.until_computed(1)
+    second = cluster.start("a", budget_s=600, lane=Lane("pool-b", "cpu", "default"))
+    await cluster.until_computed(2)
+    cluster.go.set()
+    await asyncio.gather(first, second)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_one_of_the_waiting_requests_computes_an_input_whose_request_failed(failing: int) -> None:
+    cluster = Cluster()
+    cluster.go.clear()
+    cluster.errors = [QueueFull("no room")] * failing
+    first = cluster.start("a", budget_s=600)
+    await cluster.until_computed(1)
+    waiting = [cluster.start("a", budget_s=600) for _ in range(5)]
+    await asyncio.sleep(0)
+    cluster.go.set()
+    results = await asyncio.gather(first, *waiting, return_exceptions=True)
+    assert [isinstance(result, QueueFull) for result in results] == [True] * failing + [False] * (6 - failing)
+    assert cluster.computed == [["a"]] * (failing + 1)
 
 
 async def test_interactive_work_does_not_wait_for_bulk_work() -> None:
@@ -581,7 +666,28 @@ async def test_tokens_of_cached_inputs_are_not_charged(cluster: InProcess) -> No
     assert await gateway.metric("sie_gateway_key_tokens_total") == before
 
 
-async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(cluster: InProcess) -> None:
+async def test_a_chunk_that_has_arrived_answers_other_requests(cluster: InProcess) -> None:
+    """The worker holds the last chunk of a request with three."""
+    adapter, gateway = await started(cluster, SIE_CHUNK_COST="1", SIE_KEY_WINDOW_TOKENS="1")
+    adapter.hold_batches = True
+    before, rows_before = len(adapter.batches), rows(adapter)
+    large = asyncio.create_task(gateway.encode("a", "b", "c"))
+    await adapter.until(lambda adapter: len(adapter.batches) > before, "the first batch of the large request")
+    adapter.let_go(1)
+    await adapter.until(lambda adapter: len(adapter.batches) > before + 1, "the next batch")
+    answer = await gateway.encode("a")
+    assert is_right(answer, "a")
+    assert answer.headers["x-sie-cache-status"] == "hit"
+    assert not large.done()
+    adapter.let_go()
+    assert is_right(await large, "a", "b", "c")
+    assert rows(adapter) == rows_before + 3
+
+
+async def test_a_disconnected_client_does_not_end_the_requests_that_wait_for_it(
+    cluster: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "SHORTEST_WAIT_S", 60.0)
     adapter, gateway = await started(cluster)
     adapter.hold_batches = True
     first = asyncio.create_task(gateway.encode("a"))

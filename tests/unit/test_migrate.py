@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from job_server import JobServer
 
 from sie_cli.main import main
+from sie_cli.migrating import live
 from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
-from sie_cli.migrating.live import Scan, progress_line
+from sie_cli.migrating.live import GAP_IDS, LiveModel, LivePlan, Scan, progress_line
 from sie_cli.migrating.migration import (
     KEY,
     STEPS,
     AliasRevision,
     Earlier,
+    MigrationReport,
     MigrationState,
     before_flip,
     check_output,
@@ -36,8 +39,11 @@ from sie_cli.migrating.migration import (
 )
 from sie_cli.migrating.quality import QualityMeasurement, QuerySet
 from sie_cli.models.compare import Agreement
+from sie_cli.refusal import CommandRefused
 from sie_client import SIEClient
 from sie_client.jobs import JobInfo
+from sie_store.datasets.templates import Template
+from sie_store.sinks.live import LiveRow, LiveState, ScannedPage, Side
 
 # ---- what is left
 
@@ -339,3 +345,75 @@ def test_figures_of_gateways_are_added() -> None:
 def test_wrong_options_are_told(arguments: list[str], why: str) -> None:
     found = CliRunner().invoke(main, ["migrate", *arguments])
     assert (found.exit_code, why in found.output) == (2, True), found.output
+
+
+# ---- an index in use
+
+
+class RefusingEncoder:
+    """A model that takes no empty text."""
+
+    async def encode(self, model: str, texts: list[str], **_: Any) -> list[dict[str, Any]]:
+        vector = np.ones(2, np.float32)
+        return [
+            {"dense": vector, "fingerprint": model} if text else {"error": {"code": "INVALID_INPUT"}} for text in texts
+        ]
+
+
+class RecordedWrites:
+    """A collection of rows that are always pending, and what was written to it."""
+
+    def __init__(self, texts: list[str | None]) -> None:
+        self.rows = [LiveRow(str(number), {"body": text}) for number, text in enumerate(texts)]
+        self.vectors: set[str] = set()
+        self.removed: set[str] = set()
+
+    async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
+        yield ScannedPage(len(self.rows), self.rows)
+
+    async def write(self, side: Side, rows: list[LiveRow], vectors: Any) -> None:
+        (self.removed if vectors is None else self.vectors).update(row.id for row in rows)
+
+    async def nearest(self, side: Side, vector: Any, count: int) -> list[str]:
+        return ["a", "b"]
+
+
+def live_steps(texts: list[str | None], *, accepts: bool = False) -> tuple[Any, RecordedWrites, MigrationReport]:
+    template = Template.parsed("{body}", "--text")
+    queries = ["good", ""]
+    plan = LivePlan("a", "new", "main", "", "docs", template, "", "", 0, 0.0, queries, accepts, "flip")
+    models: dict[Side, LiveModel] = {"old": LiveModel("old", 2, "old"), "new": LiveModel("new", 2, "new")}
+    store, report = RecordedWrites(texts), MigrationReport(lambda _: None, live.LIVE_STEPS)
+    state = LiveState(len(texts), 2, "old", True)
+    encoder: Any = RefusingEncoder()
+    collection: Any = store
+    return live._LiveSteps(encoder, collection, state, models, plan, report, lambda _: None), store, report
+
+
+@pytest.mark.parametrize("side", ["old", "new"])
+def test_refused_and_missing_texts_lose_their_vector_are_reported_by_id_and_stop_the_switch(side: Side) -> None:
+    steps, store, _ = live_steps(["a", "", None, "b"])
+    asyncio.run(steps.catch_up(side))
+    assert store.vectors == {"0", "3"}
+    assert store.removed == {"1", "2"}
+    with pytest.raises(CommandRefused, match=f"2 rows have no {side} vector.*--yes"):
+        asyncio.run(steps.catch_up(side, is_last=True))
+    accepting, _, _ = live_steps(["a", "", None, "b"], accepts=True)
+    asyncio.run(accepting.catch_up(side, is_last=True))
+
+
+def test_reported_ids_of_rows_without_a_vector_are_bounded_and_printable() -> None:
+    scan = Scan()
+    for number in range(3 * GAP_IDS):
+        scan.add_gap(f"{number}\x1b" + "x" * 1000, "refused")
+    assert len(scan.gap_ids) == GAP_IDS
+    assert scan.gaps_text.startswith("60 rows: refused (ids 0?x")
+    assert scan.gaps_text.endswith(", …)")
+    assert len(scan.gaps_text) < 3000
+
+
+def test_queries_that_a_model_refuses_are_left_out_of_the_comparison() -> None:
+    steps, _, report = live_steps([])
+    asyncio.run(steps.compare())
+    assert report.facts["quality"]["queries"] == 1
+    assert report.facts["quality"]["recall"] == 1.0

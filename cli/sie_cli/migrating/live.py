@@ -49,6 +49,7 @@ NEIGHBOURS = 10
 SEARCHES = 8  # concurrent searches of the comparison
 FEW_ROWS, FEW_SHARE = 100, 0.001  # the vectors are up to date if a scan finds at most so many rows
 MAX_SCANS = 20
+GAP_IDS, GAP_ID_CHARS = 20, 100  # ids of rows without a vector that a report has, and the length of each
 PROGRESS_S = 10.0
 DRAIN_S = 5.0  # seconds in which writers that hold a vector of the old model write it
 
@@ -85,11 +86,19 @@ class LiveModel:
 
 @dataclass
 class Scan:
-    """Result of a scan. `embedded`: rows that got a vector. `gaps`: rows without a vector, by the reason."""
+    """Result of a scan. `embedded`: rows that got a vector. `gaps`: rows without a vector, by the reason. `gap_ids`:
+    ids of the first ones.
+    """
 
     scanned: int = 0
     embedded: int = 0
     gaps: Counter[str] = field(default_factory=Counter)
+    gap_ids: list[str] = field(default_factory=list)
+
+    def add_gap(self, row_id: str, reason: str) -> None:
+        self.gaps[reason] += 1
+        if len(self.gap_ids) < GAP_IDS:
+            self.gap_ids.append(printable(row_id[:GAP_ID_CHARS]))
 
     def add_embedded(self, count: int) -> None:
         self.embedded += count
@@ -97,7 +106,9 @@ class Scan:
     @property
     def gaps_text(self) -> str:
         """Return the gaps as a text for a person."""
-        return "; ".join(f"{count:,} rows: {reason}" for reason, count in self.gaps.most_common())
+        reasons = "; ".join(f"{count:,} rows: {reason}" for reason, count in self.gaps.most_common())
+        more = ", …" if self.gaps.total() > len(self.gap_ids) else ""
+        return f"{reasons} (ids {', '.join(self.gap_ids)}{more})"
 
 
 class ScanProgress:
@@ -229,13 +240,7 @@ class LiveMigration:
         plan, report = self._plan, self._report
         report.begin("flip")
         if state.in_use == "old":
-            gaps = await steps.catch_up("new")
-            if gaps and not plan.accepts:
-                raise CommandRefused(
-                    f"{gaps.total():,} rows have no new vector, so searches would not find them; nothing was "
-                    "switched. Give these rows a text or remove them, then run the same command. To switch without "
-                    "them, use --yes"
-                )
+            await steps.catch_up("new", is_last=True)
             await steps.switch("new")
         if alias.target != plan.model:
             self._aliases.move(alias, plan.model, report)
@@ -250,7 +255,7 @@ class LiveMigration:
                 "go back from"
             )
         if state.in_use == "new":
-            await steps.catch_up("old")
+            await steps.catch_up("old", is_last=True)
             await steps.switch("old")
         if alias.target == plan.model:
             report.facts["back"] = back(self._aliases, plan.alias, self._echo)
@@ -298,8 +303,10 @@ class _LiveSteps:
         self._echo("  indexes of the new vectors are built, if the old ones have any")
         await self._live.build_indexes()
 
-    async def catch_up(self, side: Side) -> Counter[str]:
-        """Scan until the vectors of a side are up to date. Return the number of rows without a vector, by reason."""
+    async def catch_up(self, side: Side, *, is_last: bool = False) -> None:
+        """Scan until the vectors of a side (the old or the new model) are up to date. `is_last`: raise CommandRefused
+        for rows without a vector, unless the user accepts them.
+        """
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
         for _ in range(MAX_SCANS):
@@ -320,16 +327,27 @@ class _LiveSteps:
             embedded=embedded,
             seconds=round(seconds, 3),
             gaps=dict(scan.gaps),
+            gap_ids=scan.gap_ids,
         )
-        return scan.gaps
+        if is_last and scan.gaps and not self._plan.accepts:
+            raise CommandRefused(
+                f"{scan.gaps.total():,} rows have no {side} vector, so searches would not find them; nothing was "
+                "switched. Give these rows a text or remove them, then run the same command. To switch without "
+                "them, use --yes"
+            )
 
     async def settle(self, side: Side) -> None:
         """Embed the rows that writers have written while the store and the alias were switched."""
         embedded = (await self._scan(side)).embedded
         await asyncio.sleep(DRAIN_S)
-        embedded += (await self._scan(side)).embedded
+        scan = await self._scan(side)
+        embedded += scan.embedded
         self._report.report_step(
-            f"{embedded:,} rows that were written during the switch were embedded again", settled=embedded
+            f"{embedded:,} rows that were written during the switch were embedded again"
+            + (f"; without a vector of their present text: {scan.gaps_text}" if scan.gaps else ""),
+            settled=embedded,
+            gaps=dict(scan.gaps),
+            gap_ids=scan.gap_ids,
         )
 
     async def switch(self, side: Side) -> None:
@@ -359,7 +377,11 @@ class _LiveSteps:
         if not texts:
             raise CommandRefused("no row of the sample has a text: check --text, or use --sample 0")
         near_old, near_new = [await self._neighbours(side, texts, ids) for side in SIDES]
-        shares = [len(set(old) & set(new)) / len(old) for old, new in zip(near_old, near_new, strict=True) if old]
+        shares = [
+            len(set(old) & set(new)) / len(old)
+            for old, new in zip(near_old, near_new, strict=True)
+            if old and new is not None
+        ]
         if not shares:
             raise CommandRefused("the collection has too few rows to compare: use --sample 0")
         recall = float(np.mean(shares))
@@ -389,18 +411,20 @@ class _LiveSteps:
                 texts[self._plan.text.text(row.columns)] = row.id
         return list(texts), list(texts.values())
 
-    async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str]]:
-        """Return the nearest rows of each query, without the row that the query is."""
+    async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
+        """Return the nearest rows of each query, without the row that the query is; None if the model refuses it."""
         results = await self._encoded(side, texts, is_query=bool(self._plan.queries))
         bound = asyncio.Semaphore(SEARCHES)
 
-        async def search(vector: Any, own: str) -> list[str]:
+        async def search(vector: Any, own: str) -> list[str] | None:
+            if vector is None:
+                return None
             async with bound:
                 near = await self._live.nearest(side, vector, NEIGHBOURS + 1)
             return [row_id for row_id in near if row_id != own][:NEIGHBOURS]
 
         vectors = [result.get("dense") for result in results]
-        searches = (search(vector, own) for vector, own in zip(vectors, ids, strict=True) if vector is not None)
+        searches = (search(vector, own) for vector, own in zip(vectors, ids, strict=True))
         return await asyncio.gather(*searches)
 
     async def _scan(self, side: Side) -> Scan:
@@ -409,9 +433,7 @@ class _LiveSteps:
         waiting: list[tuple[LiveRow, str]] = []
         async for page in self._live.pending(side):
             texts, faults = self._texts(page.rows)
-            scan.gaps.update(fault for _, fault in faults)
-            if faults:
-                await self._live.write(side, [row for row, _ in faults], None)
+            await self._leave_out(side, faults, scan)
             waiting += texts
             while len(waiting) >= EMBED_ROWS:
                 await self._embed(side, waiting[:EMBED_ROWS], scan)
@@ -433,19 +455,28 @@ class _LiveSteps:
                 faults.append((row, str(fault)))
         return texts, faults
 
+    async def _leave_out(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
+        """Count rows that get no vector, each with the reason, and remove the vectors of their earlier texts."""
+        for row, reason in rows:
+            scan.add_gap(row.id, reason)
+        if rows:
+            await self._live.write(side, [row for row, _ in rows], None)
+
     async def _embed(self, side: Side, rows: Sequence[tuple[LiveRow, str]], scan: Scan) -> None:
         """Encode the texts of rows and write their vectors. Rows whose text the model refuses are counted as gaps."""
         model = self._models[side]
         results = await self._encoded(side, [text for _, text in rows])
-        done, vectors = [], []
+        done, vectors, refused = [], [], []
         for (row, _), result in zip(rows, results, strict=True):
             vector = result.get("dense")
             if vector is None:
                 error = result.get("error") or {}
-                scan.gaps[printable(f"{model.name} refuses the text ({error.get('code', 'no vector')})")] += 1
+                reason = printable(f"{model.name} refuses the text ({error.get('code', 'no vector')})")
+                refused.append((row, reason))
             else:
                 done.append(row)
                 vectors.append(vector)
+        await self._leave_out(side, refused, scan)
         if done:
             matrix: NDArray[np.float32] = np.stack(vectors).astype(np.float32)
             await self._live.write(side, done, matrix)

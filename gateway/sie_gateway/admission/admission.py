@@ -121,6 +121,7 @@ class Peers:
         # two
         self._answers: deque[tuple[int, float]] = deque(maxlen=MAX_BEATS)
         self.listeners: list[Callable[[GatewayBeat], None]] = []  # called with each announcement of another gateway
+        self._erasures = 0  # erasures of cached answers that this gateway has announced
         self._is_busy = False  # whether the last announcement of this gateway had work in the queue
 
     async def start(self) -> None:
@@ -130,13 +131,16 @@ class Peers:
         """Announce this gateway until `stop`, then announce that it leaves."""
         while not await stop.wait_for(self.pause_s()):
             await self._send(self.beat())
-        await self._send(GatewayBeat(self.id, leaving=True))
+        await self._send(GatewayBeat(self.id, leaving=True, erasures=self._erasures))
 
     def pause_s(self) -> float:
         return BUSY_S if self._is_busy else EVERY_S
 
     async def announce(self, erasure: AnswerErasure) -> None:
-        """Send the other gateways which cached answers to erase. Raises BrokerError."""
+        """Send the other gateways which cached answers to erase. A gateway that misses it learns of it by the number of
+        erasures in later announcements. Raises BrokerError.
+        """
+        self._erasures += 1
         beat = msgspec.structs.replace(self.beat(), erasure=erasure)
         await self._bus.send(topology.gateway_subject(self.id), messages.encode(beat))
 
@@ -186,7 +190,14 @@ class Peers:
         qps = sum(count for count, _ in self._answers) / sum(took_s for _, took_s in self._answers)
         queued = self._queued() if self.count() > 1 else ()
         self._is_busy = bool(queued)
-        return GatewayBeat(self.id, traffic=traffic, qps=round(qps, 3), config_epoch=self._epoch(), queued=queued)
+        return GatewayBeat(
+            self.id,
+            traffic=traffic,
+            qps=round(qps, 3),
+            config_epoch=self._epoch(),
+            queued=queued,
+            erasures=self._erasures,
+        )
 
     async def _on_beat(self, message: CoreMessage) -> None:
         try:

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sie_contracts.wire.heartbeats import AnswerErasure
+from sie_contracts.wire.heartbeats import AnswerErasure, GatewayBeat
 from sie_gateway.answers.keys import DIGEST_BYTES
 
 ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its value
 SPACE_BYTES = 400  # bytes of memory that a space takes
 STEP = 10_000  # answers after which the event loop may run other tasks
 PROTECTED_SHARE = 0.8
+MAX_PEERS = 1024  # gateways that have announced erasures; an erasure of a gateway that is not among them erases all
 LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
 
 
@@ -154,6 +155,27 @@ class AnswerMemory:
             self.held_bytes -= SPACE_BYTES
         else:
             self._spaces[name] = space, count - 1
+
+
+class PeerErasures:
+    """Number of erasures that each other gateway has announced. If a gateway has missed one of them, for example while
+    it had no connection to the broker, all its answers are erased.
+    """
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, int] = OrderedDict()
+
+    def due(self, beat: GatewayBeat) -> AnswerErasure | None:
+        """Return what to erase after an announcement; None if there is no erasure that was not done before."""
+        before = self._counts.get(beat.gateway, 0)
+        if beat.erasures <= before:
+            return None
+        self._counts[beat.gateway] = beat.erasures
+        self._counts.move_to_end(beat.gateway)
+        if len(self._counts) > MAX_PEERS:
+            self._counts.popitem(last=False)
+        is_next = beat.erasure is not None and beat.erasures == before + 1
+        return beat.erasure if is_next else AnswerErasure()
 
 
 def _fits(erasure: AnswerErasure, space: AnswerSpace, key: bytes) -> bool:

@@ -3,7 +3,8 @@ several requests have at the same time are computed once.
 
     inputs ──► AnswerMemory ──hit──────────────────────────────────────┐
                  └ miss ──► in flight? ──yes──► wait for its answer ────┼──► RequestResult, in input order
-                              └ no ──► Runner computes it, and stores it┘
+                              │                   └ none in time ──┐    │
+                              └ no ──► Runner computes it ◄────────┘ ───┘
 
 The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now. It
 is checked against the entry of the request, so a change of the entry, the precision or a LoRA changes the key. If
@@ -18,12 +19,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from sie_contracts.errors import GatewayTimeout, InvalidInput, NotFound, PayloadTooLarge, SIEError
+from sie_contracts.errors import InvalidInput, NotFound, PayloadTooLarge, SIEError
 from sie_contracts.models.catalogue import Resolved, answer_fingerprint, fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Settings
 from sie_contracts.wire.heartbeats import ModelStatus
 from sie_contracts.wire.messages import Failed, Ok, Outcome, Priority, WorkResult
+from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.grant import Grant
 from sie_gateway.answers.keys import digests_of, space_of
 from sie_gateway.answers.memory import AnswerMemory, AnswerSpace
@@ -37,7 +39,11 @@ from sie_gateway.metrics import Metrics
 CACHED_OPERATIONS = ("encode", "score", "extract")
 STEP = 256  # number of inputs after which the event loop may run other tasks
 MAX_FINGERPRINTS = 1024
-Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult], Awaitable[list[WorkResult]]]
+SHORTEST_WAIT_S = 0.25
+LONGEST_WAIT = 0.25  # share of its remaining time that a request waits for inputs of other requests
+OnChunk = Callable[[int, WorkResult], None]
+"""Function that is called with the number of the first input of a chunk and its result, as soon as this arrives."""
+Compute = Callable[[Call, list[int], Sequence[RequestItem], RequestResult, OnChunk | None], Awaitable[list[WorkResult]]]
 """Function that computes the inputs at these positions, adds their results to the RequestResult, and returns them."""
 
 
@@ -60,29 +66,31 @@ class CachePolicy(NamedTuple):
         return "" if self.is_shared else grant.key
 
 
-class _Flight:
-    """Input that a request computes now. The answer is packed. It is None if the request ended without an answer that
-    other requests can use.
-    """
-
-    def __init__(self, priority: Priority) -> None:
-        self.priority = priority
-        self.answer: asyncio.Future[bytes | Failed | None] = asyncio.get_running_loop().create_future()
-
-    def end(self, answer: bytes | Failed | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(answer)
+FlightKey = tuple[Lane, Priority, bytes]
+"""Key of an input that a request computes now: only requests in the same queue wait for it."""
+Flight = asyncio.Future[tuple[WorkResult, Ok] | Failed | None]
+"""Outcome of an input that a request computes now. It is None if the request ended without an outcome that other
+requests can use.
+"""
 
 
 class CachedRuns:
-    """Runs of requests with the cache of this gateway."""
+    """Runs of requests with the cache of this gateway. `expected_s`: expected wait in a queue, None if unknown."""
 
-    def __init__(self, memory: AnswerMemory, policy: CachePolicy, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        memory: AnswerMemory,
+        policy: CachePolicy,
+        fleet: Fleet,
+        metrics: Metrics,
+        expected_s: Callable[[Lane, Priority], float | None],
+    ) -> None:
         self.memory = memory
         self._policy = policy
         self._fleet = fleet
         self._metrics = metrics
-        self._flights: dict[bytes, _Flight] = {}
+        self._expected_s = expected_s
+        self._flights: dict[FlightKey, Flight] = {}
         self._fingerprints: dict[tuple[str, str], tuple[ModelEntry, str]] = {}
 
     async def run(
@@ -106,7 +114,7 @@ class CachedRuns:
             if mode == "only":
                 raise not_cached(len(items))
             finished.cache_status = "off"
-            await compute(call, positions, items, finished)
+            await compute(call, positions, items, finished, None)
             return finished
         name = space_of(owner, signed, request.operation, request.options.run)
         space = AnswerSpace(name, request.resolved.entry.id, call.grant.name if owner else "")
@@ -143,25 +151,26 @@ class CachedRuns:
 
     # flights
 
-    def flight(self, key: bytes, priority: Priority) -> _Flight | None:
-        """Return the flight of an input, if a request of this priority may wait for it: interactive work does not wait
-        for bulk work.
+    def patience_s(self, request: PlannedRequest, left_s: float) -> float:
+        """Return how long a request waits for inputs of other requests: the expected wait of its own computation, at
+        least SHORTEST_WAIT_S, and at most LONGEST_WAIT of its remaining time.
         """
-        flight = self._flights.get(key)
-        return None if flight is not None and flight.priority == "bulk" != priority else flight
+        expected_s = self._expected_s(request.lane, request.priority)
+        longest_s = LONGEST_WAIT * max(0.0, left_s)
+        return longest_s if expected_s is None else min(longest_s, max(SHORTEST_WAIT_S, expected_s))
 
-    def begin(self, key: bytes, priority: Priority) -> _Flight | None:
-        """Begin the flight of an input. Return None if there is one already."""
-        if key in self._flights:
-            return None
-        flight = self._flights[key] = _Flight(priority)
+    def flight(self, key: FlightKey) -> Flight | None:
+        return self._flights.get(key)
+
+    def begin(self, key: FlightKey) -> Flight:
+        flight = self._flights[key] = asyncio.get_running_loop().create_future()
         return flight
 
-    def end(self, key: bytes, flight: _Flight, answer: bytes | Failed | None) -> None:
-        """End a flight, and give its answer to the requests that wait for it."""
-        if self._flights.get(key) is flight:
-            del self._flights[key]
-        flight.end(answer)
+    def end(self, key: FlightKey) -> None:
+        """End a flight. The requests that still wait for it get no outcome."""
+        flight = self._flights.pop(key)
+        if not flight.done():
+            flight.set_result(None)
 
     def count(self, hits: int, joined: int, misses: int) -> None:
         """Count the inputs of a request: cached, computed by another request, and computed by this request."""
@@ -189,7 +198,9 @@ class _CachedRun:
         self._signed = signed
         self._compute = compute
         self._erasures = runs.memory.erasures
-        self._flights: dict[bytes, _Flight] = {}  # flights that this request has begun
+        self._flights: dict[FlightKey, Flight] = {}  # flights that this request has begun
+        # end of the time in which this request waits for inputs of other requests; None before it is needed
+        self._until_s: float | None = None
 
     async def results(
         self,
@@ -201,29 +212,30 @@ class _CachedRun:
         """Return the results of the request. The arguments are those of `CachedRuns.run`."""
         digests = await self._digests(items)
         keys = [self._space.key(digest) for digest in digests]
-        missing = await self._find(finished, positions, keys)
+        missing = await self._find(finished, range(len(items)), positions, keys)
         if missing and cache_mode(self._call.headers) == "only":
             raise not_cached(len(missing))
-        hits = len(items) - len(missing)
+        hits, computed, is_uniform = len(items) - len(missing), 0, True
         try:
-            own, joined = self._divide(missing, keys)
-            is_uniform = await self._computed(finished, own, positions, items, keys)
+            # further inputs are computed only if their answers can stand beside those that were computed before
+            while missing and is_uniform:
+                own, joined = self._divide(missing, keys)
+                if own and computed:
+                    self._call.again()
+                is_uniform = await self._computed(finished, own, positions, items, keys)
+                computed += len(own)
+                if is_uniform:
+                    failed = await self._joined(finished, joined, positions)
+                    # another request may have computed them in the meantime
+                    missing = await self._find(finished, failed, positions, keys)
         finally:
-            for key, flight in self._flights.items():
-                self._runs.end(key, flight, None)
-        # further inputs are computed only if their answers can stand beside those of `own`
-        rest = []
-        if is_uniform:
-            rest = [place for place, flight in joined if not await self._joined(finished, positions[place], flight)]
-        if rest:
-            self._call.again()
-            is_uniform = await self._computed(finished, rest, positions, items, keys)
-        computed = len(own) + len(rest)
+            for key in self._flights:
+                self._runs.end(key)
         if not is_uniform and computed < len(items):
             # cached and computed answers differ: a worker has another precision, engine or entry than it reported
             self._call.again()
             finished = RequestResult(self._request, refused)
-            await self._compute(self._call, positions, items, finished)
+            await self._compute(self._call, positions, items, finished, None)
             hits, computed = 0, len(items)
         self._runs.count(hits, len(items) - hits - computed, computed)
         finished.cache_status = "miss" if computed == len(items) else "partial" if computed else "hit"
@@ -236,34 +248,47 @@ class _CachedRun:
             return list(digests_of(items, query))
         return await asyncio.to_thread(lambda: list(digests_of(items, query)))
 
-    async def _find(self, finished: RequestResult, positions: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+    async def _find(
+        self, finished: RequestResult, places: Sequence[int], positions: Sequence[int], keys: Sequence[bytes]
+    ) -> list[int]:
         """Add the cached answers to the result. Return the places of the other inputs."""
         missing = []
-        for place, key in enumerate(keys):
-            value = self._runs.memory.find(key)
+        for number, place in enumerate(places):
+            value = self._runs.memory.find(keys[place])
             if value is None:
                 missing.append(place)
             else:
                 finished.add_cached(positions[place], unpack(value, self._signed))
-            if place % STEP == STEP - 1:
+            if number % STEP == STEP - 1:
                 await asyncio.sleep(0)
         return missing
 
-    def _divide(self, missing: Sequence[int], keys: Sequence[bytes]) -> tuple[list[int], list[tuple[int, _Flight]]]:
+    def _divide(self, missing: Sequence[int], keys: Sequence[bytes]) -> tuple[list[int], list[tuple[int, Flight]]]:
         """Return the inputs that this request computes, and the inputs with their flights for whose answers it waits.
         An input that occurs twice in the request waits for itself.
         """
         own, joined = [], []
         for place in missing:
-            flight = self._runs.flight(keys[place], self._request.priority)
-            if flight is not None:
+            key = self._flight_key(keys[place])
+            flight = self._runs.flight(key)
+            if flight is not None and (key in self._flights or self._left_s() > 0):
                 joined.append((place, flight))
                 continue
             own.append(place)
-            begun = self._runs.begin(keys[place], self._request.priority)
-            if begun is not None:
-                self._flights[keys[place]] = begun
+            if flight is None:
+                self._flights[key] = self._runs.begin(key)
         return own, joined
+
+    def _left_s(self) -> float:
+        """Return how long this request still waits for inputs of other requests."""
+        now_s = time.perf_counter()
+        if self._until_s is None:
+            left_s = self._call.received_s + self._call.budget_s - now_s
+            self._until_s = now_s + self._runs.patience_s(self._request, left_s)
+        return max(0.0, self._until_s - now_s)
+
+    def _flight_key(self, key: bytes) -> FlightKey:
+        return self._request.lane, self._request.priority, key
 
     async def _computed(
         self,
@@ -276,49 +301,70 @@ class _CachedRun:
         """Compute inputs and cache their answers. Return whether all answers have the fingerprint of cached ones."""
         if not places:
             return True
+
+        def on_chunk(first: int, result: WorkResult) -> None:
+            for place, outcome in zip(places[first : first + len(result.outcomes)], result.outcomes, strict=True):
+                self._arrived(keys[place], result, outcome)
+
         results = await self._compute(
-            self._call, [positions[place] for place in places], [items[place] for place in places], finished
+            self._call, [positions[place] for place in places], [items[place] for place in places], finished, on_chunk
         )
         outcomes = [(result, outcome) for result in results for outcome in result.outcomes]
         is_uniform = True
         for number, (place, (result, outcome)) in enumerate(zip(places, outcomes, strict=True)):
-            answer: bytes | Failed | None = None
             if isinstance(outcome, Ok):
-                if result.fingerprint == self._signed:
-                    answer = pack(result, outcome)
-                    if self._runs.memory.erasures == self._erasures:
-                        self._runs.memory.keep(self._space, keys[place], answer)
-                else:
+                if result.fingerprint != self._signed:
                     is_uniform = False
-            elif _is_of_input(outcome):
-                answer = outcome
-            if (flight := self._flights.pop(keys[place], None)) is not None:
-                self._runs.end(keys[place], flight, answer)
+                elif self._runs.memory.erasures == self._erasures:
+                    self._runs.memory.keep(self._space, keys[place], pack(result, outcome))
+            key = self._flight_key(keys[place])
+            if self._flights.pop(key, None) is not None:
+                self._runs.end(key)
             if number % STEP == STEP - 1:
                 await asyncio.sleep(0)
         return is_uniform
 
-    async def _joined(self, finished: RequestResult, position: int, flight: _Flight) -> bool:
-        """Wait for the answer of another request until the deadline of this one, and add it to the result. Return False
-        if the other request ended without an answer. Raises GatewayTimeout.
+    def _arrived(self, key: bytes, result: WorkResult, outcome: Outcome) -> None:
+        """Give the outcome of an input to the requests that wait for it. Later requests find it in the flight, which
+        ends when the answer is cached. An outcome that they cannot use ends the flight now.
         """
-        if not flight.answer.done():
-            call = self._call
-            left_s = call.received_s + call.budget_s - time.perf_counter()
-            done, _ = await asyncio.wait((flight.answer,), timeout=max(0.0, left_s))
-            if not done:
-                raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s")
-        answer = flight.answer.result()
-        if isinstance(answer, Failed):
-            finished.add_failure(position, answer)
-        elif answer is not None:
-            finished.add_cached(position, unpack(answer, self._signed))
-        return answer is not None
+        flight_key = self._flight_key(key)
+        flight = self._flights.get(flight_key)
+        if flight is None or flight.done():
+            return
+        if isinstance(outcome, Ok) and result.fingerprint == self._signed:
+            flight.set_result((result, outcome))
+        elif isinstance(outcome, Failed) and _is_of_input(outcome):
+            flight.set_result(outcome)
+        else:
+            del self._flights[flight_key]
+            self._runs.end(flight_key)
+
+    async def _joined(
+        self, finished: RequestResult, joined: Sequence[tuple[int, Flight]], positions: Sequence[int]
+    ) -> list[int]:
+        """Wait for the outcomes of other requests, as long as the patience of this one lasts, and add them to the
+        result. Return the places without an outcome.
+        """
+        missing = []
+        for number, (place, flight) in enumerate(joined):
+            if not flight.done():
+                await asyncio.wait((flight,), timeout=self._left_s())
+            outcome = flight.result() if flight.done() else None
+            if outcome is None:
+                missing.append(place)
+            elif isinstance(outcome, Failed):
+                finished.add_failure(positions[place], outcome)
+            else:
+                finished.add_cached(positions[place], unpack(pack(*outcome), self._signed))
+            if number % STEP == STEP - 1:
+                await asyncio.sleep(0)
+        return missing
 
 
-def _is_of_input(outcome: Outcome) -> bool:
+def _is_of_input(failed: Failed) -> bool:
     """Return whether an input failed by its own fault, so that it fails in every request."""
-    return isinstance(outcome, Failed) and isinstance(SIEError.from_info(outcome.error), InvalidInput | PayloadTooLarge)
+    return isinstance(SIEError.from_info(failed.error), InvalidInput | PayloadTooLarge)
 
 
 def not_cached(count: int) -> NotFound:

@@ -89,7 +89,7 @@ class Call:
     # reader of the body; None for a request without a connection, such as a line of a batch
     reader: BodyReader | None = None
     infer_request: InferRequest | None = None  # request to the model, as parsed at the last attempt
-    attempt: int = 0  # number of times that this call began again because the entry of the model changed
+    attempt: int = 0  # number of times that work of this call was sent to workers before
     finished: RequestResult | None = None  # result of the last run
     code: str = ""  # code of the error in the reply
     message: str = ""  # message of the error in the reply

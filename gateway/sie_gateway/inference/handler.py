@@ -231,14 +231,16 @@ class Inference:
 
     async def _handled(self, call: Call, route: InferenceRoute, raw: bytes) -> EncodedReply:
         """Run the handler of the route with one entry of the model; if the entry changes meanwhile, start again."""
+        restarts = 0
         while True:
             try:
                 return await route.handler(self, call, raw)
             except EntryChanged as error:
                 left_s, entry = call.received_s + call.budget_s - time.perf_counter(), error.entry
-                if call.attempt >= MAX_ATTEMPTS or left_s <= 0:
+                if restarts >= MAX_ATTEMPTS or left_s <= 0:
                     message = f"the entry of {entry.id} is being changed, and its workers do not know it yet"
                     raise NotReady(message, reason=CONFIG_CHANGED, retry_after_s=1) from None
+            restarts += 1
             call.again()
             await self._renewed(entry, min(RENEWED_WITHIN_S, left_s))
             self._resolve(call, route)

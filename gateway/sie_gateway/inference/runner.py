@@ -23,7 +23,7 @@ from sie_gateway.admission.admission import Admission, Permits
 from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.inference import chunk, telemetry
 from sie_gateway.inference.body import RequestItem, has_images, input_of
-from sie_gateway.inference.cached import CachedRuns, not_cached
+from sie_gateway.inference.cached import CachedRuns, OnChunk, not_cached
 from sie_gateway.inference.call import Call, EntryChanged, cache_mode
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.entities import mentions
@@ -106,7 +106,12 @@ class Runner:
         return finished
 
     async def _computed(
-        self, call: Call, positions: list[int], items: Sequence[RequestItem], finished: RequestResult
+        self,
+        call: Call,
+        positions: list[int],
+        items: Sequence[RequestItem],
+        finished: RequestResult,
+        on_chunk: OnChunk | None = None,
     ) -> list[WorkResult]:
         """Publish items and add their results to `finished`. `positions` are those of the items in the request. Return
         the results in the order of the items. Raises SIEError, EntryChanged.
@@ -143,7 +148,7 @@ class Runner:
                 self._cold.requested(lane)
             collector = self._inbox.open(call.work_id, len(chunks), lane.pool)
             try:
-                collector.on_taken = _result_listener(permits, collector, resolved.entry)
+                collector.on_taken = _result_listener(permits, collector, resolved.entry, chunks, on_chunk)
                 permits.on_refused = collector.fail
                 build = _builder(call, request, items, chunks, revision, self._inbox.address(call.work_id))
                 sending = _Sending(self._queue, self._admission, request, permits, build, collector, deadline_s)
@@ -312,7 +317,13 @@ def _builder(
     return work_item
 
 
-def _result_listener(permits: Permits, collector: OutcomeCollector, entry: ModelEntry) -> Callable[[WorkResult], None]:
+def _result_listener(
+    permits: Permits,
+    collector: OutcomeCollector,
+    entry: ModelEntry,
+    chunks: Sequence[Chunk],
+    on_chunk: OnChunk | None,
+) -> Callable[[WorkResult], None]:
     """Return the function that is called with each result. It releases the permit of the chunk. If the worker has
     another revision of the model's entry, it ends the attempt with EntryChanged.
     """
@@ -321,6 +332,9 @@ def _result_listener(permits: Permits, collector: OutcomeCollector, entry: Model
         permits.result_arrived(result)
         if any(isinstance(outcome, Failed) and outcome.error.reason == CONFIG_CHANGED for outcome in result.outcomes):
             collector.fail(EntryChanged(entry))
+        piece = chunks[result.chunk]
+        if on_chunk is not None and len(result.outcomes) == piece.stop - piece.start:
+            on_chunk(piece.start, result)
 
     return on_result
 

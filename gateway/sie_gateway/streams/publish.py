@@ -160,7 +160,7 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return whether the consumer had the settings of `spec` when last checked, and no deletion was reported since."""
+        """Return True if the consumer had the settings of `spec` at the last check, and no deletion was seen since."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:

@@ -51,14 +51,14 @@ class CacheErasure(Struct, kw_only=True):
 
     model: Annotated[Text, Meta(description="Id of a model.")] = ""
     key: Annotated[Text, Meta(description="API key whose answers are erased: its id, as in metrics.")] = ""
-    text: Annotated[str | None, Meta(description="Text of an input.")] = None
+    text: Annotated[str | None, Meta(description="Text of an input that has nothing else.")] = None
     query: Annotated[str | None, Meta(description="Query of a score, if `text` is a document.")] = None
     all: Annotated[Flag, Meta(description="True: every answer.")] = False
 
 
 class CacheErased(Struct, kw_only=True):
     """Result of an erasure. `answers`: number of answers that the gateway which replies has erased. `gateways`: number
-    of gateways that were told to erase.
+    of gateways that the erasure was sent to, this one included.
     """
 
     EXAMPLE: ClassVar[Any] = {"answers": 10000, "gateways": 2}

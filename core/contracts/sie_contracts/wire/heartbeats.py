@@ -196,7 +196,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
     `traffic`: by lane and priority, with keys `pool.machine profile.bundle.priority`. `qps`: inference requests
     answered per second recently. `config_epoch`: epoch of the catalogue that the gateway uses. `queued`: its work in
     the queue; it is sent only if there are other gateways, then five times per second. `erasure`: cached answers that
-    the receivers erase.
+    the receivers erase. `erasures`: number of erasures that the gateway has sent, this one included.
     """
 
     gateway: str
@@ -206,6 +206,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="gateway/
     config_epoch: str = ""
     queued: tuple[QueuedWork, ...] = ()
     erasure: AnswerErasure | None = None
+    erasures: int = 0
 
 
 decode_gateway = msgspec.msgpack.Decoder(GatewayBeat).decode

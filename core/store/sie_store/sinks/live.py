@@ -63,7 +63,8 @@ class LiveState:
 @dataclass(frozen=True)
 class LiveRow:
     """A row of a live collection. `columns`: those that the template names. `version`: digest of these columns as they
-    were read; a write skips the row if they have changed since. `stored`: the row in the form of its store.
+    were read; a write skips the row if they have changed since (empty if the store compares `stored`). `stored`: the
+    row in the form of its store.
     """
 
     id: str

@@ -170,9 +170,16 @@ class PgvectorLive:
                 f"the table {source.collection} has no column {missing[0]}, which --text names. It has "
                 f"{', '.join(name for name in columns if name != vector)}"
             )
-        unique = [row["name"] for row in rows if row["is_unique"]]
+        unique = [row["name"] for row in rows if row["is_unique"] and row["not_null"]]
         primary = [row["name"] for row in rows if row["is_primary"]]
         id_column = source.id_column or (primary or unique or [""])[0]
+        nullable = [row["name"] for row in rows if row["is_unique"] and not row["not_null"]]
+        if id_column in nullable or (not id_column and nullable):
+            column = id_column or nullable[0]
+            raise CollectionMismatch(
+                f"the column {column} of {source.collection} is unique but may be NULL, so it does not name each row: "
+                f"ALTER TABLE {self._table} ALTER COLUMN {quoted(column)} SET NOT NULL, or name a column with --id"
+            )
         if id_column not in unique:
             raise CollectionMismatch(
                 f"the table {source.collection} needs a column that alone is its primary key or unique: "
@@ -263,7 +270,8 @@ class PgvectorLive:
             f"SELECT {identity}::text AS id, {_version(self._source, shape)} AS version, "  # noqa: S608
             f"{same} AS is_same, jsonb_build_object({fields})::text AS columns "
             f"FROM {self._table} t WHERE {span} AND {identity} <= $2::text::{shape.id_type} AND "
-            f"({column} IS NULL OR t.{quoted(shape.marker)} IS DISTINCT FROM {self._digest(shape, side)}) "
+            f"({column} IS NULL OR t.{quoted(shape.marker)} IS NULL OR t.{quoted(shape.marker)} NOT IN "
+            f"({self._digest(shape, side)}, sha256({self._digest(shape, side)}))) "
             f"ORDER BY {identity}",
             after,
             last,
@@ -304,7 +312,7 @@ class PgvectorLive:
         identity, vector = quoted(shape.id_column), f"fresh.embedding::{shape.type}"
         changes = [
             f"{quoted(shape.column(side))} = {vector}",
-            f"{quoted(shape.marker)} = {self._digest(shape, side, vector)}",
+            f"{quoted(shape.marker)} = {self._fresh_marker(shape, side, vector)}",
         ]
         away = shape.column(opposite(side))
         if side == shape.in_use and away in shape.columns:
@@ -319,12 +327,15 @@ class PgvectorLive:
         )
 
     async def _cleared(self, connection: Any, shape: _TableShape, side: Side, rows: Sequence[LiveRow]) -> None:
-        column = quoted(shape.column(side))
+        column, marker = quoted(shape.column(side)), quoted(shape.marker)
+        digest = self._fresh_marker(shape, side, f"NULL::{shape.type}")
         await connection.execute(
-            f"UPDATE {self._table} t SET {column} = NULL FROM "  # noqa: S608
+            # the marker says that the vector of the opposite side still stands for the row
+            f"UPDATE {self._table} t SET {column} = NULL, {marker} = {digest} FROM "  # noqa: S608
             "unnest($1::text[], $2::bytea[]) AS r(id, version) "
-            f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} AND t.{column} IS NOT NULL "
-            f"AND {_version(self._source, shape)} = r.version",
+            f"WHERE t.{quoted(shape.id_column)} = r.id::{shape.id_type} "
+            f"AND {_version(self._source, shape)} = r.version "
+            f"AND (t.{column} IS NOT NULL OR t.{marker} IS DISTINCT FROM {digest})",
             [row.id for row in rows],
             [row.version for row in rows],
         )
@@ -436,6 +447,16 @@ class PgvectorLive:
         await self._database.transaction(run)
         self._shape = await self._database.transaction(self._read_shape)
 
+    def _fresh_marker(self, shape: _TableShape, side: Side, vector: str) -> str:
+        """Return the expression for the marker of a row whose vector of a side is written. On the way back it is hashed
+        again if the new vector has no valid marker, so that the way forward does not adopt that vector.
+        """
+        digest = self._digest(shape, side, vector)
+        if side == shape.in_use or side == "new":
+            return digest
+        valid = f"t.{quoted(shape.marker)} IN ({self._digest(shape, 'new')}, {digest})"
+        return f"CASE WHEN {valid} THEN {digest} ELSE sha256({digest}) END"
+
     def _digest(self, shape: _TableShape, side: Side, vector: str = "") -> str:
         """Return the expression for the marker of a row with a current vector of this side: by default the vector that
         it has.
@@ -443,7 +464,7 @@ class PgvectorLive:
         send = f"{quoted(shape.extension)}.{shape.kind}_send"
         return (
             f"sha256(convert_to({_literal(self._source.salt(side))}, 'UTF8') || {_version(self._source, shape)} || "
-            f"{send}({vector or 't.' + quoted(shape.column(side))}))"
+            f"coalesce({send}({vector or 't.' + quoted(shape.column(side))}), ''::bytea))"
         )
 
 

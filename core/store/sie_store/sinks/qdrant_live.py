@@ -5,16 +5,22 @@ use. The name that searches and writers use is an alias of Qdrant, here `docs`:
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
     docs--before  ──► the old collection, after the switch
 
-Each point in use has a copy in the collection that is not in use, with the same id, payload and vectors of other names.
-The payload of a copy has a marker, the field `_sie`: a digest of the text and the model of its vector. A point is
-pending if its copy is missing, has another payload, or has a marker of another text or model. After the switch, writers
-replace points of the new collection. A replaced point has no marker, and so it is pending.
+The new collection has copies of the points of the old one, with the same ids, payloads and vectors of other names. The
+marker of a point is the field `_sie` of its payload. A point is pending if its copy is missing, has another payload, or
+has a marker of another text or model. A writer that replaces a point removes its marker, so the point is pending.
+
+    _sie: TEXT.PAYLOAD    TEXT     digest of the text and model of the vector; empty for a vector of the application
+                          PAYLOAD  digest of the payload that the point had when both collections had it
+
+So a point with a valid PAYLOAD has not changed since it was copied. After the switch this says which of the two points
+is newer, and whether a point without a counterpart was written to its collection or deleted from the opposite one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +35,7 @@ from sie_store.sinks.qdrant import MAX_DIMS, QdrantConnection, point_bodies
 from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkUnsuitable, checked_name
 
 MARKER = "_sie"
+NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
 SCAN_POINTS = 256
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points
 # settings of a collection that the new one gets too, by their name in its description
@@ -94,6 +101,16 @@ class _CollectionPair:
     vector: str
     params: dict[str, Any]
     more_vectors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _LateWrite:
+    """Point that was written to the collection not in use after it was copied. `marker`: that of its copy, empty if
+    there is none.
+    """
+
+    point: _Point
+    marker: str
 
 
 class QdrantLive:
@@ -192,6 +209,8 @@ class QdrantLive:
                 stored = {point.id: point for point in points}
             else:
                 stored = await self._points(copies, [point.id for point in points])
+                current = [point for point in points if self._is_current(side, point, stored.get(point.id))]
+                await self._agree(source, [point for point in current if not _is_agreed(point)])
             rows = [
                 LiveRow(str(point.id), _plain(point), stored=point)
                 for point in points
@@ -200,14 +219,65 @@ class QdrantLive:
             yield ScannedPage(len(points), rows)
         if side != layout.in_use:
             await self._remove_deleted(source, copies)
+        elif layout.is_begun:
+            async for page in self._late_writes(layout.names[opposite(side)], source):
+                yield page
 
     def _is_current(self, side: Side, point: _Point, copy: _Point | None) -> bool:
         """Return whether the copy of a point has its payload, and a vector of this payload's text."""
         if copy is None or _plain(copy) != _plain(point):
             return False
-        marker = (copy.payload or {}).get(MARKER)
-        # old points have no marker, because only the application has written them
-        return marker == self._marker(side, point) or (side == "old" and marker is None)
+        marker = _marker(copy)
+        text = marker.partition(".")[0]
+        if text == self._text_digest(side, point):
+            return True
+        # the vectors of the application are old ones, except in points that it has written after the switch
+        return side == "old" and not text and (_is_agreed(copy) or (not marker and side != self._opened().in_use))
+
+    async def _late_writes(self, away: str, source: str) -> AsyncIterator[ScannedPage]:
+        """Yield the points that were written to the collection not in use after they were copied, unless the copy is
+        newer. Delete the copies of points that were deleted there.
+        """
+        async for points in self._scroll(away, with_vector=list(self._opened().more_vectors)):
+            changed = [point for point in points if not _is_agreed(point)]
+            present = await self._points(source, [point.id for point in changed]) if changed else {}
+            rows, settled = [], []
+            for point in changed:
+                copy = present.get(point.id)
+                if copy is not None and (not _is_agreed(copy) or _plain(copy) == _plain(point)):
+                    settled.append(point)
+                else:
+                    late = _LateWrite(point, "" if copy is None else _marker(copy))
+                    rows.append(LiveRow(str(point.id), _plain(point), stored=late))
+            await self._agree(away, settled)
+            yield ScannedPage(0, rows)
+        async for points in self._scroll(source):
+            copies = {point.id: _marker(point) for point in points if _is_agreed(point)}
+            present = await self._points(away, list(copies), with_payload=False) if copies else {}
+            if deleted := [point_id for point_id in copies if point_id not in present]:
+                unchanged = _with_marker(*(copies[point_id] for point_id in deleted), ids=deleted)
+                await self._check_in_use()
+                await self._server.send(
+                    "POST", _path(source, "/points/delete?wait=true"), msgspec.json.encode({"filter": unchanged})
+                )
+
+    async def _agree(self, collection: str, points: Sequence[_Point]) -> None:
+        """Write to the markers of points that the opposite collection has their payloads too."""
+        operations = [
+            {
+                "set_payload": {
+                    "payload": {MARKER: f"{_marker(point).partition('.')[0]}.{_payload_digest(point)}"},
+                    "filter": _with_marker(*filter(None, [_marker(point)]), ids=[point.id]),
+                }
+            }
+            for point in points
+        ]
+        if operations:
+            await self._change(collection, operations)
+
+    async def _change(self, collection: str, operations: Sequence[Mapping[str, Any]]) -> None:
+        body = msgspec.json.encode({"operations": operations})
+        await self._server.send("POST", _path(collection, "/points/batch?wait=true"), body)
 
     async def _remove_deleted(self, source: str, copies: str) -> None:
         """Remove the copies of points that were deleted."""
@@ -221,49 +291,71 @@ class QdrantLive:
 
     async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
         layout = self._opened()
-        if side == layout.in_use:
-            if vectors is not None:
-                await self._replace_vectors(rows, vectors)
+        pairs = [(row.stored, None if vectors is None else vectors[number]) for number, row in enumerate(rows)]
+        if side != layout.in_use:
+            await self._put(side, pairs)
+            await self._agree(layout.names[layout.in_use], [point for point, _ in pairs])
             return
+        late = [(write, vector) for write, vector in pairs if isinstance(write, _LateWrite)]
+        if late:
+            # a copy that the application has changed meanwhile has another marker, and stays as it is
+            unchanged = _with_marker(*(write.marker for write, _ in late))
+            await self._put(side, [(write.point, vector) for write, vector in late], unchanged)
+            await self._agree(layout.names[opposite(side)], [write.point for write, _ in late])
+        own = [(point, vector) for point, vector in pairs if isinstance(point, _Point) and vector is not None]
+        if own:
+            await self._replace_vectors(own)
+
+    async def _put(
+        self,
+        side: Side,
+        points: Sequence[tuple[_Point, NDArray[np.float32] | None]],
+        update_filter: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write copies of points to the collection of a side (the old or the new model). `update_filter`: existing
+        points that may be replaced.
+        """
         await self._check_in_use()
-        points = (
-            self._copy(row.stored, side, None if vectors is None else vectors[number])
-            for number, row in enumerate(rows)
-        )
-        bodies = point_bodies(points)
+        bodies = point_bodies(self._copy(point, side, vector) for point, vector in points)
+        condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
         # encoded in a thread, because it takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
-            await self._server.send("PUT", self._points_path(side, "?wait=true"), body, completed=True)
+            content = body.removesuffix(b"}") + condition
+            await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
 
     def _copy(self, point: _Point, side: Side, vector: NDArray[np.float32] | None) -> dict[str, Any]:
-        """Return the copy of a point for the collection of a side (the old or the new model), with the point's vectors
-        of other names. The copy has no marker if `vector` is None.
-        """
+        """Return the copy of a point for the collection of a side, with the point's vectors of other names."""
         name = self._opened().vector
         content: Any = dict(point.vector) if isinstance(point.vector, dict) else {}
         payload = _plain(point)
         if vector is not None:
             content = {**content, name: vector.tolist()} if name or content else vector.tolist()
-            payload[MARKER] = self._marker(side, point)
+        text = NO_VECTOR if vector is None else self._text_digest(side, point)
+        payload[MARKER] = f"{text}.{_payload_digest(point)}"
         return {"id": point.id, "vector": content, "payload": payload}
 
-    async def _replace_vectors(self, rows: Sequence[LiveRow], vectors: NDArray[np.float32]) -> None:
-        """Write vectors and markers to the collection in use. If a writer replaces a point before this, the marker is
-        of another text; if afterwards, it is gone: in both cases the point is pending.
+    async def _replace_vectors(self, points: Sequence[tuple[_Point, NDArray[np.float32]]]) -> None:
+        """Write vectors and markers to the collection in use. A claim in the markers is read back with the points, and
+        is the condition of each write. A writer that replaces a point removes the claim, so its vector stays.
         """
         layout = self._opened()
-        name = layout.names[layout.in_use]
-        for row, vector in zip(rows, vectors, strict=True):
-            point_id, content = row.stored.id, vector.tolist()
-            marker = self._marker(layout.in_use, row.stored)
-            point = {"id": point_id, "vector": {layout.vector: content} if layout.vector else content}
-            operations = [
-                {"update_vectors": {"points": [point]}},
-                {"set_payload": {"payload": {MARKER: marker}, "points": [point_id]}},
+        name, ids = layout.names[layout.in_use], [point.id for point, _ in points]
+        claim = f"{CLAIM}.{secrets.token_hex(16)}"
+        await self._change(name, [{"set_payload": {"payload": {MARKER: claim}, "filter": _with_marker(ids=ids)}}])
+        claimed = await self._points(name, ids)
+        for point, vector in points:
+            present = claimed.get(point.id)
+            if present is None or _marker(present) != claim or _plain(present) != _plain(point):
+                continue
+            content: Any = {layout.vector: vector.tolist()} if layout.vector else vector.tolist()
+            unchanged = _with_marker(claim, ids=[point.id])
+            marker = f"{self._text_digest(layout.in_use, point)}."
+            operations: list[dict[str, Any]] = [
+                {"update_vectors": {"points": [{"id": point.id, "vector": content}], "update_filter": unchanged}},
+                {"set_payload": {"payload": {MARKER: marker}, "filter": unchanged}},
             ]
             try:
-                body = msgspec.json.encode({"operations": operations})
-                await self._server.send("POST", _path(name, "/points/batch?wait=true"), body)
+                await self._change(name, operations)
             except CollectionMissing:
                 # the point was deleted meanwhile, or the collection: then the scan refuses it
                 continue
@@ -314,7 +406,7 @@ class QdrantLive:
     def _points_path(self, side: Side, suffix: str) -> str:
         return _path(self._opened().names[side], f"/points{suffix}")
 
-    def _marker(self, side: Side, point: _Point) -> str:
+    def _text_digest(self, side: Side, point: _Point) -> str:
         """Return the digest of a point's text and of the model."""
         payload = point.payload or {}
         text = msgspec.json.encode([payload.get(name) for name in self._source.text.columns])
@@ -379,3 +471,26 @@ def _path(collection: str, suffix: str = "") -> str:
 def _plain(point: _Point) -> dict[str, Any]:
     """Return the payload of a point without the marker."""
     return {name: value for name, value in (point.payload or {}).items() if name != MARKER}
+
+
+def _marker(point: _Point) -> str:
+    """Return the marker of a point, empty if it has none."""
+    marker = (point.payload or {}).get(MARKER)
+    return marker if isinstance(marker, str) else ""
+
+
+def _payload_digest(point: _Point) -> str:
+    return hashlib.sha256(msgspec.json.encode(_plain(point), order="deterministic")).hexdigest()[:32]
+
+
+def _is_agreed(point: _Point) -> bool:
+    """Return whether a point has not changed since both collections had it."""
+    return _marker(point).partition(".")[2] == _payload_digest(point)
+
+
+def _with_marker(*markers: str, ids: Sequence[int | str] = ()) -> dict[str, Any]:
+    """Return the filter for points with one of some markers and ids; without markers or ids, all are meant."""
+    conditions: list[dict[str, Any]] = [{"has_id": list(ids)}] if ids else []
+    if markers:
+        conditions.append({"key": MARKER, "match": {"any": list(markers)}})
+    return {"must": conditions}
