@@ -78,7 +78,9 @@ Functions = set[tuple[str, str]]
 
 
 def notify(address: Path, word: str) -> list[tuple[str, str]]:
-    """Begin or end a process's recording (`word`). Return the recorded functions; none if the process has ended."""
+    """Send `word` ("begin" or "end") to a process that records the functions it calls. Return the functions recorded so
+    far; none if the process has ended.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(address))

@@ -75,7 +75,9 @@ async def serve(
     mode: Mode = "queue",
     drain_s: float | None = None,
 ) -> int:
-    """Serve the lane of the settings until `stop`, then drain. Return the exit status. Raises SettingError."""
+    """Serve the lane (pool, profile and bundle) of `settings` until `stop`, then drain. Return the exit status. Raises
+    SettingError.
+    """
     worker_id = settings.worker_id or default_worker_id()
     WORKER.set(worker_id)
     tracer = tracing.start(settings.tracing, "sidecar", worker_id)

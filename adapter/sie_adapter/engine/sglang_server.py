@@ -210,7 +210,9 @@ class _SglangProcess:
     """SGLang server process and its children, which are all in one session (setsid)."""
 
     def __init__(self, launch: Launch) -> None:
-        """Start the process and wait until it is ready, on a thread that stays alive. Raises SglangNotStarted."""
+        """Start the process and wait until it is ready. Raises SglangNotStarted. Call this on a thread that lives as
+        long as the server: the kernel kills the process when the thread that started it ends (see _BOOT).
+        """
         self._is_cpu, self._device = launch.device.type == "cpu", launch.device
         self._before = 0 if self._is_cpu else _used_bytes(launch.device)
         with socket.socket() as probe:

@@ -55,8 +55,8 @@ from sie_store.entry_faults import MODEL_FILE
 from sie_store.folder_files import read_json
 
 _logger = logging.getLogger("sie.adapter")
-# Returns the answers to the inputs of one work item. Arguments: the batch, the group of the work item, the rows of its
-# heads, and the numbers of these rows in the batch.
+# Returns the answers to the inputs of one work item. Arguments: the batch, the group of the work item, the output rows
+# of the model's heads by name of the head, and the indices of these rows in the batch.
 Finish = Callable[[RunBatch, Group, item_results.Rows, list[int]], ItemResults]
 
 

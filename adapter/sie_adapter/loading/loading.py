@@ -113,7 +113,7 @@ class Loader:
     _leases: dict[str, Lock] = field(default_factory=dict)
 
     def compute(self, precision: Precision | None) -> Compute:
-        """Return the settings for models of this precision on the device. `precision`: None for the default."""
+        """Return device, dtype and attention for models of this precision. `precision`: None for the default."""
         default = cast(Precision, self.settings.default_compute_precision)
         lacks = bfloat16_lacks() if self.device.type == "cpu" else ""
         dtype, reason = resolve_precision(precision, default, self.device.type, lacks=lacks)

@@ -130,14 +130,15 @@ def packed_attention(
     deterministic: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of the interface. `query`: [1, heads, tokens, width], `key`, `value`: [1, key heads, tokens,
-    width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an unknown keyword that is not None,
-    since it would change the numbers.
+    """Attention function that transformers' AttentionInterface calls. `query`: [1, heads, tokens, width], `key`,
+    `value`: [1, key heads, tokens, width]. Returns [1, tokens, heads, width]. Raises AttentionUnsupported for an
+    unknown keyword that is not None, since it would change the numbers.
 
     Windows are defined as in transformers' flash attention path: `sliding_window` counts the token itself, and extends
-    to both sides if the attention is not causal. If the model's mask has another window, the mask is used, as in
-    transformers' eager and sdpa attention. `sie_edge`: how many more keys the mask allows on a side than
-    `sliding_window`.
+    to both sides if the attention is not causal. If the model's mask has another window, the window of the mask counts,
+    as in transformers' eager and sdpa attention: a trial pass adds the difference, in keys on a side, to `edges` of
+    `sie_trial`, and later passes get it as `sie_edge`. `sie_bounds`: offsets of the sequences. `sie_layout`: groups of
+    sequences, each with its kernel.
     """
     unsupported = [name for name, value in options.items() if value is not None]
     if unsupported or dropout:

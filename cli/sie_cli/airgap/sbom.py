@@ -65,7 +65,7 @@ class Package:
         return f"pkg:pypi/{self.name}@{quote(self.version, safe='')}"
 
     def licence_page(self) -> bytes:
-        """Return the page with its name, its licence, and its licence files, each under its file name."""
+        """Return the package's name and licence, and its licence files, each under its file name, as one text."""
         pages = [f"######## {self.name} {self.version}, licence: {self.licence or 'not stated'} ########\n".encode()]
         for file in sorted(self.distribution.files or (), key=str):
             inside, in_metadata, rest = str(file).partition(".dist-info/")

@@ -1,6 +1,9 @@
 """Stored results, and the changes from one result to another.
 
-EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► list, compare, earlier measurements
+EvalReport ──► DATA_DIR/evals/MODEL/TASK/KIND/TIME-COMMIT-MACHINE.json ──► StoredReport
+
+KIND is `quality` or `perf`. The commands `list` and `compare` read the files, and an evaluation reads the last one, to
+compare its own result with it.
 """
 
 from __future__ import annotations

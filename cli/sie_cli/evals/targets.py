@@ -106,7 +106,9 @@ def expected(values: Mapping[str, float], *, is_speed: bool) -> Targets:
 
 
 def save(file: Path, model: str, measured: Mapping[str, Targets]) -> None:
-    """Write targets of a model, by task. Other targets in the file stay. Raises CommandRefused."""
+    """Save targets (scores that later evaluations must reach) of a model, by task. `measured`: the targets, computed
+    from measured scores. Targets of other models and tasks stay in the file. Raises CommandRefused.
+    """
     saved = read(file) if file.exists() else {}
     saved.setdefault(model, {}).update(measured)
     try:

@@ -77,7 +77,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side, with the width and the fingerprint of its vectors."""
+    """Model of one side of the migration (old or new), with the width and the fingerprint of its vectors."""
 
     name: str
     dims: int
@@ -157,7 +157,7 @@ class LiveMigration:
         self._echo = echo
 
     def run(self) -> None:
-        """Run the remaining steps up to the requested one. Raises CommandRefused, and the errors of the client."""
+        """Run the remaining steps of the migration, up to `until` of the plan. Raises CommandRefused, and SIEError."""
         try:
             asyncio.run(self._run())
         except StoreError as error:
@@ -275,7 +275,7 @@ class LiveMigration:
 
 
 class _LiveSteps:
-    """Steps of a migration at an open collection. `models`: of both sides."""
+    """Steps of a migration at an open collection. `models`: the old and the new model."""
 
     def __init__(
         self,
@@ -304,8 +304,8 @@ class _LiveSteps:
         await self._live.build_indexes()
 
     async def catch_up(self, side: Side, *, is_last: bool = False) -> None:
-        """Scan until the vectors of a side are up to date. `is_last`: raise CommandRefused for rows without a vector,
-        unless the user accepts them.
+        """Scan until the vectors of a side (the old or the new model) are up to date. `is_last`: raise CommandRefused
+        for rows without a vector, unless the user accepts them.
         """
         start_s, embedded, name = time.monotonic(), 0, self._models[side].name
         few = max(FEW_ROWS, int(self._state.rows * FEW_SHARE))
@@ -351,7 +351,7 @@ class _LiveSteps:
         )
 
     async def switch(self, side: Side) -> None:
-        """Let searches use the vectors of a side."""
+        """Let searches use the vectors of a side (the old or the new model)."""
         await self._live.switch(side)
         self._report.report_step(
             f"searches of {self._plan.collection} use the vectors of {self._models[side].name}", in_use=side

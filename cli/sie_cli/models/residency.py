@@ -100,8 +100,8 @@ def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wa
     has_begun, last = False, ""
     for since_s, info in gateway.states(model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
-        # `info` describes the model in all lanes (a lane: pool and machine profile). The reply to a load request
-        # describes only the requested lane.
+        # `info` describes the model in all lanes (a lane: pool, machine profile and bundle). The reply to a load
+        # request describes only the requested lane.
         if info["loaded"] and gateway.start(model, "/load", headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return

@@ -61,7 +61,9 @@ class _SettingsLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests sorted by time, the first at 0, with the measured batches and the settings."""
+    """Requests sorted by time in seconds, the first at 0. `ran`: the measured batches. `settings`: the cluster's
+    settings during the recording, by the names of `ReplayPlan`.
+    """
 
     requests: tuple[TraceRequest, ...]
     ran: tuple[Ran, ...] = ()

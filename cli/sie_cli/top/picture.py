@@ -111,7 +111,9 @@ class LaneRow:
 
     @property
     def is_well(self) -> bool:
-        """Return whether all workers are healthy. A lane without workers is well only if no work is queued."""
+        """Return True if the lane (pool, machine profile and bundle) has workers that are all healthy, or no workers
+        and no queued work.
+        """
         return self.healthy == self.workers and (self.healthy > 0 or not (self.queued and self.queued.messages))
 
 

@@ -54,7 +54,9 @@ class NoResponder(BrokerError):
 
 
 class TopologyMismatch(BrokerError):
-    """A stream or consumer exists with other settings. `field`: the first setting that differs."""
+    """A stream or consumer exists at the broker with other settings than expected. `field`: the first setting that
+    differs.
+    """
 
     def __init__(self, name: str, field: str, actual: object, expected: object) -> None:
         super().__init__(f"{name}: {field} is {actual!r} at the broker, this process needs {expected!r}")

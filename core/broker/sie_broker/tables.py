@@ -20,8 +20,8 @@ from sie_broker import Entry, KeyValue, PayloadTooBig, Write
 from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.records import Placement, PlacementPart
 
-# Largest table, in bytes, that is stored whole, and size of a part. Under load, each worker of the lane reads changes
-# every 5 s.
+# Largest table, in bytes, that is stored whole, and size of a part. Under load, a table changes every 5 s, and each
+# worker of the lane reads the change: of a table in parts, only the changed parts.
 WHOLE_BYTES = 64 << 10
 PART_BYTES = 32 << 10
 MAX_PARTS = 512

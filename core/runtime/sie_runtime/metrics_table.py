@@ -156,7 +156,7 @@ _GATEWAY = (
     Metric("sie_gateway_jobs", "gauge", "Jobs and batches that are kept", ("state",), 9, 3),
     Metric("sie_gateway_job_rows_waiting", "gauge", "Rows of jobs that have not ended, not answered yet"),
     Metric("sie_gateway_jobs_in_trouble", "gauge", "Jobs that wait for a store, a broker or a worker"),
-    # Queue of a lane
+    # Queue of a lane (pool, machine profile and bundle)
     Metric(
         "sie_gateway_queue_oldest_seconds",
         "gauge",

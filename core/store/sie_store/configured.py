@@ -1,4 +1,4 @@
-"""Sources of weights (folder, bucket, hub) that the settings name."""
+"""Sources of weights (folder, bucket, hub) that the settings of a process name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sie_store.weights.sources import WeightSources
 
 
 def weight_sources(settings: Settings) -> WeightSources:
-    """Return the sources of weights that the settings name. Raises SettingError."""
+    """Return the sources of weights that the settings of this process name. Raises SettingError."""
     threshold_percent = settings.disk_pressure_threshold_percent if settings.disk_cache_enabled else None
     cache = limited(
         settings.cache_folder, threshold_percent, functools.partial(usage, limit_bytes=settings.disk_cache_bytes)

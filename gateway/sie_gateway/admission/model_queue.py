@@ -7,7 +7,7 @@ Rules of `judge`, in this order:
 2. `drain` predicts the wait. The prediction is multiplied by MARGIN (a safety factor) and by n^2 / (n^2 + DOUBT), where
 n is the number of samples: without samples no request is refused.
 3. If the queue has stalled, the time since its last result is added, because the stall may last as long again.
-4. A refused client gets a turn (`turns`): a time to try again, for which the queue reserves space for its work. A
+4. A refused client gets a turn (`turns`): the time at which it may try again. The queue reserves space for its work. A
 client without a turn is admitted if its response would be in time even after the work of all turns that are due before
 its deadline, or if the workers would have too little work. If workers form a batch only when the device is free (none
 is formed ahead), only turns that are due before the batch of this request is formed count, because later work runs in
@@ -405,9 +405,10 @@ class AnswerPace:
 MARGIN = 1.1  # factor on the expected wait, because the prediction may be too low
 DOUBT = 1.0  # constant in the weight n^2 / (n^2 + DOUBT) of an expected wait that is based on n samples
 # Number of batches that must wait in the queue beside the running ones, so that the workers have no pause. While fewer
-# wait, clients without a turn are admitted. Work of turns that are due now counts as waiting.
+# wait, clients without a turn (a time to try again, booked when a client was refused) are admitted. The work of clients
+# whose turn is now counts as waiting.
 BUSY_BATCHES = 1.5
-# Share of the queue's throughput that is reserved for turns; clients without a turn get the remaining share.
+# Share of the queue's throughput that is reserved for refused clients at their turn; other clients get the rest.
 # Retry-After is in whole seconds, so all clients of one second return at once. Therefore the work that returns in one
 # second is limited, too: the queue must be able to run it in this share of the time that a request has left after a
 # running batch.
@@ -436,8 +437,8 @@ class _PeerQueue(NamedTuple):
 
 class WaitRefusal(NamedTuple):
     """Refusal of a request because of its wait. `wait_s`: predicted wait; it includes the margin and the weight, the
-    time of a stall, and the work of turns that were promised to other clients. `turn_s`: seconds until the queue has
-    space for this request. `room`: limit on the summed cost of turns that are due within one second.
+    time of a stall, and the work of other refused clients, for whose turns space is reserved. `turn_s`: seconds until
+    the queue has space for this request. `room`: limit on the summed cost of turns that are due within one second.
     """
 
     wait_s: float

@@ -1,5 +1,5 @@
-"""Turns of refused clients: the time when a client should try again, for which the queue reserves space for its work.
-This module does no I/O.
+"""Turns of refused clients. A turn is the time at which a refused client may try again. The queue reserves space for
+the client's work at that time. This module does no I/O.
 
     refused ──book──► Retry-After: the time until the work and the turns before it are done
                        ├─ the client tries again ──claim──► admitted first
@@ -94,7 +94,9 @@ class RetrySlots:
         return len(self._lapses)
 
     def promised(self, now_s: float) -> float:
-        """Return the tokens that refused clients are expected to bring when they return, without lapsed turns."""
+        """Return the expected tokens of the requests that refused clients will repeat. Turns whose client has not tried
+        again within the grace period are ended, and do not count.
+        """
         while self._lapses and (self._lapses[0][0] <= now_s or not self._lapses[0][3].is_open):
             _, _, client, turn = heapq.heappop(self._lapses)
             if turn.is_open:

@@ -4,11 +4,12 @@ queue. Times and bounds are arguments, permits are results; this module does no 
     request ──► Ticket (its chunks) ──► KeyWindow of (lane, priority, model) ──grant──► into the queue ──give_back──►
     the next chunk
 
-The work in the queue has two bounds. A key may have at most its window, a number of tokens, in the queue of a lane and
-priority (`Shares`). All keys together have at most the work that the workers with the model accept (`bound`). The
-second bound is needed because the queue is first in, first out: the next request of another key waits for all work in
-it, and the window of one key alone is several times the work at the adapters. Work above the bounds waits in the
-gateway, where keys alternate by cost: deficit round robin (Shreedhar and Varghese, 1996).
+A lane is a pool, a machine profile and a bundle. The work in the queue has two bounds. A key may have at most its
+window, a number of tokens, in the queue of a lane and priority (`Shares`). All keys together have at most the work that
+the workers with the model accept (`bound`). The second bound is needed because the queue is first in, first out: the
+next request of another key waits for all work in it, and the window of one key alone is several times the work at the
+adapters. Work above the bounds waits in the gateway, where keys alternate by cost: deficit round robin (Shreedhar and
+Varghese, 1996).
 
 Within a key, the first chunks of its requests alternate with the further chunks of its oldest request. So a small
 request never waits until a large one has ended, and large requests are finished one after the other.
@@ -180,13 +181,13 @@ class KeyWindow:
     """Work of one model and priority of a lane. `shares`: work of each key there, for all models."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: cost that a key may put into the queue before another key's turn, about that of one chunk."""
+        """`quantum`: cost that a key may put into the queue before the next key may, about that of one chunk."""
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0
         self.items = 0
         self._quantum = quantum
-        # summed cost of other keys' chunks that were granted while the chunk whose turn it is waits for space
+        # summed cost of other keys' chunks that were granted while the next chunk in the order of keys waits for space
         self._passed = 0
         self._flows: dict[str, _KeyFlow] = {}
         self._ring: deque[_KeyFlow] = deque()

@@ -40,8 +40,8 @@ _logger = logging.getLogger("sie.gateway.placement")
 
 
 def _unheard(lane: Lane, table: Placement, workers: Collection[str]) -> list[Heartbeat]:
-    """Build substitute heartbeats from the stored table for hosts that have sent none to this gateway yet, so that it
-    does not move their models.
+    """Build substitute heartbeats for hosts in the stored placement table that have sent none to this gateway yet, so
+    that the gateway does not move their models.
     """
     models: dict[str, list[ModelStatus]] = {}
     for model, hosts in table.hosts.items():

@@ -1,5 +1,5 @@
-"""Planner of the placement table of one lane: which workers host each model. Each step computes a new table from the
-heartbeats, the backlog and the last table.
+"""Planner of the placement table of one lane (pool, machine profile and bundle): which workers host each model. Each
+step computes a new table from the heartbeats, the backlog and the last table.
 
 Demand is computed from facts that every gateway can see: the tokens per second that each worker accepts, and the
 messages that wait in the stream. The tokens of a waiting message are a mean that this gateway measured, or

@@ -6,10 +6,10 @@ several requests have at the same time are computed once.
                               │                   └ none in time ──┐    │
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
-The key of an answer has the fingerprint that the workers of the lane report at this moment. It is checked against the
-entry of the request, so a change of the entry, the precision or a LoRA changes the key. If workers of the lane report
-several fingerprints, or none, the request is not cached. If a computed answer has another fingerprint than the cached
-answers of the same request, all inputs of the request are computed.
+The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now. It
+is checked against the entry of the request, so a change of the entry, the precision or a LoRA changes the key. If
+workers of the lane report several fingerprints, or none, the request is not cached. If a computed answer has another
+fingerprint than the cached answers of the same request, all inputs of the request are computed.
 """
 
 from __future__ import annotations

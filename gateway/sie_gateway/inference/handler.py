@@ -3,7 +3,8 @@
     answer: resolve name ─► read body ─► the handler of an API format, which calls
     run:    choose lane ─► merge options ─► Runner: check items ─► split ─► admit ─► publish ─► collect
 
-All checks run before `publish`, so a bad request never causes the load of a model.
+A lane is a pool, a machine profile and a bundle. All checks run before `publish`, so a bad request never causes the
+load of a model.
 """
 
 from __future__ import annotations

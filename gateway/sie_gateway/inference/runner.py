@@ -280,8 +280,8 @@ def _builder(
     revision: int,
     reply: str,
 ) -> Callable[[int], WorkItem]:
-    """Return a function from a chunk's number to its work item, whose budget is the time until the deadline of the call
-    when the item is built.
+    """Return a function that builds the work item of a chunk from the chunk's number. The budget of the item is the
+    time left until the call's deadline at that moment.
     """
     resolved = request.resolved
     deadline_s = call.received_s + call.budget_s

@@ -5,9 +5,9 @@ measured.
     ──► copy runs at priority bulk ──► results are compared, then discarded
     no room ──► no copy: counted as dropped, with the reason
 
-No request waits for a copy or is billed for it, and no failure of a copy reaches a client. If no worker has the second
-model, one copy at a time may cause its load, and only where memory is free for it: a shadow never causes the unload of
-another model.
+A lane is a pool, a machine profile and a bundle. No request waits for a copy or is billed for it, and no failure of a
+copy reaches a client. If no worker has the second model, one copy at a time may cause its load, and only where memory
+is free for it: a shadow never causes the unload of another model.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ class JobParts(NamedTuple):
         tasks.start(self.sweeper.run(stop), "clean-up of jobs")
 
     def wanted_workers(self, lane: Lane, workers: int, now_s: float) -> int:
-        """Return how many workers a lane's jobs need to end before their deadlines. `workers`: how many it has."""
+        """Return how many workers the jobs of a lane (pool, machine profile and bundle) need to end before their
+        deadlines. `workers`: number of workers that the lane has.
+        """
         name = str(lane)
         needed = (workers_needed(job, workers, now_s) for job in self.jobs.ledger if job.lane == name)
         return sum(count for count in needed if count is not None)

@@ -54,7 +54,7 @@ class _FieldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields that the public SDKs send. The argument `source` of their call is sent as `src`."""
+    """Fields of a job that SIE's published SDKs send. The argument `source` of their call is sent as `src`."""
 
     model: str
     src: str = ""
@@ -70,12 +70,14 @@ class _SubmittedJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_public(body: Any) -> bool:
-    """Return whether a body is a job in the format of the public SDKs."""
+    """Return whether a body is a job in the format of SIE's published SDKs."""
     return isinstance(body, dict) and "input" not in body and not body.keys().isdisjoint(("src", "source", "items"))
 
 
 def requested(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the body of a public SDK to that of a JobRequest. Raises InvalidInput, which names the client's field."""
+    """Convert a job in the format of SIE's published SDKs to the body of a JobRequest. Raises InvalidInput, which names
+    the client's field.
+    """
     for name, instead in _REFUSED.items():
         if name in body:
             raise _refused(name, instead)

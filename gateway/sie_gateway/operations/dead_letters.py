@@ -304,7 +304,9 @@ def _counted(errors: _Errors) -> list[api.DeadLetterCount]:
 
 
 def _lane(located: DeadLetterEntry) -> str:
-    """Return the lane of a letter, from the NATS subject of its work; an empty text if the subject has no lane."""
+    """Return the lane (pool, machine profile and bundle) of a letter, from the NATS subject of its work; an empty text
+    if the subject has no lane.
+    """
     try:
         return str(lane_of(located.letter.subject))
     except ValueError:

@@ -195,7 +195,9 @@ class QueueTrend:
             self._samples.append(_lengths(queues))
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
-        """Return a lane's first and last queue length if it grew more than GROWTH-fold without shrinking; else None."""
+        """Return the first and the last queue length of a lane (pool, machine profile and bundle) if it grew more than
+        GROWTH-fold without shrinking; else None.
+        """
         if len(self._samples) < (self._samples.maxlen or 0):
             return None
         first, middle, last = (self._samples[place][lane] for place in (0, len(self._samples) // 2, -1))

@@ -318,7 +318,9 @@ class ClusterStatus:
         )
 
     def queues(self) -> tuple[list[QueueInfo], list[QueueInfo]] | None:
-        """Return the queues of the lanes and the queues of single models, as two lists; None while they are unknown."""
+        """Return the queues of the lanes (pool, machine profile and bundle) and those of single models, as two lists;
+        None while they are unknown.
+        """
         if not self._lag.is_known:
             return None
         return _queues(_OF_LANE, self._lag.lanes()), _queues(("model", *_OF_LANE), self._lag.models())

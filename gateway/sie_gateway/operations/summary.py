@@ -78,7 +78,7 @@ def of_pool(info: Pooled, visible: Callable[[str], bool]) -> Pooled:
 
 
 class Waitings:
-    """Waiting messages by model and lane, summed over the priorities."""
+    """Waiting messages by model and lane (pool, machine profile and bundle), summed over the priorities."""
 
     def __init__(self, waiting_by_labels: Mapping[Labels, ModelBacklog]) -> None:
         self._found: dict[tuple[str, ...], list[ModelBacklog]] = {}

@@ -160,11 +160,13 @@ class StreamConsumers:
         return route
 
     def is_verified(self, spec: ConsumerSpec) -> bool:
-        """Return whether the consumer had the right settings when last checked, with no notice of a deletion since."""
+        """Return True if the consumer had the settings of `spec` at the last check, and no deletion was seen since."""
         return spec.name in self._verified
 
     async def ensure(self, spec: ConsumerSpec) -> None:
-        """Create the consumer, or check the settings of the existing one. Raises TopologyMismatch, BrokerError."""
+        """Create the consumer, or check that the existing one has the settings of `spec`. Raises TopologyMismatch,
+        BrokerError.
+        """
         if not self.is_verified(spec):
             await self._ensuring.run(spec.name, functools.partial(self._make, spec))
 

@@ -158,7 +158,7 @@ class Quantum:
 
 
 def quantum_of(settings: Settings) -> Quantum:
-    """Build the `Quantum`, which says how long deliveries are gathered, from the settings."""
+    """Build the `Quantum`, which says how long deliveries are gathered, from the worker's settings."""
     return Quantum(
         settings.adaptive_min_quantum_ms / 1000,
         settings.adaptive_max_quantum_ms / 1000,

@@ -73,7 +73,7 @@ class DeviceQueue:
         clock: Callable[[], float],
     ) -> None:
         self._pipeline_depth = settings.rust_pipeline_depth
-        # limit of the number of batches at the adapter, from the settings
+        # limit of the number of batches at the adapter, from the worker's settings
         self._most = min(settings.max_concurrent_batches, settings.pool_size)
         # names of batches must be unique in a worker with several devices
         self._name = f"{worker_id}.{link.number}" if link.number else worker_id

@@ -71,12 +71,14 @@ class PoolMembership:
         return admitted(self._own, self._answered, self._clock() - self._answered_s)
 
     async def on_hint(self, message: CoreMessage) -> None:
-        """Ask the gateways again after a hint. A message with `reply` only checks whether this worker is connected."""
+        """Request the pools again after a hint of a gateway. A message with `reply` only checks whether this worker is
+        connected.
+        """
         if not message.reply:
             self._again.set()
 
     async def run(self, stop: Stop) -> None:
-        """Ask the gateways now, every ASK_S seconds, and after each hint, until `stop`."""
+        """Request the pools from the gateways now, every ASK_S seconds, and after each hint, until `stop`."""
         trouble, pool = Trouble(_logger, "no gateway assigns a pool", START_S), self.pool()
         try:
             while True:
@@ -94,7 +96,9 @@ class PoolMembership:
             await self._client.aclose()
 
     async def _ask_any(self) -> str:
-        """Ask the gateways in turn until one answers. Return an empty string, or the errors of all of them."""
+        """Request this worker's pools from the gateways, one after the other, until one answers. Return an empty string
+        then; otherwise the errors of all gateways.
+        """
         reasons = []
         for url in list(self._urls):
             trouble = await self._request_pool(url)
@@ -106,7 +110,7 @@ class PoolMembership:
         return "; ".join(dict.fromkeys(reasons))
 
     async def _request_pool(self, url: str) -> str:
-        """Ask one gateway, and store its answer. Return an empty string, or the error if it did not answer."""
+        """Request this worker's pools from one gateway, and store them. Return an empty string, or the error."""
         failpoint("sidecar.before_admission")
         try:
             answer = await self._client.get(f"{url}/v1/pools/assignments", params={"worker": self._worker})

@@ -1,4 +1,5 @@
-"""Computes the number of workers that should load a model of a lane, from demand, speed and waiting time.
+"""Computes the number of workers of a lane (pool, machine profile and bundle) that should load a model, from the tokens
+per second that arrive for it (demand), those that one worker computes (rate), and the age of its oldest waiting work.
 
     demand, rate, age ──replicas──► number of hosts per model ──► `layout`: choice of the workers
 

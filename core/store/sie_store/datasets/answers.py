@@ -115,10 +115,10 @@ def lines_of(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> list[Out
 
 @dataclass(frozen=True)
 class Shard:
-    """Answers to the rows of a span (a range of rows), in the order of the lines. `chunks`: the chunk of each line;
-    empty if no row has chunks. `dense`: [lines, width], zeros for a row with an error. `ragged`: by column, for each
-    line an array of any length, or None if the line has none. `numbers`: by column, float32 [lines], NaN for a line
-    without a number.
+    """Answers to the rows of a span (a range of rows), as lines of the output. A row has one line, or one for each
+    chunk of its text. `chunks`: the chunk of each line; empty if no row has chunks. `dense`: [lines, width], zeros for
+    a row with an error. `ragged`: by column, for each line an array of any length, or None if the line has none.
+    `numbers`: by column, float32 [lines], NaN for a line without a number.
     """
 
     about: About

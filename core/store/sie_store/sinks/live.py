@@ -1,4 +1,5 @@
-"""Interface of live collections: collections in use, beside whose vectors those of a second model are written.
+"""Interface of live collections: collections in use, beside whose vectors those of a new model are written. A side is
+one of the two models with its vectors (`Side`).
 
     rows ──pending(side)──► rows without a vector of their present text ──write──► the vectors of that side
                                  switch ──► searches and writers use the vectors of that side
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 
 from sie_store.datasets.templates import Template
 
-# The vectors of a collection: `old` are those before the migration, `new` those of the new model.
+# Side of a migration: `old` is the model in use before the migration and its vectors, `new` the new model and its
+# vectors
 Side = Literal["old", "new"]
 
 
@@ -41,7 +43,7 @@ class LiveSource:
     id_column: str = ""
 
     def salt(self, side: Side) -> str:
-        """Return what a vector of this side depends on beside its row: the template, and the model."""
+        """Return a text that identifies the template and the model of this side: its vectors depend on both."""
         pieces = "".join(literal + (f"{{{name}}}" if name is not None else "") for literal, name in self.text.pieces)
         return f"{self.fingerprints[side]}\0{pieces}".replace("\0", "\n")
 
@@ -60,8 +62,9 @@ class LiveState:
 
 @dataclass(frozen=True)
 class LiveRow:
-    """A row of a live collection. `columns`: those that the template names. `version`: the text that the row had when
-    it was read. `stored`: the row in the form of its store.
+    """A row of a live collection. `columns`: those that the template names. `version`: digest of these columns as they
+    were read; a write skips the row if they have changed since (empty if the store compares `stored`). `stored`: the
+    row in the form of its store.
     """
 
     id: str

@@ -81,7 +81,7 @@ class _TableShape:
     operator: str  # of distances
 
     def column(self, side: Side) -> str:
-        """Return the column with the vectors of a side."""
+        """Return the column with the vectors of a side (the old or the new model)."""
         if side == self.in_use:
             return self.vector
         return self.vector + (NEXT if side == "new" else BEFORE)

@@ -1,18 +1,19 @@
-"""Live collection of Qdrant. The name that searches and writers use is an alias of Qdrant, here `docs`:
+"""Live collection of Qdrant: its texts are embedded by a new model into a second collection, while the first one is in
+use. The name that searches and writers use is an alias of Qdrant, here `docs`:
 
     docs          ──► the collection in use
     docs--1f0c9a2b        the new collection: 8 hexadecimal digits of the new model's fingerprint
     docs--before  ──► the old collection, after the switch
 
-The new collection has the ids, payloads and other vectors of the old one. A point is pending if its copy is missing,
-has another payload, or has a marker of another text or model. The marker is the field `_sie` of the payload. A writer
-that replaces a point removes the marker, and so the point is pending.
+The new collection has copies of the points of the old one, with the same ids, payloads and vectors of other names. The
+marker of a point is the field `_sie` of its payload. A point is pending if its copy is missing, has another payload, or
+has a marker of another text or model. A writer that replaces a point removes its marker, so the point is pending.
 
     _sie: TEXT.PAYLOAD    TEXT     digest of the text and model of the vector; empty for a vector of the application
                           PAYLOAD  digest of the payload that the point had when both collections had it
 
-So a point with a valid PAYLOAD has not changed since it was copied. After the switch this says which side of a pair is
-newer, and whether a point without a counterpart was written on its side or deleted on the opposite one.
+So a point with a valid PAYLOAD has not changed since it was copied. After the switch this says which of the two points
+is newer, and whether a point without a counterpart was written to its collection or deleted from the opposite one.
 """
 
 from __future__ import annotations
@@ -311,7 +312,9 @@ class QdrantLive:
         points: Sequence[tuple[_Point, NDArray[np.float32] | None]],
         update_filter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write copies of points to the collection of a side. `update_filter`: existing points that may be replaced."""
+        """Write copies of points to the collection of a side (the old or the new model). `update_filter`: existing
+        points that may be replaced.
+        """
         await self._check_in_use()
         bodies = point_bodies(self._copy(point, side, vector) for point, vector in points)
         condition = b',"update_filter":' + msgspec.json.encode(update_filter) + b"}"
@@ -321,7 +324,7 @@ class QdrantLive:
             await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
 
     def _copy(self, point: _Point, side: Side, vector: NDArray[np.float32] | None) -> dict[str, Any]:
-        """Return the copy of a point for a side, with its other vectors."""
+        """Return the copy of a point for the collection of a side, with the point's vectors of other names."""
         name = self._opened().vector
         content: Any = dict(point.vector) if isinstance(point.vector, dict) else {}
         payload = _plain(point)
