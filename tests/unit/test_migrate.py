@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from job_server import JobServer
 from sie_cli.main import main
 from sie_cli.migrating import live
 from sie_cli.migrating.corpus import OBJECTS, SPAN_ROWS, SPANS, Corpus
-from sie_cli.migrating.live import GAP_IDS, LiveModel, LivePlan, Scan, progress_line
+from sie_cli.migrating.live import GAP_IDS, LiveMigration, LiveModel, LivePlan, LiveUntil, Scan, progress_line
 from sie_cli.migrating.migration import (
     KEY,
     STEPS,
+    Aliases,
     AliasRevision,
     Earlier,
     MigrationReport,
@@ -39,6 +41,7 @@ from sie_cli.migrating.migration import (
 )
 from sie_cli.migrating.quality import QualityMeasurement, QuerySet
 from sie_cli.models.compare import Agreement
+from sie_cli.models.service import ServiceReply, WriteOptions
 from sie_cli.refusal import CommandRefused
 from sie_client import SIEClient
 from sie_client.jobs import JobInfo
@@ -417,3 +420,173 @@ def test_queries_that_a_model_refuses_are_left_out_of_the_comparison() -> None:
     asyncio.run(steps.compare())
     assert report.facts["quality"]["queries"] == 1
     assert report.facts["quality"]["recall"] == 1.0
+
+
+class AliasService:
+    """A config service with one alias. `events`: writes in their order, shared with the collection. `refuses_trials`:
+    a dry run is refused.
+    """
+
+    def __init__(self, events: list[str], target: str) -> None:
+        self.events = events
+        self.targets = ["old", "new"] if target == "new" else ["old"]
+        self.refuses_trials = False
+
+    def set_target(self, target: str) -> None:
+        self.targets.append(target)
+
+    def read(self, path: str, body_type: Any = Any) -> ServiceReply:
+        if path.endswith("/history"):
+            pairs = enumerate(zip(["", *self.targets], self.targets, strict=False), 1)
+            revisions = [
+                {
+                    "revision": number,
+                    "created_at": "2026-01-01T00:00:00+00:00",
+                    "changes": [{"path": "$.alias", "before": [{"model": before}]}] if before != after else [],
+                }
+                for number, (before, after) in pairs
+            ]
+            return ServiceReply(200, msgspec.convert({"revisions": revisions[::-1]}, body_type))
+        return ServiceReply(200, msgspec.convert({"alias": [{"model": self.targets[-1]}]}, body_type))
+
+    def write(self, method: str, path: str, body: bytes, *, how: WriteOptions, body_type: Any = Any) -> ServiceReply:
+        change = json.loads(body)
+        target = self.targets[change["revision"] - 1] if "revision" in change else change["alias"][0]["model"]
+        self.events.append(f"{'try ' if how.dry_run else ''}alias {target}")
+        if how.dry_run and self.refuses_trials:
+            raise CommandRefused("the key may not write configs")
+        if how.if_match != len(self.targets):
+            raise CommandRefused("the alias has another revision")
+        if not how.dry_run:
+            self.set_target(target)
+        return ServiceReply(200, msgspec.convert({"revision": len(self.targets)}, body_type))
+
+
+class SwitchedCollection:
+    """A collection without pending rows. `on_scan`: called in each scan. `on_switch`: called after the switch."""
+
+    def __init__(self, events: list[str], state: LiveState) -> None:
+        self.events, self.state = events, state
+        self.on_scan: Callable[[], None] = lambda: None
+        self.on_switch: Callable[[], None] = lambda: None
+
+    async def open(self) -> LiveState:
+        return self.state
+
+    async def close(self) -> None:
+        pass
+
+    async def begin(self, dims: int) -> None:
+        self.events.append("begin")
+
+    async def build_indexes(self) -> None:
+        pass
+
+    async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
+        self.on_scan()
+        yield ScannedPage(1, [])
+
+    async def switch(self, side: Side) -> None:
+        self.events.append(f"index {side}")
+        self.on_switch()
+
+
+class LiveRun:
+    """A live migration of the alias `a` from the model `old` (2 wide) to `new` (3 wide)."""
+
+    def __init__(self, target: str, state: LiveState) -> None:
+        self.events: list[str] = []
+        self.service = AliasService(self.events, target)
+        self.collection = SwitchedCollection(self.events, state)
+        self.lines: list[str] = []
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, until: LiveUntil = "flip") -> None:
+        widths = {"old": 2, "new": 3}
+        monkeypatch.setattr(live, "opened_live", lambda *_: self.collection)
+        monkeypatch.setattr(live, "check_encoder", lambda *_: None)
+        monkeypatch.setattr(live, "probe", lambda _, name: (widths[name], name))
+        monkeypatch.setattr(live, "DRAIN_S", 0.0)
+        template = Template.parsed("{body}", "--text")
+        plan = LivePlan("a", "new", "main", "", "docs", template, "", "", 0, 0.0, [], False, until)
+        service: Any = self.service
+        cluster: Any = None
+        client: Any = None
+        aliases = Aliases(service, WriteOptions(cluster))
+        report = MigrationReport(self.lines.append, live.LIVE_STEPS)
+        LiveMigration(client, contextlib.nullcontext, aliases, plan, report, self.lines.append).run()  # type: ignore[arg-type]
+
+
+BEFORE, AFTER = LiveState(1, 2, "old", True), LiveState(1, 3, "new", True)
+
+
+@pytest.mark.parametrize(
+    ("until", "target", "state", "events"),
+    [
+        ("flip", "old", BEFORE, ["try alias new", "begin", "try alias new", "index new", "alias new"]),
+        ("back", "new", AFTER, ["try alias old", "try alias old", "index old", "alias old"]),
+        ("flip", "old", AFTER, ["try alias new", "try alias new", "alias new"]),
+        ("back", "new", BEFORE, ["try alias old", "try alias old", "alias old"]),
+        ("check", "old", BEFORE, ["try alias new"]),
+    ],
+    ids=["flip", "back", "flip after a kill", "back after a kill", "check"],
+)
+def test_the_change_of_the_alias_is_tried_before_the_index_is_switched(
+    monkeypatch: pytest.MonkeyPatch, until: LiveUntil, target: str, state: LiveState, events: list[str]
+) -> None:
+    run = LiveRun(target, state)
+    run.run(monkeypatch, until)
+    assert run.events == events
+
+
+@pytest.mark.parametrize(("until", "target", "state"), [("flip", "old", BEFORE), ("back", "new", AFTER)])
+def test_an_alias_that_another_user_edits_during_the_scans_follows_the_index(
+    monkeypatch: pytest.MonkeyPatch, until: LiveUntil, target: str, state: LiveState
+) -> None:
+    run = LiveRun(target, state)
+    run.collection.on_scan = lambda: run.service.set_target(run.service.targets[-1])  # a revision without a new target
+    run.run(monkeypatch, until)
+    assert run.service.targets[-1] == ("new" if until == "flip" else "old")
+
+
+@pytest.mark.parametrize(("until", "target", "state"), [("flip", "old", BEFORE), ("back", "new", AFTER)])
+@pytest.mark.parametrize("cause", ["moved", "refused"])
+def test_the_index_is_not_switched_if_the_alias_cannot_follow(
+    monkeypatch: pytest.MonkeyPatch, until: LiveUntil, target: str, state: LiveState, cause: str
+) -> None:
+    run = LiveRun(target, state)
+
+    def interfere() -> None:
+        if cause == "moved":
+            run.service.set_target("third")
+        else:
+            run.service.refuses_trials = True
+
+    run.collection.on_scan = interfere
+    with pytest.raises(CommandRefused, match="a names third now" if cause == "moved" else "may not write configs"):
+        run.run(monkeypatch, until)
+    assert not [event for event in run.events if event.startswith(("index", "alias"))]
+
+
+@pytest.mark.parametrize(
+    ("until", "target", "state", "model"), [("flip", "old", BEFORE, "new"), ("back", "new", AFTER, "old")]
+)
+def test_a_refusal_of_the_alias_after_the_switch_says_where_the_index_is(
+    monkeypatch: pytest.MonkeyPatch, until: LiveUntil, target: str, state: LiveState, model: str
+) -> None:
+    run = LiveRun(target, state)
+    run.collection.on_switch = lambda: run.service.set_target(target)
+    with pytest.raises(CommandRefused, match=f"docs uses the vectors of {model} already: run the same command again"):
+        run.run(monkeypatch, until)
+
+
+@pytest.mark.parametrize("until", ["check", "flip", "back", "clean-up"])
+def test_an_alias_that_was_moved_without_a_migration_is_refused_by_the_width_of_the_index(
+    monkeypatch: pytest.MonkeyPatch, until: LiveUntil
+) -> None:
+    run = LiveRun("new", LiveState(1, 2, "old", False))
+    with pytest.raises(CommandRefused, match="a names new, which makes 3 dimensions, but the vectors of docs have 2"):
+        run.run(monkeypatch, until)
+    migrated = LiveRun("new", LiveState(1, 3, "old", False))
+    if until in ("check", "flip"):
+        migrated.run(monkeypatch, until)
+        assert migrated.lines == ["1/4 check: a names new already, and docs has no migration"]

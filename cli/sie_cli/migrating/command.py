@@ -269,7 +269,8 @@ def _migrate_corpus(
 
     if until == BACK:
         with service_of(cluster, writes=True) as service:
-            undone = back(Aliases(service, write), alias, echo_line)
+            aliases = Aliases(service, write)
+            undone = back(aliases, aliases.read(alias), echo_line)
         if as_json:
             click.echo(display.document(undone))
         return

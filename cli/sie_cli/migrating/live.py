@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from sie_cli.migrating.migration import (
     MigrationReport,
     Present,
     back,
+    before_flip,
     check_encoder,
     former_target,
     probe,
@@ -186,7 +187,7 @@ class LiveMigration:
             stack.push_async_callback(live.close)
             state = await live.open()
             if alias.target == plan.model and not state.is_begun:
-                self._check_done(models["old"])
+                self._check_done(models, state)
                 return
             model = models[state.in_use]
             if state.dims and state.dims != model.dims:
@@ -203,15 +204,22 @@ class LiveMigration:
                 rows=state.rows,
                 in_use=state.in_use,
             )
+            self._try_change(alias)
             async with self._encoder() as encoder:
                 steps = _LiveSteps(encoder, live, state, models, plan, report, self._echo)
                 await self._steps(steps, alias, state)
 
-    def _check_done(self, old: LiveModel) -> None:
+    def _check_done(self, models: Mapping[Side, LiveModel], state: LiveState) -> None:
         """Report an alias that has moved and an index without a migration: it is cleaned up. Raises CommandRefused for
-        the way back.
+        the way back, and if the index has vectors of another width than the model.
         """
-        plan = self._plan
+        plan, old, new = self._plan, models["old"], models["new"]
+        if state.dims and state.dims != new.dims:
+            raise CommandRefused(
+                f"{plan.alias} names {new.name}, which makes {new.dims} dimensions, but the vectors of "
+                f"{plan.collection} have {state.dims} and it has no migration: the alias was moved without it. Run "
+                f"`sie models alias {plan.alias} {old.name}`, then the same command"
+            )
         if plan.until in ("back", "clean-up"):
             raise CommandRefused(
                 f"{plan.collection} has no vectors of {old.name}: they were removed, or never migrated. A migration to "
@@ -236,14 +244,45 @@ class LiveMigration:
             if plan.until == "flip":
                 await self._flip(steps, alias, state)
 
+    def _try_change(self, alias: Present) -> None:
+        """Have the config service check the change of the alias that the plan needs. Raises CommandRefused."""
+        plan = self._plan
+        if plan.until == "back" and alias.target == plan.model:
+            self._aliases.back(alias, before_flip(alias.history), dry_run=True)
+        elif plan.until not in ("back", "clean-up") and alias.target != plan.model:
+            self._aliases.flip(alias, plan.model, dry_run=True)
+
+    async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
+        """Switch the index to a side, if it is not there. Return the alias as it was read before. Raises CommandRefused
+        if the alias cannot follow; the index is then as it was.
+        """
+        if state.in_use != side:
+            await steps.catch_up(side, is_last=True)
+        alias = self._aliases.read_again(alias)
+        self._try_change(alias)
+        if state.in_use != side:
+            await steps.switch(side)
+        return alias
+
+    @contextlib.contextmanager
+    def _alias_follows(self, model: str) -> Iterator[None]:
+        """Say in a refusal of the alias that the index has been switched."""
+        plan = self._plan
+        try:
+            yield
+        except CommandRefused as refused:
+            raise CommandRefused(
+                f"{refused}\n{plan.collection} uses the vectors of {model} already: run the same command again at "
+                f"once, so that {plan.alias} names it too"
+            ) from refused
+
     async def _flip(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
         plan, report = self._plan, self._report
         report.begin("flip")
-        if state.in_use == "old":
-            await steps.catch_up("new", is_last=True)
-            await steps.switch("new")
+        alias = await self._switch(steps, alias, state, "new")
         if alias.target != plan.model:
-            self._aliases.move(alias, plan.model, report)
+            with self._alias_follows(plan.model):
+                self._aliases.move(alias, plan.model, report)
         await steps.settle("new")
 
     async def _back(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
@@ -254,11 +293,10 @@ class LiveMigration:
                 f"{plan.alias} names {alias.target} and {plan.collection} has its vectors in use: there is nothing to "
                 "go back from"
             )
-        if state.in_use == "new":
-            await steps.catch_up("old", is_last=True)
-            await steps.switch("old")
+        alias = await self._switch(steps, alias, state, "old")
         if alias.target == plan.model:
-            report.facts["back"] = back(self._aliases, plan.alias, self._echo)
+            with self._alias_follows(former_target(alias.history)):
+                report.facts["back"] = back(self._aliases, alias, self._echo)
             self._aliases.wait_for_gateways(plan.alias)
         if state.is_begun:
             await steps.settle("old")

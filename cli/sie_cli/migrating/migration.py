@@ -316,7 +316,7 @@ class Migration:
     def _shadow(self, checked: ModelCheck) -> None:
         plan, report = self._plan, self._report
         report.begin("shadow")
-        alias = self._unchanged(checked)
+        alias = self._aliases.read_again(checked.alias)
         since_s = time.time()
         if alias.shadow == plan.model:
             since_s = shadow_since_s(alias.history)
@@ -355,7 +355,7 @@ class Migration:
     def _flip(self, checked: ModelCheck, job: Job) -> None:
         plan, report = self._plan, self._report
         report.begin("flip")
-        alias = self._unchanged(checked)
+        alias = self._aliases.read_again(checked.alias)
         _, fingerprint = probe(self._client, plan.model)
         if job.info.fingerprint and fingerprint != job.info.fingerprint:
             raise CommandRefused(
@@ -363,15 +363,6 @@ class Migration:
                 f"({plan.model}@REVISION) and migrate again"
             )
         self._aliases.move(alias, plan.model, report)
-
-    def _unchanged(self, checked: ModelCheck) -> Present:
-        alias = self._aliases.read(self._plan.alias)
-        if alias.target != checked.alias.target:
-            raise CommandRefused(
-                f"{alias.name} names {alias.target} now: another user has changed it, so this command does not change "
-                "it"
-            )
-        return alias
 
 
 def check_encoder(client: SIEClient, name: str) -> None:
@@ -433,13 +424,12 @@ def shadow_line(figures: dict[str, Any]) -> str:
     return "copies: " + "; ".join(parts)
 
 
-def back(aliases: Aliases, name: str, echo: Callable[[str], None]) -> dict[str, Any]:
+def back(aliases: Aliases, alias: Present, echo: Callable[[str], None]) -> dict[str, Any]:
     """Restore the target that the alias had before its last change. Return the facts for a program.
 
     Raises CommandRefused.
     """
-    alias = aliases.read(name)
-    previous = before_flip(alias.history)
+    name, previous = alias.name, before_flip(alias.history)
     revision = aliases.back(alias, previous)
     restored = aliases.read(name)
     echo(f"{name} names {restored.target} again: revision {revision} is as revision {previous} was")
@@ -643,6 +633,16 @@ class Aliases:
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         return Present(name, targets[0], shadow, history[0].revision, history)
 
+    def read_again(self, alias: Present) -> Present:
+        """Read the newest revision of an alias. Raises CommandRefused if its target has changed since it was read."""
+        present = self.read(alias.name)
+        if present.target != alias.target:
+            raise CommandRefused(
+                f"{alias.name} names {present.target} now: another user has changed it, so this command does not "
+                "change it"
+            )
+        return present
+
     def shadow(self, alias: Present, model: str, share: float) -> int:
         """Set a model as the shadow: it gets copies of `share` (0 to 1) of the requests. Return the revision.
 
@@ -665,9 +665,9 @@ class Aliases:
             before=alias.target,
         )
 
-    def back(self, alias: Present, revision: int) -> int:
+    def back(self, alias: Present, revision: int, *, dry_run: bool = False) -> int:
         """Write an earlier revision of the alias as its newest. Return the new revision. Raises CommandRefused."""
-        return self._written(alias, "POST", "/rollback", {"revision": revision})
+        return self._written(alias, "POST", "/rollback", {"revision": revision}, dry_run=dry_run)
 
     def _written(self, alias: Present, method: str, suffix: str, body: dict[str, Any], *, dry_run: bool = False) -> int:
         """Write a change, return the new revision. Raises CommandRefused, also if another writer was faster."""
