@@ -275,12 +275,14 @@ class AgentTools:
             raise ToolRefused("Give either `labels` or `output_schema`.")
         async with self._clients.of_key(caller.api_key) as client:
             model = await self._model(client, arguments.model, self._config.models.extract, "extract")
+            # a parameter that is sent as null is reported as unknown by models that do not have it
+            params: dict[str, Any] = {
+                "labels": arguments.labels,
+                "output_schema": arguments.output_schema,
+                "threshold": arguments.threshold,
+            }
             results = await client.extract(
-                model,
-                arguments.texts,
-                labels=arguments.labels,
-                output_schema=arguments.output_schema,
-                threshold=arguments.threshold,
+                model, arguments.texts, **{name: value for name, value in params.items() if value is not None}
             )
         answers = [
             schemas.ExtractedText(
