@@ -147,7 +147,7 @@ def test_a_folder_gets_a_name_and_prints_what_its_entry_says(node: Node, tmp_pat
     assert named == "weights: {hub: my/model, revision: v1}"
     (folder / "config.json").write_text("{}")
     refused = node.run("push", str(folder), "--as", "my/model", "--revision", "v1", expected=1)
-    assert "one commit has one content" in refused.stderr
+    assert "the files of a commit never differ" in refused.stderr
     node.run("push", str(folder), "--as", "my/model", "--revision", "v1", "--force")
 
 
