@@ -1,6 +1,6 @@
 """Applications that search and write a collection in use, each in its own words: PostgreSQL, and Qdrant's client.
 
-Application ──► rows of (text, vector)          found ──► what searches would see        other ──► what lies beside
+Application ──► rows of (text, vector)          stored_rows ──► what searches would see    other ──► what lies beside
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Application(Protocol):
     async def write(self, rows: Stored) -> None: ...
     async def change_text(self, row_id: str, text: str) -> None: ...
     async def delete(self, *ids: str) -> None: ...
-    async def found(self) -> Stored: ...
+    async def stored_rows(self) -> Stored: ...
     async def beside(self, side: Side) -> Stored: ...
     async def new_vectors(self) -> int: ...
     async def is_clean(self) -> bool: ...
@@ -45,7 +45,7 @@ class Table:
         self.collection = collection
 
     def close(self) -> None:
-        """Nothing: each statement has a connection of its own."""
+        """Do nothing: each statement has a connection of its own."""
 
     async def run(self, statement: str, *values: Any) -> list[Any]:
         connection = await asyncpg.connect(self.url)
@@ -81,7 +81,7 @@ class Table:
         rows = await self.run(f'SELECT number, body, {column}::text AS vector FROM "{self.collection}"')
         return {str(row["number"]): (row["body"], row["vector"] and json.loads(row["vector"])) for row in rows}
 
-    async def found(self) -> Stored:
+    async def stored_rows(self) -> Stored:
         return await self._rows("embedding")
 
     async def beside(self, side: Side) -> Stored:
@@ -205,7 +205,7 @@ class Points:
         client = self.client()
         return {each.alias_name: each.collection_name for each in client.get_aliases().aliases}
 
-    async def found(self) -> Stored:
+    async def stored_rows(self) -> Stored:
         return await asyncio.to_thread(self._rows, self.collection)
 
     async def beside(self, side: Side) -> Stored:

@@ -159,10 +159,10 @@ async def test_each_row_gets_the_vector_of_its_present_text_while_an_application
     assert await migrator.scan("new") > 0, "what came during the first scan"
     is_over.set()
     await writer
-    before = await application.found()
+    before = await application.stored_rows()
     await migrator.scan("new")
     assert await migrator.scan("new") == 0
-    assert await application.found() == before, "nothing that searches see has changed"
+    assert await application.stored_rows() == before, "nothing that searches see has changed"
     beside = await application.beside("new")
     assert beside.keys() == before.keys()
     for row_id, (text, vector) in beside.items():
@@ -213,11 +213,11 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     """
     migrator.widths = widths
     await begun(application, migrator, 300)
-    original = await application.found()
+    original = await application.stored_rows()
     await migrator.scan("new")
     await migrator.live.switch("new")
     assert (await migrator.live.open()).in_use == "new"
-    seen = await application.found()
+    seen = await application.stored_rows()
     assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in seen.values())
     assert await migrator.scan("new") == 0
 
@@ -228,7 +228,7 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     await application.change_text("3", "changed")
     await application.delete("4")
     assert 3 <= await migrator.scan("new") <= 4, "the first of them may have the very vector already"
-    seen = await application.found()
+    seen = await application.stored_rows()
     assert len(seen) == 300
     assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in seen.values())
 
@@ -236,12 +236,12 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     embedded = await migrator.scan("old")
     assert 4 <= embedded <= 5, "rows that were written, and no other"
     assert await migrator.scan("old") == 0
-    assert {key: text for key, (text, _) in (await application.found()).items()} == {
+    assert {key: text for key, (text, _) in (await application.stored_rows()).items()} == {
         **{key: text for key, (text, _) in seen.items()},
         "5": "after",
     }, "the way back is prepared beside what is in use"
     await migrator.live.switch("old")
-    back = await application.found()
+    back = await application.stored_rows()
     assert back.keys() == original.keys() - {"4"} | {"900"}
     for row_id, (text, vector) in back.items():
         if row_id in {"1", "2", "3", "5", "900"}:
@@ -254,11 +254,11 @@ async def test_switch_and_way_back_keep_each_vector_that_still_stands_for_its_te
     await migrator.scan("new")
     assert await migrator.scan("new") == 0
     await migrator.live.switch("new")
-    assert (await application.found())["6"][0] == "forward"
+    assert (await application.stored_rows())["6"][0] == "forward"
     await migrator.live.clean_up()
     assert await application.is_clean()
     assert (await migrator.live.open()).is_begun is False
-    seen = await application.found()
+    seen = await application.stored_rows()
     assert len(seen) == 300
     assert all(is_close(vector, vector_of(text, "new", widths)) for text, vector in seen.values())
 
@@ -283,18 +283,18 @@ async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless
     await migrator.scan("new")
     assert migrator.gaps == 1
     assert await migrator.scan("new") == 0
-    found = await application.found()
+    stored_rows = await application.stored_rows()
     untouched = {str(number) for number in range(40)} - {"3", "8"}
-    assert found.keys() == untouched | {"77", "78", "79", "80"}
+    assert stored_rows.keys() == untouched | {"77", "78", "79", "80"}
     texts = {"1": "first 1", "7": "first 7", "77": "first 77", "5": "changed"}
     texts |= {key: f"later {key}" for key in ("6", "79", "80", "4")}
-    for row_id, (text, vector) in found.items():
+    for row_id, (text, vector) in stored_rows.items():
         if row_id != "78":
             assert text == texts.get(row_id, f"text {row_id}")
             assert is_close(vector, vector_of(text, "new")), row_id
     await application.delete("1", "77")
     await migrator.scan("new")
-    assert not {"1", "77"} & (await application.found()).keys(), "what was taken over is not taken over again"
+    assert not {"1", "77"} & (await application.stored_rows()).keys(), "what was taken over is not taken over again"
 
     await migrator.scan("old")
     assert await migrator.scan("old") == 0
@@ -304,8 +304,8 @@ async def test_writes_between_the_last_scan_and_the_switch_are_taken_over_unless
     await application.write({"11": ("last", vector_of("last", "old"))})
     await migrator.scan("old")
     assert await migrator.scan("old") == 0
-    back = await application.found()
-    assert back.keys() == found.keys() - {"1", "77", "10"} | {"90"}
+    back = await application.stored_rows()
+    assert back.keys() == stored_rows.keys() - {"1", "77", "10"} | {"90"}
     # vectors that the application itself has left beside another text, or none
     own = {"78": "image", "5": "text 5"} if isinstance(application, Points) else {}
     for row_id, (text, vector) in back.items():
@@ -329,10 +329,10 @@ async def test_a_row_in_use_that_is_replaced_between_reading_and_writing_has_the
     await application.write({"2": ("latest", vector_of("latest", "new"))})
     await application.delete("3")
     await migrator.write("new", rows, ["late"] * len(rows))
-    found = await application.found()
-    assert "3" not in found
-    assert found["2"][0] == "latest"
-    assert is_close(found["2"][1], vector_of("latest", "new"))
+    stored_rows = await application.stored_rows()
+    assert "3" not in stored_rows
+    assert stored_rows["2"][0] == "latest"
+    assert is_close(stored_rows["2"][1], vector_of("latest", "new"))
 
 
 async def test_a_late_write_does_not_replace_a_row_that_is_written_meanwhile(
@@ -348,10 +348,10 @@ async def test_a_late_write_does_not_replace_a_row_that_is_written_meanwhile(
     await application.write({key: ("after", vector_of("after", "new")) for key in ("2", "50")})
     await migrator.write("new", rows, ["before"] * len(rows))
     await migrator.scan("new")
-    found = await application.found()
+    stored_rows = await application.stored_rows()
     for row_id, text in {"2": "after", "3": "before", "50": "after"}.items():
-        assert found[row_id][0] == text
-        assert is_close(found[row_id][1], vector_of(text, "new")), row_id
+        assert stored_rows[row_id][0] == text
+        assert is_close(stored_rows[row_id][1], vector_of(text, "new")), row_id
 
 
 async def test_a_late_vector_of_the_old_model_is_not_adopted_as_a_new_one_after_the_way_back(
@@ -370,7 +370,7 @@ async def test_a_late_vector_of_the_old_model_is_not_adopted_as_a_new_one_after_
     assert await migrator.scan("new") == 1
     assert await migrator.scan("new") == 0
     await migrator.live.switch("new")
-    for text, vector in (await application.found()).values():
+    for text, vector in (await application.stored_rows()).values():
         assert is_close(vector, vector_of(text, "new", migrator.widths)), text
 
 
@@ -379,7 +379,7 @@ async def test_the_way_back_gives_rows_without_a_text_the_vectors_of_their_appli
 ) -> None:
     await begun(application, migrator, 5)
     await application.write({"11": (None, vector_of("image", "old"))})
-    original = await application.found()
+    original = await application.stored_rows()
     await migrator.scan("new")
     await migrator.live.switch("new")
     await migrator.scan("new")
@@ -389,17 +389,17 @@ async def test_the_way_back_gives_rows_without_a_text_the_vectors_of_their_appli
     await migrator.scan("old")
     assert migrator.gaps == 1
     await migrator.live.switch("old")
-    back = await application.found()
+    back = await application.stored_rows()
     assert back == {**original, "12": (None, None)}
 
 
 async def test_a_migration_that_is_given_up_leaves_nothing(application: Application, migrator: Migrator) -> None:
     await begun(application, migrator, 50)
-    original = await application.found()
+    original = await application.stored_rows()
     await migrator.scan("new")
     await migrator.live.clean_up()
     assert await application.is_clean()
-    assert await application.found() == original
+    assert await application.stored_rows() == original
     assert (await migrator.live.open()).is_begun is False
 
 
@@ -674,12 +674,12 @@ async def test_two_commands_at_once_do_not_write_over_what_is_in_use(points: Poi
     await first.scan("new")
     await first.live.switch("new")
     await points.write({"1": ("after", vector_of("after", "new")), "99": ("new", vector_of("new", "new"))})
-    before = await points.found()
+    before = await points.stored_rows()
     with pytest.raises(CollectionMismatch, match="another command has switched"):
         await second.write("new", list(pages[0]), ["x"] * len(pages[0]))
     with pytest.raises(CollectionMismatch, match="another command has switched"):
         await second.scan("new")
-    assert await points.found() == before
+    assert await points.stored_rows() == before
     for migrator in (first, second):
         await migrator.live.close()
 

@@ -226,7 +226,7 @@ def migrates(
 ) -> tuple[object, Writer]:
     """Forward under writes and kills, and the way back. Returns the index from before, and the application."""
     filled(cluster, alias, application, rows)
-    original = asyncio.run(application.found())
+    original = asyncio.run(application.stored_rows())
     writer = Writer(cluster, alias, application, rows, client_s)
     writer.start()
     try:
@@ -273,15 +273,15 @@ def goes_on_and_ends(cluster: Cluster, alias: str, application: Application, ori
 
 def complete(cluster: Cluster, application: Application, model: str, original: object, writer: Writer) -> None:
     """No row is lost, and each has the vector that a model makes of its text."""
-    found = asyncio.run(application.found())
+    stored_rows = asyncio.run(application.stored_rows())
     assert isinstance(original, dict)
-    assert original.keys() - writer.gone <= found.keys()
-    texts = {row_id: text for row_id, (text, _) in found.items()}
+    assert original.keys() - writer.gone <= stored_rows.keys()
+    texts = {row_id: text for row_id, (text, _) in stored_rows.items()}
     expected = vectors(cluster, model, [text or "" for text in texts.values()])
     wrong = [
         row_id
         for row_id, vector in zip(texts, expected, strict=True)
-        if not is_close(found[row_id][1], np.array(vector))
+        if not is_close(stored_rows[row_id][1], np.array(vector))
     ]
     assert wrong == []
 
@@ -333,14 +333,14 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     filled(cluster, alias, application, 200)
     width = len(vectors(cluster, OLD, ["a"])[0])
     asyncio.run(application.write({"201": (None, [1.0] * width)}))
-    before = asyncio.run(application.found())
+    before = asyncio.run(application.stored_rows())
     told = sie(cluster, alias, application, "--min-agreement", 0, status=1)
     assert "1 rows: column 'body' is" in told
     assert "1 rows have no new vector" in told
     assert "--yes" in told
     told = sie(cluster, alias, application, "--min-agreement", 1, status=1)
     assert "is below --min-agreement 1; nothing was switched" in told
-    assert asyncio.run(application.found()) == before
+    assert asyncio.run(application.stored_rows()) == before
     started = time.monotonic()
     for more, why, status in (
         (("--vector", "other"), "--vector", 1),
@@ -371,16 +371,16 @@ def test_what_cannot_be_migrated_is_refused_and_nothing_changes(
     assert asyncio.run(application.beside("new"))["7"] == (None, None), "the vector of its earlier text is removed"
     told = sie(cluster, alias, application, "--min-agreement", 0, "--yes")
     assert "2 rows: column 'body' is" in told
-    found = asyncio.run(application.found())
-    assert found.keys() == before.keys()
-    assert found["201"][1] is None
-    assert found["7"] == (None, None)
+    stored_rows = asyncio.run(application.stored_rows())
+    assert stored_rows.keys() == before.keys()
+    assert stored_rows["201"][1] is None
+    assert stored_rows["7"] == (None, None)
     asyncio.run(application.write({"202": (None, [1.0] * width)}))
     told = sie(cluster, alias, application, "--step", "back", status=1)
     assert "1 rows have no old vector" in told
     assert "ids 202" in told
-    assert asyncio.run(application.found()).keys() == before.keys() | {"202"}
+    assert asyncio.run(application.stored_rows()).keys() == before.keys() | {"202"}
     sie(cluster, alias, application, "--step", "back", "--yes")
-    back = asyncio.run(application.found())
+    back = asyncio.run(application.stored_rows())
     assert back["202"][1] is None
     assert {key: back[key] for key in before.keys() - {"7"}} == {key: before[key] for key in before.keys() - {"7"}}

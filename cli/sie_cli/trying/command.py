@@ -94,8 +94,7 @@ def _served(cluster: Cluster, model: str) -> str:
         if not Path(model).is_dir() and _serves(client, model):
             return model
         if cluster.local() is None:
-            # called only for its error that the model is not found: a gateway on another machine cannot read a folder
-            # here
+            # raises the gateway's error for a model that it does not have: it cannot read a folder of this machine
             client.get_model(model)
         named = look_up(where_served(cluster), model)
         if named.message:
