@@ -320,8 +320,8 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set the state of the whole process: one torch thread per operation, because the device threads already run in
-    parallel; the allocator; small caches of oneDNN; no telemetry.
+    """Set the state of the whole process: one torch thread per operation, because the device threads run in parallel
+    (a batch that is alone gets more); the allocator; small caches of oneDNN; no telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
