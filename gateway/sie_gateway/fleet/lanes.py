@@ -472,10 +472,10 @@ def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
 
 def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
     allowed = resolved.entry.machine_profiles
-    return InvalidInput(
-        f"{param}: {resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
+    return InvalidInput.at(
+        param,
+        f"{resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
         reason="machine_profile_excluded",
-        param=param,
         extras={"machine_profiles": list(allowed)},
     )
 
@@ -485,10 +485,10 @@ def _configured(requested: str, configured: tuple[str, ...]) -> str:
     key = requested.strip().lower()
     profile = names.get(key) or names.get(f"{key}-spot")
     if profile is None:
-        raise InvalidInput(
-            f"X-SIE-MACHINE-PROFILE: {key[:60]!r} is not configured",
+        raise InvalidInput.at(
+            "X-SIE-MACHINE-PROFILE",
+            f"{key[:60]!r} is not configured",
             reason="gpu_not_configured",
-            param="X-SIE-MACHINE-PROFILE",
             extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": list(configured)},
         )
     return profile

@@ -49,16 +49,14 @@ async def upload(gateway: Gateway, request: Request) -> Response:
 
 def _purpose(text: str) -> str:
     if text not in UPLOADED:
-        raise InvalidInput(f"purpose: expected one of {', '.join(UPLOADED)}", reason="schema", param="purpose")
+        raise InvalidInput.at("purpose", f"expected one of {', '.join(UPLOADED)}")
     return text
 
 
 def _about(form: Form) -> FileDescription:
     for name in form.fields:
         if name not in _FIELDS:
-            raise InvalidInput(
-                f"{name[:80]}: no such field here, expected {', '.join(_FIELDS)}", reason="schema", param=name[:80]
-            )
+            raise InvalidInput.at(name[:80], f"no such field here, expected {', '.join(_FIELDS)}")
     return FileDescription(form.file_name, _purpose(form.fields.get("purpose", "")), _expires_after_s(form))
 
 
@@ -67,13 +65,11 @@ def _expires_after_s(form: Form) -> int:
     if anchor is None and seconds is None:
         return 0
     if anchor != "created_at":
-        raise InvalidInput(f"{_ANCHOR}: expected created_at", reason="schema", param=_ANCHOR)
+        raise InvalidInput.at(_ANCHOR, "expected created_at")
     if seconds is None or not (
         seconds.isascii() and seconds.isdigit() and len(seconds) <= 9 and 1 <= int(seconds) <= MAX_EXPIRES_S
     ):
-        raise InvalidInput(
-            f"{_SECONDS}: expected a whole number from 1 to {MAX_EXPIRES_S}", reason="schema", param=_SECONDS
-        )
+        raise InvalidInput.at(_SECONDS, f"expected a whole number from 1 to {MAX_EXPIRES_S}")
     return int(seconds)
 
 
@@ -81,9 +77,9 @@ async def page(gateway: Gateway, request: Request) -> Response:
     query, grant = request.query_params, _call(request).grant
     purpose, order = query.get("purpose", ""), query.get("order", "desc")
     if purpose and purpose not in PURPOSES:
-        raise InvalidInput(f"purpose: expected one of {', '.join(PURPOSES)}", reason="schema", param="purpose")
+        raise InvalidInput.at("purpose", f"expected one of {', '.join(PURPOSES)}")
     if order not in ("asc", "desc"):
-        raise InvalidInput("order: expected asc or desc", reason="schema", param="order")
+        raise InvalidInput.at("order", "expected asc or desc")
     listed = gateway.files.page(
         grant.key,
         sees_all=sees_all(grant),

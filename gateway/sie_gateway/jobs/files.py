@@ -119,7 +119,7 @@ class FileStore:
         """
         self._required()
         if after and not _is_id(after):
-            raise InvalidInput("after: expected the id of a file", reason="schema", param="after")
+            raise InvalidInput.at("after", "expected the id of a file")
         records = sorted(
             id_
             for id_, record in self._records.items()
@@ -340,7 +340,7 @@ class _Read:
             try:
                 self._first = await anext(self._data)
             except StopAsyncIteration:
-                raise InvalidInput("file: the file is empty", reason="schema", param="file") from None
+                raise InvalidInput.at("file", "the file is empty") from None
 
     async def pieces(self) -> AsyncIterator[bytes]:
         yield self._counted(self._first)

@@ -80,17 +80,19 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, instead in _REFUSED.items():
         if name in body:
-            raise _refused(name, instead)
+            raise InvalidInput.at(name, instead)
     try:
         job = msgspec.convert(body, _SubmittedJob)
     except msgspec.ValidationError as error:
         raise _schema_fault(error) from error
     src = job.src or job.source
     if job.execution != "run":
-        raise _refused("execution", "expected run: a job always begins at once, and cannot only be planned")
+        raise InvalidInput.at("execution", "expected run: a job always begins at once, and cannot only be planned")
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
-            raise _refused(name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places")
+            raise InvalidInput.at(
+                name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places"
+            )
     params: dict[str, Any] = {"output_types": list(job.output_types)} if job.output_types else {}
     options = dict(job.options)
     input_map = _input(job, src, options)
@@ -110,17 +112,17 @@ def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, A
     """Return the field `input` of a JobRequest. The query of a score is moved from `options` into it."""
     fields = job.field_map
     if fields.input_type != "text":
-        raise _refused("field_map.input_type", "expected text: a job reads the column of a text")
+        raise InvalidInput.at("field_map.input_type", "expected text: a job reads the column of a text")
     if not fields.input_field:
-        raise _refused("field_map.input_field", "expected the column of the texts")
+        raise InvalidInput.at("field_map.input_field", "expected the column of the texts")
     if any(char in fields.input_field for char in "{}"):
-        raise _refused("field_map.input_field", "expected a name without braces")
+        raise InvalidInput.at("field_map.input_field", "expected a name without braces")
     input_map: dict[str, Any] = {"file": src.removeprefix(_UPLOADED)} if src.startswith(_UPLOADED) else {"url": src}
     column = f"{{{fields.input_field}}}"
     if job.operation == "score":
         query = options.pop("query", None)
         if not isinstance(query, str) or not query:
-            raise _refused("options.query", "expected the query that the texts are scored for")
+            raise InvalidInput.at("options.query", "expected the query that the texts are scored for")
         input_map |= {"query": query.replace("{", "{{").replace("}", "}}"), "document": column}
     else:
         input_map["text"] = column
@@ -135,7 +137,9 @@ def _output(sink: str) -> dict[str, Any]:
     if not sink:
         return {}
     if sink.startswith(_UPLOADED) or "://" not in sink:
-        raise _refused("sink", "leave it out, and read the output from /v1/jobs/{job}/manifest; or name a folder")
+        raise InvalidInput.at(
+            "sink", "leave it out, and read the output from /v1/jobs/{job}/manifest; or name a folder"
+        )
     return {"url": sink}
 
 
@@ -158,18 +162,14 @@ def _authority(uri: str) -> str:
     return uri.partition("://")[2].partition("/")[0]
 
 
-def _refused(field: str, message: str) -> InvalidInput:
-    return InvalidInput(f"{field}: {message}", reason="schema", param=field)
-
-
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
     """Return an InvalidInput that names the faulty field. The decoder's message ends with its path, such as `$.a.b`."""
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")
     if not at or field == "$":
-        return _refused("body", message or path)
-    return _refused(field, f"a key: {message}" if name else message)
+        return InvalidInput.at("body", message or path)
+    return InvalidInput.at(field, f"a key: {message}" if name else message)
 
 
 PATH, BATCH_PATH = "/v1/jobs", "/v1/batches"

@@ -188,9 +188,9 @@ class JobService:
         """Store a new batch and return it; for a repeated Idempotency-Key, the earlier batch. Raises SIEError."""
         if request.endpoint not in batches_api.ENDPOINTS:
             endpoints = ", ".join(batches_api.ENDPOINTS)
-            raise InvalidInput(f"endpoint: expected one of {endpoints}", reason="schema", param="endpoint")
+            raise InvalidInput.at("endpoint", f"expected one of {endpoints}")
         if window_s(request.completion_window) > MAX_WINDOW_S:
-            raise InvalidInput("completion_window: expected at most 30d", reason="schema", param="completion_window")
+            raise InvalidInput.at("completion_window", "expected at most 30d")
         job_id = self._new_id(call, "batch_")
         job = self._existing(call, job_id) or await self._create(await self._new(call, job_id, batch=request))
         if job.batch != request:

@@ -66,18 +66,16 @@ def _erasure(body: bytes) -> AnswerErasure:
     try:
         selection = _decode(body)
     except msgspec.DecodeError as error:
-        message = "body: expected a map with model, key, text, query or all"
-        raise InvalidInput(message, reason="schema", param="body") from error
+        raise InvalidInput.at("body", "expected a map with model, key, text, query or all") from error
     model, key = selection.model or "", selection.key or ""
     if selection.query is not None and selection.text is None:
-        raise InvalidInput("text: missing, it is the document of the query", reason="schema", param="text")
+        raise InvalidInput.at("text", "missing, it is the document of the query")
     digest = b""
     if selection.text is not None:
         query = None if selection.query is None else RequestItem(utf8(selection.query, "query"))
         (digest,) = digests_of((RequestItem(utf8(selection.text, "text")),), query)
     if (selection.all is True) == bool(model or key or digest):
-        message = "all: expected true to erase every answer, or else one of model, key, text"
-        raise InvalidInput(message, reason="schema", param="all")
+        raise InvalidInput.at("all", "expected true to erase every answer, or else one of model, key, text")
     return AnswerErasure(model, key, digest)
 
 

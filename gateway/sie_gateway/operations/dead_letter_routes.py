@@ -27,9 +27,7 @@ def _checked(request: Request, *more: str) -> None:
     """Raise InvalidInput for an unknown parameter: if a misspelt filter were ignored, too many letters would fit."""
     for name in request.query_params:
         if name not in ("pool", *more):
-            raise InvalidInput(
-                f"{name}: no such parameter here, expected {', '.join(('pool', *more))}", reason="schema", param=name
-            )
+            raise InvalidInput.at(name, f"no such parameter here, expected {', '.join(('pool', *more))}")
 
 
 def _pool(gateway: Gateway, request: Request) -> str:
@@ -94,11 +92,9 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
     if letters.is_all != (request.query_params.get("all") == "true"):
-        raise InvalidInput(
-            f"all: expected true to forget every dead letter of pool {letters.pool}, or else one of "
-            f"{', '.join(FILTERS)}",
-            reason="schema",
-            param="all",
+        raise InvalidInput.at(
+            "all",
+            f"expected true to forget every dead letter of pool {letters.pool}, or else one of {', '.join(FILTERS)}",
         )
     done = await gateway.dead_letters.purge_all(letters)
     _logger.info("%s removed %d dead letters of pool %s for good", _caller(request), done.removed, letters.pool)

@@ -41,7 +41,7 @@ def number(query: QueryParams, name: str, default: float, least: float, most: fl
     except ValueError:
         value = math.nan
     if not least <= value <= most:  # with `not`, the condition is also true for nan
-        raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
+        raise InvalidInput.at(name, f"expected a number from {least:g} to {most:g}")
     return value
 
 

@@ -73,7 +73,7 @@ async def history(gateway: Gateway, request: Request) -> Response:
     since_s = number(query, "since", 0.0, 0.0, math.inf)
     step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
     if step_s % STEP_S:
-        raise InvalidInput(f"step_s: expected a multiple of {STEP_S}", reason="schema", param="step_s")
+        raise InvalidInput.at("step_s", f"expected a multiple of {STEP_S}")
     return json_response(gateway.status.history.since(since_s, step_s))
 
 

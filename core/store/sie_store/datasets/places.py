@@ -58,7 +58,7 @@ class Place:
             (allowed_root for allowed_root in allowed if _below(where, store_url(allowed_root)) is not None), None
         )
         if root is None:
-            raise InvalidInput(f"{param}: this URL is not below one of {SETTING}", reason="not_allowed", param=param)
+            raise InvalidInput.at(param, f"this URL is not below one of {SETTING}", reason="not_allowed")
         path = _below(where, store_url(root)) or ""
         try:
             store = object_stores.opened(root, SETTING)
@@ -96,11 +96,11 @@ def _check_segments(url: str, where: StoreUrl, param: str) -> None:
     # the disk
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
-        raise InvalidInput(f"{param}: control characters and \\ are not allowed", reason="not_allowed", param=param)
+        raise InvalidInput.at(param, "control characters and \\ are not allowed", reason="not_allowed")
     segments = written.removeprefix("/").removesuffix("/").split("/")
     if any(segment in (".", "..") for segment in segments) or ("" in segments and segments != [""]):
-        raise InvalidInput(
-            f"{param}: segments `.`, `..` and empty ones are not allowed ({SETTING})", reason="not_allowed", param=param
+        raise InvalidInput.at(
+            param, f"segments `.`, `..` and empty ones are not allowed ({SETTING})", reason="not_allowed"
         )
 
 

@@ -85,11 +85,11 @@ class _Most(NamedTuple):
 
 def _check_count(spans: int, shard_rows: int) -> None:
     if spans > MAX_SPANS:
-        raise InvalidInput(
-            f"shard_rows: the input makes more than {MAX_SPANS} shards of at most {shard_rows} rows. Ask for up to "
+        raise InvalidInput.at(
+            "shard_rows",
+            f"the input makes more than {MAX_SPANS} shards of at most {shard_rows} rows. Ask for up to "
             f"{MAX_SHARD_ROWS} rows in a shard, for fewer and larger objects, or for several jobs",
             reason=TOO_MANY,
-            param="shard_rows",
         )
 
 
@@ -111,7 +111,7 @@ async def _planned_objects(
             is_empty = False
             yield await _planned(place, source_object.source, source, names, most, patience)
     if is_empty:
-        raise InvalidInput("input.url: there is nothing to read", reason="input_missing", param="input.url")
+        raise InvalidInput.at("input.url", "there is nothing to read", reason="input_missing")
 
 
 async def inputs(place: Place, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[ObjectEntry]:
@@ -163,7 +163,7 @@ async def _listed_once(
             if name > after and not is_hidden(name) and is_wanted(name):
                 objects.append(ObjectEntry(name, entry["size"], tag_of(place, entry)))
         if most is None and len(objects) > limit:
-            raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
+            raise InvalidInput.at("input.url", f"more than {limit} objects", reason=TOO_MANY)
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
             # a bucket lists objects by name, so the listing can stop here; a folder on the disk must be listed to its
             # end
@@ -220,9 +220,7 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
     for column, param in params.items():
         if column not in there:
             shown = ", ".join(name[:64] for name in there[:MAX_COLUMNS_SHOWN])
-            raise InvalidInput(
-                f"{param}: {source} has no column {column!r}; it has {shown}", reason="schema", param=param
-            )
+            raise InvalidInput.at(param, f"{source} has no column {column!r}; it has {shown}")
 
 
 def check_file(path: Path, source: JobInput) -> None:

@@ -59,7 +59,7 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
 
 def in_use(why: str) -> InvalidInput:
     """Return the error for an output folder that a job cannot use, because it has other content."""
-    return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
+    return InvalidInput.at("output.url", f"{why}; name another folder", reason="output_in_use")
 
 
 async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
