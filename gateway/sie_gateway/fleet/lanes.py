@@ -181,7 +181,7 @@ class Fleet:
                     del self._statuses[status.model]
 
     def _join(self, beat: Heartbeat) -> None:
-        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        key = beat.lane
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = _LaneWorkers()
@@ -193,7 +193,7 @@ class Fleet:
         beat = self._healthy.pop(worker, None)
         if beat is None:
             return
-        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        key = beat.lane
         lane = self._lanes[key]
         lane.drop(beat)
         if not lane.beats:
@@ -245,7 +245,7 @@ class Fleet:
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
             if name not in self._healthy and beat.ready and not beat.leaving:
-                silent.setdefault(Lane(beat.pool, beat.machine_profile, beat.bundle), []).append(beat)
+                silent.setdefault(beat.lane, []).append(beat)
         return silent
 
     def worker_names(self) -> Collection[str]:

@@ -77,7 +77,7 @@ class JobEngine:
         """Return the job with its model's alias resolved, once for all rows. Raises SIEError if it can never run."""
         self.require_store()
         if job.batch is not None:
-            await self._files.find(job.batch.input_file_id, call.grant.key, sees_all="admin" in call.grant.scopes)
+            await self._files.find(job.batch.input_file_id, call.grant.owns)
             return job
         request = job.request
         assert request is not None
@@ -89,7 +89,7 @@ class JobEngine:
         if request.input.url:
             Place.opened(request.input.url, self._urls)
         else:
-            await self._files.find(request.input.file, call.grant.key, sees_all="admin" in call.grant.scopes)
+            await self._files.find(request.input.file, call.grant.owns)
         understood = self._pinned(call, request)
         if request.output.sink:
             self._check_sink(request, understood)

@@ -14,9 +14,9 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import FileRecord
 from sie_gateway.http.form import Form, check_name
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference.call import Call, family
-from sie_gateway.jobs.files import MAX_FILE_BYTES, FileDescription, sees_all
-from sie_gateway.operations.handlers import json_response, number
+from sie_gateway.inference.call import family
+from sie_gateway.jobs.files import MAX_FILE_BYTES, FileDescription
+from sie_gateway.operations.handlers import call_of, json_response, number
 from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ async def upload(gateway: Gateway, request: Request) -> Response:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
         record = await gateway.files.receive(
-            _call(request).key, request.stream(), lambda: FileDescription(name, purpose, 0)
+            call_of(request).key, request.stream(), lambda: FileDescription(name, purpose, 0)
         )
     else:
         form = Form(request.headers.get("content-type", ""))
         file = form.file(request.stream())
-        record = await gateway.files.receive(_call(request).key, file, functools.partial(_about, form))
+        record = await gateway.files.receive(call_of(request).key, file, functools.partial(_about, form))
     return json_response(_shown(record))
 
 
@@ -74,15 +74,14 @@ def _expires_after_s(form: Form) -> int:
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    query, grant = request.query_params, _call(request).grant
+    query = request.query_params
     purpose, order = query.get("purpose", ""), query.get("order", "desc")
     if purpose and purpose not in PURPOSES:
         raise InvalidInput.at("purpose", f"expected one of {', '.join(PURPOSES)}")
     if order not in ("asc", "desc"):
         raise InvalidInput.at("order", "expected asc or desc")
     listed = gateway.files.page(
-        grant.key,
-        sees_all=sees_all(grant),
+        call_of(request).grant.owns,
         purpose=purpose,
         after=query.get("after", ""),
         limit=int(number(query, "limit", 10_000, 1, 10_000)),
@@ -116,14 +115,8 @@ async def remove(gateway: Gateway, request: Request) -> Response:
     return json_response(api.FileDeleted(id=record.id))
 
 
-def _call(request: Request) -> Call:
-    call: Call = request.scope["sie.call"]
-    return call
-
-
 async def _file_of(gateway: Gateway, request: Request) -> FileRecord:
-    grant = _call(request).grant
-    return await gateway.files.find(request.path_params["file"], grant.key, sees_all=sees_all(grant))
+    return await gateway.files.find(request.path_params["file"], call_of(request).grant.owns)
 
 
 def _shown(record: FileRecord) -> api.FileObject:

@@ -148,11 +148,6 @@ class JobScheduler:
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:
         """Give up a job whose task ended: remove its leader from the record, release its lease. Raises BrokerError."""
-
-        def handed(job: JobRecord | None) -> JobRecord:
-            assert job is not None
-            return left(job, self._name)
-
         with contextlib.suppress(NotFound):
-            await self._ledger.change(job_id, handed)
+            await self._ledger.change(job_id, lambda job: left(job, self._name))
         await running.lease.release()

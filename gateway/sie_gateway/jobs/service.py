@@ -105,8 +105,7 @@ class JobService:
         """Set the requested state of a job: run, pause or cancel. Raises NotFound, ContentConflict if it has ended."""
         self.find(call, job_id)
 
-        def changed(job: JobRecord | None) -> JobRecord:
-            assert job is not None
+        def changed(job: JobRecord) -> JobRecord:
             if job.ended:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
@@ -214,7 +213,14 @@ class JobService:
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
         """End a batch; its files have the answered requests. Raises NotFound, ContentConflict."""
         self.find_batch(call, batch_id)
-        return self.batch_told(await self._cancelled(batch_id))
+
+        def changed(job: JobRecord) -> JobRecord:
+            if job.ended:
+                raise ContentConflict(f"the batch is {job.state}", param="batch")
+            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
+
+        async with broker_errors_mapped():
+            return self.batch_told(await self.ledger.change(batch_id, changed))
 
     async def delete_batch(self, call: Call, batch_id: str) -> batches_api.BatchDeleted:
         """Delete a batch that has ended. Its files are not deleted. Raises NotFound, ContentConflict."""
@@ -223,16 +229,6 @@ class JobService:
             raise ContentConflict(f"the batch is {self.batch_told(job).status}: cancel it first", param="batch")
         await self.remove(job)
         return batches_api.BatchDeleted(id=batch_id)
-
-    async def _cancelled(self, job_id: str) -> JobRecord:
-        def changed(job: JobRecord | None) -> JobRecord:
-            assert job is not None
-            if job.ended:
-                raise ContentConflict(f"the batch is {job.state}", param="batch")
-            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
-
-        async with broker_errors_mapped():
-            return await self.ledger.change(job_id, changed)
 
     def batch_told(self, job: JobRecord) -> batches_api.BatchObject:
         """Return a batch in the format of OpenAI's API."""

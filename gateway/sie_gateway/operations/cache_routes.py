@@ -20,7 +20,7 @@ from sie_contracts.wire.heartbeats import AnswerErasure
 from sie_gateway.answers.keys import digests_of
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.body import RequestItem, utf8
-from sie_gateway.operations.handlers import json_response
+from sie_gateway.operations.handlers import call_of, json_response
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
@@ -57,7 +57,7 @@ async def erase(gateway: Gateway, request: Request) -> Response:
         message = f"{count} answers are erased here, but the other gateways cannot be reached: send the request again"
         raise QueueUnavailable(message) from error
     selected = ", ".join(name for name in ("model", "key", "digest") if getattr(erasure, name)) or "everything"
-    _logger.info("%s erased %d cached answers by %s", request.scope["sie.call"].grant.name, count, selected)
+    _logger.info("%s erased %d cached answers by %s", call_of(request).grant.name, count, selected)
     return json_response(api.CacheErased(answers=count, gateways=gateway.peers.count()))
 
 

@@ -13,7 +13,7 @@ from sie_contracts.api import dead_letters as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.operations.dead_letters import EXAMINED, FILTERS, LETTER_S, REPLAY_S, Filter
-from sie_gateway.operations.handlers import json_response, number
+from sie_gateway.operations.handlers import call_of, json_response, number
 from sie_runtime.http.routes import Parameter
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ def _filter(gateway: Gateway, request: Request) -> Filter:
     return Filter(_pool(gateway, request), **named)
 
 
-def _caller(request: Request) -> str:
-    return str(request.scope["sie.call"].grant.name)
-
-
 def _whole(request: Request, name: str, default: int, least: int, most: int) -> int:
     return int(number(request.query_params, name, default, least, most))
 
@@ -63,7 +59,7 @@ async def replay(gateway: Gateway, request: Request) -> Response:
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.replay(pool, name, timeout_s)
-    _logger.info("%s ran dead letter %s of pool %s again: %s", _caller(request), done.id, pool, done.state)
+    _logger.info("%s ran dead letter %s of pool %s again: %s", call_of(request).grant.name, done.id, pool, done.state)
     return json_response(done)
 
 
@@ -74,7 +70,7 @@ async def replay_all(gateway: Gateway, request: Request) -> Response:
     letters = _filter(gateway, request)
     done = await gateway.dead_letters.replay_all(letters, after, limit, timeout_s)
     answered = sum(entry.removed for entry in done.replayed)
-    summary = _caller(request), len(done.replayed), letters.pool, answered
+    summary = call_of(request).grant.name, len(done.replayed), letters.pool, answered
     _logger.info("%s ran %d dead letters of pool %s again: %d were answered", *summary)
     return json_response(done)
 
@@ -83,7 +79,7 @@ async def purge(gateway: Gateway, request: Request) -> Response:
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
-    _logger.info("%s removed dead letter %s of pool %s for good", _caller(request), name, pool)
+    _logger.info("%s removed dead letter %s of pool %s for good", call_of(request).grant.name, name, pool)
     return json_response(done)
 
 
@@ -97,7 +93,9 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
             f"expected true to forget every dead letter of pool {letters.pool}, or else one of {', '.join(FILTERS)}",
         )
     done = await gateway.dead_letters.purge_all(letters)
-    _logger.info("%s removed %d dead letters of pool %s for good", _caller(request), done.removed, letters.pool)
+    _logger.info(
+        "%s removed %d dead letters of pool %s for good", call_of(request).grant.name, done.removed, letters.pool
+    )
     return json_response(done)
 
 

@@ -30,10 +30,10 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import ReservationSpec
-from sie_gateway.admission.grant import WORKERS_NAME, Grant
+from sie_gateway.admission.grant import WORKERS_NAME
 from sie_gateway.fleet import assignments
 from sie_gateway.fleet.pool_rules import not_found
-from sie_gateway.operations.handlers import json_response
+from sie_gateway.operations.handlers import call_of, json_response
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
@@ -173,11 +173,6 @@ async def _written(work: Awaitable[T]) -> T:
         raise QueueUnavailable("the broker did not store the change of the pool: try again") from error
 
 
-def _grant(request: Request) -> Grant:
-    grant: Grant = request.scope["sie.call"].grant
-    return grant
-
-
 def _named(request: Request) -> str:
     name = request.path_params["name"]
     try:
@@ -198,17 +193,17 @@ async def create(gateway: Gateway, request: Request) -> Response:
     """Create a reservation, or change and renew it if the caller already has it."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
-    grant = _grant(request)
+    grant = call_of(request).grant
     await _written(gateway.pools.create(spec, grant))
     return json_response(gateway.pools.pool(spec.name, grant), 201)
 
 
 async def pools(gateway: Gateway, request: Request) -> Response:
-    return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
+    return json_response(Pools(pools=gateway.pools.pools(call_of(request).grant)))
 
 
 async def assignment(gateway: Gateway, request: Request) -> Response:
-    worker, grant = request.query_params.get("worker", ""), _grant(request)
+    worker, grant = request.query_params.get("worker", ""), call_of(request).grant
     served = gateway.pools.assigned(worker)
     if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
         raise PoolNotFound(
@@ -219,14 +214,14 @@ async def assignment(gateway: Gateway, request: Request) -> Response:
 
 
 async def pool(gateway: Gateway, request: Request) -> Response:
-    return json_response(gateway.pools.pool(_named(request), _grant(request)))
+    return json_response(gateway.pools.pool(_named(request), call_of(request).grant))
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    await _written(gateway.pools.delete(_named(request), _grant(request)))
+    await _written(gateway.pools.delete(_named(request), call_of(request).grant))
     return json_response(PoolDeleted(message="Pool deleted"))
 
 
 async def renew(gateway: Gateway, request: Request) -> Response:
-    renewed = await _written(gateway.pools.renew(_named(request), _grant(request)))
+    renewed = await _written(gateway.pools.renew(_named(request), call_of(request).grant))
     return json_response(PoolRenewed(message="Pool renewed", expires_at=None if renewed is None else renewed.expires_s))
