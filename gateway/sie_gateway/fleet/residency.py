@@ -141,13 +141,10 @@ class Residencies:
     async def run(self, stop: Stop) -> None:
         trouble = Trouble(_logger, "loads that operators requested could not be sent to workers")
         while not await stop.wait_woken(self._wake, EVERY_S if self._wishes else None):
-            try:
+            with trouble.logged(BrokerError):
                 for (lane, residency), wish in list(self._wishes.items()):
                     if await self._is_over(lane, residency, wish):
                         self._wishes.pop((lane, residency), None)
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
 
     async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
         """Do the next step of a wish (a requested load). Return whether it has ended. Raises BrokerError."""

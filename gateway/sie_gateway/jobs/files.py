@@ -293,12 +293,9 @@ class FileStore:
         """Call `clean` at least every CLEAN_S seconds until `stop`."""
         trouble = Trouble(_logger, "files could not be cleaned up")
         while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
-            try:
+            with trouble.logged(BrokerError, StoreError):
                 if removed := await self.clean():
                     _logger.info("removed %d files that had expired, were not completed, or were half removed", removed)
-                trouble.passed()
-            except (BrokerError, StoreError) as error:
-                trouble.met(error)
         with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
             await self._lease.release()
 

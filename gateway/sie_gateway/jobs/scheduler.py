@@ -81,13 +81,10 @@ class JobScheduler:
         trouble = Trouble(_logger, "jobs of this gateway make no progress")
         try:
             while not await stop.wait_woken(self._ledger.woken, EVERY_S):
-                try:
+                with trouble.logged(BrokerError):
                     await self._renew()
                     if self._ledger.is_read:
                         await self._acquire()
-                    trouble.passed()
-                except BrokerError as error:
-                    trouble.met(error)
                 if await stop.wait_for(0.1):  # wait a short time, so that a burst of changes causes only one round
                     break
         finally:

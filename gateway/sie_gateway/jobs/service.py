@@ -345,11 +345,8 @@ class Sweeper:
         """Call `sweep` at least every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "jobs that have ended are not deleted for now")
         while not await stop.wait_for(EVERY_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
-            try:
+            with trouble.logged(BrokerError, SIEError):
                 await self.sweep()
-                trouble.passed()
-            except (BrokerError, SIEError) as error:
-                trouble.met(error)
 
     async def sweep(self) -> int:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises
