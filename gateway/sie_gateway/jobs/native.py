@@ -241,7 +241,7 @@ class NativeJob:
             answers[place] = results[unique_place]
         faults = len(rows) - len(places)
         self._progress.rows(number, faults, faults)
-        return answers, self._reused(number, once)
+        return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
         """Return the answers, which have only the errors of faulty rows yet, and the inputs of the other rows by the
@@ -258,9 +258,6 @@ class NativeJob:
                     fault = error.info()
             answers.append(RowAnswer(error=fault))
         return answers, inputs
-
-    def _reused(self, number: int, once: Unique) -> int:
-        return len(once.places) - self._computed.pop(number, len(once.inputs))
 
     async def _unique(self, number: int, once: Unique) -> list[RowAnswer]:
         weights = np.bincount(once.places, minlength=len(once.inputs)).tolist() if once.places else []
@@ -354,15 +351,14 @@ class NativeJob:
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Write the manifest of the shards that exist (see `run.JobWork`)."""
-        fields = dict[str, Any]()
         if not shards:
-            return fields
+            return {}
         plan = await self._workplace.plan()
         whole = await asyncio.to_thread(manifest, job, state, shards, plan.unread if plan else ())
         await manifests.write(self._places.output, whole)
         if self._cache_bytes:
             await self._trim()
-        return fields
+        return {}
 
     async def _trim(self) -> None:
         """Remove old segments of the cache. If the store fails, a later trim removes them."""
