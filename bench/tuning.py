@@ -25,8 +25,8 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from client import closed_loop
-from overhead import Cluster, percentile, texts_of
+from client import closed_loop, percentile
+from overhead import Cluster, texts_of
 from report import Report
 
 ROOT = Path(__file__).parents[1]
