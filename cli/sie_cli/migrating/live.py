@@ -101,9 +101,6 @@ class Scan:
         if len(self.gap_ids) < GAP_IDS:
             self.gap_ids.append(printable(row_id[:GAP_ID_CHARS]))
 
-    def add_embedded(self, count: int) -> None:
-        self.embedded += count
-
     @property
     def gaps_text(self) -> str:
         """Return the gaps as a text for a person."""
@@ -138,24 +135,16 @@ def progress_line(scan: Scan, total: int, elapsed_s: float) -> str:
     )
 
 
+@dataclass
 class LiveMigration:
     """Migration of a live collection. `encoder`: opens the client that encodes rows. `echo`: prints progress."""
 
-    def __init__(
-        self,
-        client: SIEClient,
-        encoder: Callable[[], SIEAsyncClient],
-        aliases: Aliases,
-        plan: LivePlan,
-        report: MigrationReport,
-        echo: Callable[[str], None],
-    ) -> None:
-        self._client = client
-        self._encoder = encoder
-        self._aliases = aliases
-        self._plan = plan
-        self._report = report
-        self._echo = echo
+    _client: SIEClient
+    _encoder: Callable[[], SIEAsyncClient]
+    _aliases: Aliases
+    _plan: LivePlan
+    _report: MigrationReport
+    _echo: Callable[[str], None]
 
     def run(self) -> None:
         """Run the remaining steps of the migration, up to `until` of the plan. Raises CommandRefused, and SIEError."""
@@ -312,26 +301,17 @@ class LiveMigration:
         await steps.clean_up()
 
 
+@dataclass
 class _LiveSteps:
     """Steps of a migration at an open collection. `models`: the old and the new model."""
 
-    def __init__(
-        self,
-        encoder: SIEAsyncClient,
-        live: LiveCollection,
-        state: LiveState,
-        models: Mapping[Side, LiveModel],
-        plan: LivePlan,
-        report: MigrationReport,
-        echo: Callable[[str], None],
-    ) -> None:
-        self._encoder = encoder
-        self._live = live
-        self._state = state
-        self._models = models
-        self._plan = plan
-        self._report = report
-        self._echo = echo
+    _encoder: SIEAsyncClient
+    _live: LiveCollection
+    _state: LiveState
+    _models: Mapping[Side, LiveModel]
+    _plan: LivePlan
+    _report: MigrationReport
+    _echo: Callable[[str], None]
 
     async def embed(self) -> None:
         """Write the vectors of the new model beside the others, and build their indexes."""
@@ -518,7 +498,7 @@ class _LiveSteps:
         if done:
             matrix: NDArray[np.float32] = np.stack(vectors).astype(np.float32)
             await self._live.write(side, done, matrix)
-            scan.add_embedded(len(done))
+            scan.embedded += len(done)
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
         """Encode texts by the model of a side. Raises CommandRefused if the model has changed since the check, because
