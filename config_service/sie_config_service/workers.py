@@ -94,7 +94,3 @@ class CatalogueReaders:
             for name, (seen_s, beat) in self._gateways.items()
             if now_s - seen_s < self._timeout_s
         }
-
-    def epochs(self, bundle: str) -> dict[str, str]:
-        """Return the catalogue's epoch at each worker of a bundle that accepts work, by the worker's name."""
-        return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}
