@@ -33,9 +33,6 @@ import numpy as np
 import psutil
 import torch
 import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from client import closed_loop, connect, percentile, request
 from report import Report
 from words import WORDS
