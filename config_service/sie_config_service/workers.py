@@ -66,9 +66,9 @@ class CatalogueReaders:
         if not beat.leaving:
             self._gateways[beat.gateway] = (time.monotonic(), beat)
 
-    def _fresh(self, seen: dict[str, tuple[float, B]]) -> dict[str, tuple[float, B]]:
+    def _fresh(self, sightings: dict[str, tuple[float, B]]) -> dict[str, tuple[float, B]]:
         now_s = time.monotonic()
-        return {name: sighting for name, sighting in seen.items() if now_s - sighting[0] < self._timeout_s}
+        return {name: sighting for name, sighting in sightings.items() if now_s - sighting[0] < self._timeout_s}
 
     def statuses(self) -> list[ModelStatus]:
         return [status for _, beat in self._fresh(self._seen).values() for status in beat.models]

@@ -101,6 +101,9 @@ class Scan:
         if len(self.gap_ids) < GAP_IDS:
             self.gap_ids.append(printable(row_id[:GAP_ID_CHARS]))
 
+    def add_embedded(self, count: int) -> None:
+        self.embedded += count
+
     @property
     def gaps_text(self) -> str:
         """Return the gaps as a text for a person."""
@@ -498,7 +501,7 @@ class _LiveSteps:
         if done:
             matrix: NDArray[np.float32] = np.stack(vectors).astype(np.float32)
             await self._live.write(side, done, matrix)
-            scan.embedded += len(done)
+            scan.add_embedded(len(done))
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
         """Encode texts by the model of a side. Raises CommandRefused if the model has changed since the check, because
