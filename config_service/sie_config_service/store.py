@@ -145,6 +145,9 @@ class CatalogueStore:
         self._exported: tuple[CatalogueSnapshot | None, bytes] = (None, b"")
         self._parsed: tuple[CatalogueSnapshot | None, Catalogue] = (None, Catalogue())
 
+    async def epoch(self) -> str:
+        return (await self.snapshot()).epoch
+
     async def catalogue_epoch(self) -> ConfigEpoch:
         return (await self.snapshot()).catalogue_epoch
 

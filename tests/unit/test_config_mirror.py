@@ -73,16 +73,16 @@ async def test_only_writes_of_the_catalogue_move_its_epoch_and_every_delta_follo
 ) -> None:
     """Two replicas, kept replies between the writes: who follows all bundles meets no gap."""
     other = await Replica(replica.server).start()
-    start = (await replica.store.snapshot()).epoch
+    start = await replica.store.epoch()
     for number in range(6):
         await (replica, other)[number % 2].put(f"a/{number % 3}", entry(f"a/{number % 3}", tokens=number + 1))
-        before = (await replica.store.snapshot()).epoch
+        before = await replica.store.epoch()
         await replica.keep_reply()
-        assert (await replica.store.snapshot()).epoch == (await other.store.snapshot()).epoch == before
+        assert await replica.store.epoch() == await other.store.epoch() == before
     await until(lambda: len(replica.deltas) == 6, "the deltas")
     told = [delta for _, delta in replica.deltas]
     assert [delta.previous for delta in told] == [start, *(delta.epoch for delta in told[:-1])]
-    assert told[-1].epoch == (await other.store.snapshot()).epoch
+    assert told[-1].epoch == await other.store.epoch()
 
 
 async def test_what_a_replica_read_since_is_what_one_reads_that_starts(replica: Replica) -> None:
@@ -106,21 +106,21 @@ async def test_a_delta_says_since_when_nothing_concerned_its_bundle(replica: Rep
     """A model that changes its bundle concerns both; what a replica did not see itself it takes to concern all."""
     await replica.store.snapshot()
     await replica.put("a/one", entry("a/one"))
-    first = (await replica.store.snapshot()).epoch
+    first = await replica.store.epoch()
     for number in range(3):
         await replica.put("v/one", entry("v/one", "vision", number + 1))
-    vision = (await replica.store.snapshot()).epoch
+    vision = await replica.store.epoch()
     assert (await replica.store.catalogue_epoch()).bundles == {"default": first, "vision": vision}
     await replica.put("a/one", entry("a/one", tokens=9))
-    default = (await replica.store.snapshot()).epoch
+    default = await replica.store.epoch()
     await replica.put("a/one", entry("a/one", "vision"))
     await until(lambda: len(replica.deltas) == 7, "the deltas")
     subjects = [(subject, delta.since, delta.previous) for subject, delta in replica.deltas[-3:]]
     assert subjects == [("default", first, vision), ("default", default, default), ("vision", vision, default)]
-    both = (await replica.store.snapshot()).epoch
+    both = await replica.store.epoch()
     assert (await replica.store.catalogue_epoch()).bundles == {"default": both, "vision": both}
     late = await Replica(replica.server).start()
-    assert set((await late.store.catalogue_epoch()).bundles.values()) >= {(await late.store.snapshot()).epoch}
+    assert set((await late.store.catalogue_epoch()).bundles.values()) >= {await late.store.epoch()}
 
 
 async def test_a_record_that_cannot_be_read_changes_nothing_and_is_named(replica: Replica) -> None:
@@ -143,13 +143,13 @@ async def test_a_record_that_cannot_be_read_changes_nothing_and_is_named(replica
 
 
 async def test_the_status_says_which_gateways_and_workers_serve_which_revision(replica: Replica) -> None:
-    nothing = (await replica.store.snapshot()).epoch
+    nothing = await replica.store.epoch()
     epochs = []
     for number in range(3):
         await replica.put("a/one", entry("a/one", tokens=number + 1))
-        epochs.append((await replica.store.snapshot()).epoch)
+        epochs.append(await replica.store.epoch())
     await replica.put("a/two", entry("a/two"))
-    now = (await replica.store.snapshot()).epoch
+    now = await replica.store.epoch()
     service = ConfigService(settings_of())
     service.workers.note(Heartbeat("w0", "_default", "cpu", "default", True, "1", config_epoch=epochs[2]))
     service.workers.note(Heartbeat("w1", "_default", "cpu", "default", True, "1", config_epoch=epochs[1]))
