@@ -25,6 +25,7 @@ from sie_cli.options import (
     Commands,
     ManyOptions,
     loaded,
+    port_option,
     refuse,
     settings_options,
 )
@@ -171,13 +172,7 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 
 @main.command(cls=ManyOptions)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=8080,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port of the API; 0 picks a free one.",
-)
+@port_option(8080, "Port of the API")
 @click.option("--nats-monitor-url", default=None, help="Monitor of the broker, shown in /health.")
 @click.option(
     "--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]"
@@ -198,13 +193,7 @@ def gateway(host: str, port: int, **values: Any) -> None:
 
 @main.command(cls=ManyOptions, short_help="The config service: writes the catalogue.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=8081,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port of the config API; 0 picks a free one.",
-)
+@port_option(8081, "Port of the config API")
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @settings_options("config")
 def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:

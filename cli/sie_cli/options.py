@@ -31,6 +31,12 @@ _WARNED = "Whoever started this process has told the warnings about its settings
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
 
 
+def port_option(default: int, meaning: str) -> Callable[[F], F]:
+    """Return a decorator that adds the option --port of a process that listens."""
+    text = f"{meaning}; 0 picks a free one."
+    return click.option("--port", default=default, show_default=True, type=click.IntRange(0, 65535), help=text)
+
+
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
     """Add an option for every setting that one of the components reads. Secrets have no option, because process lists
     would show them. `url`: the setting that --url also sets.

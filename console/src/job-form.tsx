@@ -9,6 +9,7 @@ import { Picker } from "./picker";
 import { AsJson, complaintsOf, Controls, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
 import { short } from "./playground-parts";
 import { type Preview, preview } from "./rows-preview";
+import { Table } from "./table";
 import type { Model } from "./types";
 
 type Operation = NonNullable<JobRequest["operation"]>;
@@ -293,12 +294,9 @@ function Rows({ seen: { columns, rows, count }, onColumn }: { seen: Preview; onC
       <p class="dim">{[count === undefined ? "" : `${count} rows. `, "Columns", onColumn ? " (press one to put it into the text): " : ": "].join("")}</p>
       <p class="row">{columns.map((name) => <button type="button" class="chip" disabled={!onColumn} onClick={() => onColumn?.(name)}>{name}</button>)}</p>
       {rows.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="First rows">
-          <table>
-            <thead><tr>{columns.map((name) => <th scope="col">{name}</th>)}</tr></thead>
-            <tbody>{rows.map((row) => <tr>{row.map((value) => <td title={value}>{short(value, 60)}</td>)}</tr>)}</tbody>
-          </table>
-        </div>
+        <Table label="First rows" columns={columns}>
+          {rows.map((row) => <tr>{row.map((value) => <td title={value}>{short(value, 60)}</td>)}</tr>)}
+        </Table>
       )}
     </div>
   );

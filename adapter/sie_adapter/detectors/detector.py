@@ -25,7 +25,7 @@ from sie_contracts.models.load_errors import load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# largest number of images in one pass, by type of device; a CPU is not faster with more (bench/images.py)
+# largest number of images in one pass, by type of device; a CPU is not faster with more
 _IMAGES_PER_PASS = {"cpu": 1}
 _IMAGES_PER_PASS_ELSEWHERE = 8
 

@@ -111,18 +111,7 @@ _STOPPED = {
 )
 @cluster_options(GATEWAY_URL, CONFIG_URL)
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON; progress goes to standard error.")
-def migrate(
-    cluster: Cluster,
-    alias: str,
-    model: str | None,
-    corpus: str | None,
-    text: str | None,
-    sink: str | None,
-    collection: str | None,
-    until: str,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 
     \b
@@ -158,28 +147,20 @@ def migrate(
     Status 0: done. 1: refused, the models do not agree enough, or the job failed. 2: no gateway answered, or an option
     is wrong. 130: Ctrl-C.
     """
-    if text is not None:
-        text = text.replace("\\n", "\n")
-    if bool(sink) != bool(collection):
+    if options["text"] is not None:
+        options["text"] = options["text"].replace("\\n", "\n")
+    if bool(options["sink"]) != bool(options["collection"]):
         raise click.UsageError("--sink and --collection need each other: give both or neither")
-    if sink and collection and corpus is None:
-        if not (model and text):
+    if options["sink"] and options["corpus"] is None:
+        if not (options["model"] and options["text"]):
             raise click.UsageError("NEW_MODEL and --text are needed: the new model, and how to read the text of a row")
-        _migrate_live(cluster, alias, model, sink, collection, text, until, as_json, options)
+        _migrate_live(cluster, as_json, **options)
     else:
-        _migrate_corpus(cluster, alias, model, corpus, text, sink, collection, until, as_json, options)
+        _migrate_corpus(cluster, as_json, **options)
 
 
 def _migrate_live(
-    cluster: Cluster,
-    alias: str,
-    model: str,
-    sink: str,
-    collection: str,
-    text: str,
-    until: str,
-    as_json: bool,
-    options: dict[str, Any],
+    cluster: Cluster, as_json: bool, *, alias: str, sink: str, text: str, until: str, **options: Any
 ) -> None:
     """Migrate a collection in use, which has the texts itself."""
     from sie_cli.migrating.live import LIVE_STEPS, LiveMigration, LivePlan
@@ -204,10 +185,10 @@ def _migrate_live(
         template = Template.parsed(text, "--text")
     plan = LivePlan(
         alias,
-        model,
+        options["model"],
         sink,
         url.reveal(),
-        collection,
+        options["collection"],
         template,
         options["vector"] or "",
         options["id_column"] or "",
@@ -247,6 +228,8 @@ def _migrate_live(
 
 def _migrate_corpus(
     cluster: Cluster,
+    as_json: bool,
+    *,
     alias: str,
     model: str | None,
     corpus: str | None,
@@ -254,8 +237,7 @@ def _migrate_corpus(
     sink: str | None,
     collection: str | None,
     until: str,
-    as_json: bool,
-    options: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Migrate an index whose texts are in files."""
     from sie_cli.migrating.corpus import Corpus
@@ -282,11 +264,10 @@ def _migrate_corpus(
         )
     if options.pop("vector"):
         raise click.UsageError("--vector: a job writes the only vector of a new collection")
-    template, id_column = text, options.pop("id_column") or ""
     plan = MigrationPlan(
         alias,
         model,
-        Corpus.from_source(corpus, template, id_column, options.pop("input_format")),
+        Corpus.from_source(corpus, text, options.pop("id_column") or "", options.pop("input_format")),
         # no check for old files, because an earlier run of this migration may have filled the folder
         OutputPlace.from_option(options.pop("output"), is_new=False),
         {"sink": sink, "collection": collection} if sink and collection else {},
@@ -304,7 +285,7 @@ def _migrate_corpus(
                 settings = dataclasses.replace(cluster.settings, gateway_url=url)
                 one_gateway = dataclasses.replace(cluster, settings=settings)
                 clients.append(held.enter_context(gateway_client(one_gateway, SCOPE, is_patient=True)))
-            Migration(clients, urls[0], Aliases(service, write), plan, report, err=as_json).run()
+            Migration(clients, urls[0], Aliases(service, write), plan, report, as_json).run()
     except KeyboardInterrupt:
         note = _STOPPED.get(report.step, "the alias is as it was; the same command goes on")
         click.echo(f"\nstopped in the step {report.step}: {note.format(alias=alias)}", err=True)
