@@ -36,7 +36,7 @@ from sie_adapter.packed.packing import Shown
 from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
@@ -201,7 +201,7 @@ def _strides(entry: ModelEntry, config: Any) -> list[int]:
     """
     backbone = config.backbone_config
     if backbone.model_type != "swin":
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: its backbone is {backbone.model_type}, expected swin")
+        raise incompatible(f"{entry.id}: its backbone is {backbone.model_type}, expected swin")
     strides = [backbone.patch_size << (stage - 1) for stage in backbone.out_indices]
     return [*strides, *(strides[-1] << more + 1 for more in range(config.num_feature_levels - len(strides)))]
 

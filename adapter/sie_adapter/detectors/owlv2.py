@@ -34,7 +34,7 @@ from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Largest edge of a submitted image, as a multiple of the edge of the model's images. The sidecar scales a larger image
@@ -191,4 +191,4 @@ def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Seque
     else:
         mean, std = config.get("image_mean") or _MEAN, config.get("image_std") or _STD
         return float(config.get("rescale_factor") or 1 / 255), mean, std
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {cause}")
+    raise incompatible(f"{entry.id}: {PROCESSOR}: {cause}")

@@ -40,7 +40,7 @@ from sie_adapter.packed.packing import BatchFiles, Int64, Items, PackedBatch, Sh
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
@@ -181,9 +181,7 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     def _check_positions(entry: ModelEntry, limit: int) -> None:
         if entry.max_tokens > limit:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions"
-            )
+            raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions")
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Pad texts to the length with which the model was trained, if it needs that."""
@@ -328,5 +326,5 @@ def _model_type(folder: Path, entry: ModelEntry) -> str:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in _TOWERS:
         listed = ", ".join(_TOWERS)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
     return model_type

@@ -32,7 +32,7 @@ from sie_adapter.loading.tokenizer import fault
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import Decision, SchemaPart, TextRecord
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Mention
@@ -455,7 +455,7 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
         return
     without_remote_code(config, trusted=load.trust_remote_code)
     if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {kind}")
+        raise incompatible(f"{entry.id}: transformers knows no encoder {kind}")
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
@@ -469,9 +469,9 @@ def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
         try:
             weights = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: pytorch_model.bin holds more than tensors") from error
+            raise incompatible(f"{entry.id}: pytorch_model.bin holds more than tensors") from error
         return weights
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: its folder has neither model.safetensors nor pytorch_model.bin")
+    raise incompatible(f"{entry.id}: its folder has neither model.safetensors nor pytorch_model.bin")
 
 
 def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
@@ -497,9 +497,7 @@ def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None
     or to position ids. `misfit`: the fault of the keys, for the message.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}"
-        )
+        raise incompatible(f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}")
 
 
 def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:

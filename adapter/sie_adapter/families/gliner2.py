@@ -58,7 +58,7 @@ from sie_adapter.loading.checkpoint import _cast, construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
@@ -164,7 +164,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         self._model.eval().requires_grad_(False).to(compute.device)
         self._classifies = "classifications" in entry.outputs
         if self._classifies and "entities" in entry.outputs:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs has entities and classifications, expected one")
+            raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")
         self._device = compute.device
         self.precision = compute.precision
         self._processor = self._model.processor
@@ -450,9 +450,9 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
     raw = read_json(folder / "config.json")
     if (kind := raw.get("architecture") or "span") != "span":
-        raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs span")
+        raise incompatible(f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs span")
     if (counting := raw.get("counting_layer") or _COUNTING[0]) not in _COUNTING:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: the package gliner2 has no counting layer {counting}")
+        raise incompatible(f"{entry.id}: the package gliner2 has no counting layer {counting}")
     encoder = read_json(folder / "encoder_config" / "config.json")
     if not encoder:
         raise load_failed("NOT_FOUND", f"{entry.id}: its folder has no encoder_config/config.json")

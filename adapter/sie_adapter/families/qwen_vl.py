@@ -28,7 +28,7 @@ from sie_adapter.packed.packing import Int64, PackedBatch, PlacedFeatures, Shown
 from sie_contracts.errors import InternalFailure
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 # Text before and after the image of a page. Source: colpali-engine, ColQwen2_5_Processor.
@@ -71,8 +71,7 @@ class QwenVL:
     def priced(self, recipe: Recipe) -> Recipe:
         unit = self._patches.edge * self._patches.merged
         if recipe.kind != "blocks" or recipe.multiple != unit:
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"{self._id}: preprocessor_config.json does not cut images into blocks of {unit} pixels, as config.json"
                 " does",
             )
@@ -96,8 +95,7 @@ class ColQwen(QwenVL):
         super().__init__(folder, entry, load, compute, normalisation)
         weight, bias = (checkpoint.tensor(folder, f"{_PROJECTION}.{part}") for part in ("weight", "bias"))
         if weight is None:
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"{entry.id}: the weights have no {_PROJECTION}.weight: a Qwen2.5-VL without it gives no token vectors",
             )
         self.adapted = projected = _Projected(self.language, checkpoint.linear(weight, bias).to(compute.device))

@@ -31,7 +31,7 @@ from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import BatchFiles, Heard, Items, PackedBatch
 from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
@@ -165,7 +165,7 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
         model_type = raw.get("model_type")
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-encoder is {MODEL_TYPE}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a sound-encoder is {MODEL_TYPE}")
     config = read_processor(folder, "feature_extractor")
     if not config:
         raise load_failed(
@@ -178,12 +178,11 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     try:
         recipe = from_extractor(config, positions=edge * edge)
     except UnknownExtractor as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+        raise incompatible(f"{entry.id}: {PROCESSOR}: {error}") from error
     frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)
     if (recipe.fused, recipe.bins) != (audio.enable_fusion, audio.num_mel_bins) or recipe.shape.frames > frames:
         fuses = {True: "four views", False: "one view"}
-        raise load_failed(
-            "INCOMPATIBLE",
+        raise incompatible(
             f"{entry.id}: {PROCESSOR} makes {fuses[recipe.fused]} of {recipe.shape.frames} frames and {recipe.bins} "
             f"bins, the model reads {fuses[audio.enable_fusion]} of {frames} and {audio.num_mel_bins}",
         )

@@ -39,7 +39,7 @@ from sie_adapter.packed.lora import ModelLoras
 from sie_adapter.packed.packing import Int64, Items, PackedBatch
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
@@ -83,8 +83,7 @@ class PackedModel:
         """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
         if entry.outputs.get(output) != width:
             declared = entry.outputs.get(output)
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
             )
 
@@ -206,9 +205,7 @@ class TextEncoder(PackedModel):
     def _check_limits(self, entry: ModelEntry) -> None:
         limit = self.backbone.positions
         if limit and entry.max_tokens > limit:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions"
-            )
+            raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions")
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
         if self._twin is None:

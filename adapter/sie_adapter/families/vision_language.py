@@ -37,7 +37,7 @@ from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Shown
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, max_blocks
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_store.folder_files import read_json
 
@@ -130,12 +130,10 @@ class VisionLanguage(PackedModel):
         self.tokenizer = tokenizer.to_str().encode()
         tokens = reader.tokens(tokenizer, recipe)
         if tokenizer.id_to_token(tokens.token) is None:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: the image token {tokens.token} is not in its tokenizer")
+            raise incompatible(f"{entry.id}: the image token {tokens.token} is not in its tokenizer")
         most = tokens.count or max_blocks(recipe)
         if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, one image needs {length} tokens"
-            )
+            raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, one image needs {length} tokens")
         self.rows = reader.rows(reader.priced(recipe), tokens)
         self._difference = entry.head.score == "difference"
 
@@ -169,5 +167,5 @@ def _reader(folder: Path, entry: ModelEntry) -> type[VisionLanguageKind]:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if (reader := _READERS.get((entry.family, model_type))) is None:
         listed = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
     return reader

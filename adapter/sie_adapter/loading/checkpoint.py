@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 # While transformers constructs a model, it changes torch for the whole process: the default dtype, which would change
 # the results of other threads' passes if it is not float32, and functions of torch, which two concurrent loads would
@@ -115,9 +115,7 @@ def _from_files(
         setattr(config, name, value)
     is_encoder = auto_class.__name__ == ENCODERS.get(config.model_type)
     if getattr(config, "is_encoder_decoder", False) and not decodes and not is_encoder:
-        raise load_failed(
-            "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run"
-        )
+        raise incompatible(f"{config.model_type} has a decoder beside its encoder, which this family does not run")
     if load.causal is not None:
         config.is_causal = load.causal
     with construction():
@@ -146,8 +144,7 @@ def _from_files(
                 if name not in consumed and not (foreign_head and name.split(".")[0] in _LANGUAGE_HEADS)
             ]
         if names:
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"the weights do not fit config.json, they have {len(names)} {fault.replace('_', ' ')}: "
                 f"{', '.join(names[:5])}",
             )
@@ -164,7 +161,7 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
-        raise load_failed("INCOMPATIBLE", f"{message}: {error}") from error
+        raise incompatible(f"{message}: {error}") from error
     return model
 
 

@@ -23,7 +23,7 @@ from sie_adapter.packed.packing import Shown, UInt8, missing
 from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.media.images import Normalisation, Recipe, UnknownProcessor, from_processor
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
@@ -58,7 +58,7 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = Non
     try:
         return from_processor(config), Normalisation.from_processor(config)
     except UnknownProcessor as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+        raise incompatible(f"{entry.id}: {PROCESSOR}: {error}") from error
 
 
 class _Levels:

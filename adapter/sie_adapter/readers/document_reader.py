@@ -20,7 +20,7 @@ from sie_adapter.readers.transcriber import MODEL_TYPES, Transcriber
 from sie_adapter.readers.written import IsGone, PagePrompt, Read, ReaderCall, ReaderKind
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
@@ -81,7 +81,5 @@ class DocumentReader:
 def _kind(folder: Path, entry: ModelEntry) -> _Kind:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in _KINDS:
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a document reader is {' or '.join(_KINDS)}"
-        )
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a document reader is {' or '.join(_KINDS)}")
     return _KINDS[model_type]

@@ -40,7 +40,7 @@ from sie_adapter.readers.written import (
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
 _CLASS_TOKENS = 8  # largest number of tokens for the name of a class, which needs three or four
@@ -138,8 +138,7 @@ def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Nor
     """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):
-        raise load_failed(
-            "INCOMPATIBLE",
+        raise incompatible(
             f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart",
         )
     return checked_processor(folder, entry, model, model.config.decoder.max_position_embeddings)

@@ -45,7 +45,7 @@ from sie_adapter.readers.written import (
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
@@ -265,7 +265,7 @@ class SoundReader:
 
 def _check_type(folder: Path, entry: ModelEntry) -> None:
     if (model_type := read_json(folder / "config.json").get("model_type")) != MODEL_TYPE:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-reader is {MODEL_TYPE}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a sound-reader is {MODEL_TYPE}")
 
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
@@ -282,7 +282,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, S
     try:
         recipe = from_extractor(extractor, positions=config.max_source_positions)
     except UnknownExtractor as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+        raise incompatible(f"{entry.id}: {PROCESSOR}: {error}") from error
     check_rules(entry, model, config.max_target_positions, _REFUSED)
     own_shape, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
     if own_shape != read:
@@ -294,4 +294,4 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, S
         cause = "generation_config.json has no no_timestamps_token_id, without which no time stamps are written"
     else:
         return PromptTokens.from_config(rules, config), recipe
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
+    raise incompatible(f"{entry.id}: {cause}")

@@ -40,7 +40,7 @@ from sie_adapter.readers.written import (
 )
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
 OCR = "ocr"
@@ -131,9 +131,7 @@ class Transcriber:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         self._kind = _kind(folder)
         if compute.dtype == self._kind.refused:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16"
-            )
+            raise incompatible(f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16")
         model: Any = load_model(self._kind.model, folder, load, compute)
         recipe, self._normalisation = _processor(folder, entry, model)
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
