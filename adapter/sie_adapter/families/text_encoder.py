@@ -9,7 +9,7 @@ outputs from their hidden states. `PackedModel` is also the base of models that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,9 +88,11 @@ class PackedModel:
             )
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        """Return the result of a head for these ids if it needs no forward pass, else None."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
@@ -103,17 +105,13 @@ class PackedModel:
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        """Return the names of the heads (output layers) whose results `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
 
     def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
     ) -> ItemResults:
         """Return one answer per input of the work item `group`. `query`: for each head, the results for the query to
         which documents are compared. `rows`: for each head, the results for the inputs. `places`: the rows of the
@@ -235,12 +233,7 @@ class TextEncoder(PackedModel):
         return own or super().heads_for(operation, options)
 
     def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
     ) -> ItemResults:
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)

@@ -151,12 +151,7 @@ class VisionLanguage(PackedModel):
         return self.backbone.forward(packed)
 
     def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
     ) -> ItemResults:
         if "answer" in self.heads:
             return item_results.answer_scores(group.options, rows["answer"], difference=self._difference)
