@@ -73,8 +73,7 @@ class Owlv2:
             torch.tensor(values, dtype=torch.float32, device=compute.device).view(3, 1, 1) for values in (mean, std)
         )
         self._outputs = compute.outputs.of_tower()
-        if compute.device.type == "cpu":
-            block_linears(model.owlv2.vision_model)
+        block_linears(model.owlv2.vision_model)
         self.vocabulary: int = model.owlv2.text_model.embeddings.token_embedding.num_embeddings
         self.max_tokens: int = text.max_position_embeddings
         self.tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)

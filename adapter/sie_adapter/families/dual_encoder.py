@@ -254,8 +254,7 @@ class DualEncoder(TwoTowers):
             self.memory_bytes = bytes_of(model)
             towers: _ImageTextTowers = _TOWERS[kind](model)
             self._towers = towers
-            if compute.device.type == "cpu":
-                block_linears(model.vision_model)
+            block_linears(model.vision_model)
             self._check_positions(entry, model.config.text_config.max_position_embeddings)
             model.text_model.embeddings = _TextEmbeddings(model.text_model.embeddings)
             self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)

@@ -131,8 +131,7 @@ class SoundEncoder(TwoTowers):
             self.memory_bytes = bytes_of(model)
             towers = _Clap(model, compute)
             self._towers, self._of_sounds = towers, towers.sound
-            if compute.device.type == "cpu":
-                block_linears(model.audio_model)
+            block_linears(model.audio_model)
             text = model.config.text_config
             self._check_positions(entry, text.max_position_embeddings - text.pad_token_id - 1)
             self._run_on(Backbone(towers.reader, compute, entry.max_tokens), towers.reader, compute)

@@ -123,8 +123,6 @@ class Builder:
         else:
             self.head = TransformersHead(model, in_float32=not self.is_masked)
             self.backbone = self.head.backbone
-            if self.is_masked and compute.device.type == "cpu":
-                self.head.block()
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:

@@ -119,9 +119,8 @@ class VisionLanguage(PackedModel):
         with torch.inference_mode():
             self._reader = reader = kind(folder, entry, load, compute, normalisation)
             self.memory_bytes = bytes_of(reader.model)
-            if compute.device.type == "cpu":
-                for tower in reader.towers:
-                    block_linears(tower)
+            for tower in reader.towers:
+                block_linears(tower)
             backbone = Backbone(reader.language, compute, entry.max_tokens, samples_of(entry.family, compute))
             self._run_on(backbone, reader.adapted, compute)
         self.width, self.heads = reader.width, reader.heads

@@ -260,8 +260,7 @@ class Backbone:
         self.attention = runner.attention
 
     def _settle_on_torch(self) -> None:
-        if self._compute.device.type == "cpu":
-            block_linears(self._model)
+        block_linears(self._model)
         self._kernel = self._choose_kernel()
         if self._kernel is None:
             self.run_padded()

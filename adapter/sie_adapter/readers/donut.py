@@ -73,8 +73,7 @@ class Donut:
         config = model.encoder.config
         places = (recipe.height * recipe.width) // (config.patch_size * 2 ** (len(config.depths) - 1)) ** 2
         self.recipe = msgspec.structs.replace(recipe, tokens=max(1, places // _STATES_PER_TOKEN))
-        if compute.device.type == "cpu":
-            block_linears(model.encoder)
+        block_linears(model.encoder)
         self._processor = DonutProcessor(DonutImageProcessorPil(), words)
         self._tags = frozenset(words.get_added_vocab())
         self._tasks = sorted(tag for tag in self._tags if _TAG.fullmatch(tag))

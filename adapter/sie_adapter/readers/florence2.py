@@ -124,11 +124,9 @@ class Florence2:
             lambda pixels: model.get_image_features(pixels).pooler_output, normalisation, compute, keeps=True
         )
         self.recipe = msgspec.structs.replace(recipe, tokens=self._features)
-        if compute.device.type == "cpu":
-            block_linears(model.model.vision_tower)
         language = model.model.language_model
-        if compute.device.type == "cpu":
-            block_linears(language.encoder)
+        block_linears(model.model.vision_tower)
+        block_linears(language.encoder)
         self._encoder = language.encoder
         config = model.generation_config
         self._special = {*self._around, self._start, text.pad_token_id}

@@ -135,8 +135,7 @@ class SoundReader:
             model: Any = load_model(WhisperForConditionalGeneration, folder, load, compute, decodes=True)
             self._prompt_tokens, recipe = _check(folder, entry, model)
             self.memory_bytes = bytes_of(model)
-            if compute.device.type == "cpu":
-                block_linears(model.model.encoder)
+            block_linears(model.model.encoder)
         self.rows = {"extract": Rows("raw", sounds=recipe, writes=True)}
         self._frames = recipe.shape.frames
         self.precision = compute.precision

@@ -152,8 +152,7 @@ class Transcriber:
         self._patch, self._unit = vision.patch_size, vision.patch_size * merge
         self.recipe = msgspec.structs.replace(recipe, tokens=max(1, _most_pixels(recipe) // self._unit**2))
         self._outputs = compute.outputs.of_tower()
-        if compute.device.type == "cpu":
-            block_linears(model)
+        block_linears(model)
         config = model.generation_config
         self._greedy = Greedy(config, compute.device, ends_of(config), stops_loops=True)
 
