@@ -34,7 +34,7 @@ from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import incompatible, load_failed
+from sie_contracts.models.load_errors import incompatible
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Largest edge of a submitted image, as a multiple of the edge of the model's images. The sidecar scales a larger image
@@ -176,9 +176,7 @@ def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Seque
     """Return the factor by which uint8 pixels are multiplied (rescale_factor), and the mean and standard deviation of
     each channel. Raises ModelLoadFailed for a processor that this module does not reproduce.
     """
-    config = read_processor(folder, "image_processor")
-    if not config:
-        raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
+    config = read_processor(folder, entry, "image_processor")
     off = [f"do_{step}" for step in ("pad", "resize", "rescale", "normalize") if config.get(f"do_{step}") is False]
     size = config.get("size") or {"height": 960, "width": 960}
     if not str(config.get("image_processor_type")).startswith("Owlv2ImageProcessor"):

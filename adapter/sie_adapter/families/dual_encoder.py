@@ -29,6 +29,7 @@ from transformers import AutoModel
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer
+from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.loading import open_clip
 from sie_adapter.loading.checkpoint import empty_model, load_model
@@ -259,7 +260,7 @@ class DualEncoder(TwoTowers):
             model.text_model.embeddings = _TextEmbeddings(model.text_model.embeddings)
             self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
         self.width = self._towers.width
-        self._check_width(entry, "dense", self.width)
+        check_width(entry, "dense", self.width)
         self.tokenizer = fitted(tokenizer, self.vocabulary)[0].to_str().encode()
         patch = model.config.vision_config.patch_size
         patches = (recipe.height // patch) * (recipe.width // patch)

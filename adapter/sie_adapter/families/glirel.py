@@ -210,7 +210,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.dev
     for name in ("add_entity_markers", "max_entity_pair_distance"):
         if raw.get(name):
             raise incompatible(
-                f"{entry.id}: {name} is {raw[name]}, and with this setting the package returns no scores",
+                f"{entry.id}: {name} is {raw[name]}, and with this setting the package returns no scores"
             )
     raw = {"max_entity_pair_distance": None, "encoder_config": None, **raw, "device": str(device)}
     describe_backbone(raw, "model_name", "encoder_config", folder, entry)

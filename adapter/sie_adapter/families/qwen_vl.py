@@ -96,7 +96,7 @@ class ColQwen(QwenVL):
         weight, bias = (checkpoint.tensor(folder, f"{_PROJECTION}.{part}") for part in ("weight", "bias"))
         if weight is None:
             raise incompatible(
-                f"{entry.id}: the weights have no {_PROJECTION}.weight: a Qwen2.5-VL without it gives no token vectors",
+                f"{entry.id}: the weights have no {_PROJECTION}.weight: a Qwen2.5-VL without it gives no token vectors"
             )
         self.adapted = projected = _Projected(self.language, checkpoint.linear(weight, bias).to(compute.device))
         self.width = len(weight)

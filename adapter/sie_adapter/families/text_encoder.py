@@ -78,15 +78,6 @@ class PackedModel:
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
         return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
-    @staticmethod
-    def _check_width(entry: ModelEntry, output: str, width: int) -> None:
-        """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
-        if entry.outputs.get(output) != width:
-            declared = entry.outputs.get(output)
-            raise incompatible(
-                f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
-            )
-
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
         return batch

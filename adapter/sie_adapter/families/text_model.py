@@ -168,20 +168,14 @@ class Builder:
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
-        self._expect_width("dense", pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size))
+        width = pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size)
+        check_width(self.entry, "dense", width)
         return DenseHead(pooling, _sequence(layers), self.compute.device, _sequence(self.modules.token_layers))
-
-    def _expect_width(self, output: str, width: int) -> None:
-        if self.entry.outputs[output] != width:
-            declared = self.entry.outputs[output]
-            raise incompatible(
-                f"{self.entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
-            )
 
     def _sparse(self) -> Head:
         options = self.entry.head
         vocabulary = self.backbone.get_input_embeddings().num_embeddings
-        self._expect_width("sparse", vocabulary)
+        check_width(self.entry, "sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
             # FlagEmbedding gives these tokens no weight either
@@ -231,7 +225,7 @@ class Builder:
         is_m3 = (self.folder / "colbert_linear.pt").is_file()
         if is_m3:
             layers = [_saved_layer(self.folder / "colbert_linear.pt")]
-        self._expect_width("multivector", output_width(layers, self.config.hidden_size))
+        check_width(self.entry, "multivector", output_width(layers, self.config.hidden_size))
         skipped = self._known_ids(options.skipped)
         pooling = self.modules.token_pooling
         if pooling is not None and self.entry.max_tokens > MAX_ROWS:
@@ -287,7 +281,7 @@ class Builder:
         labels = self.config.num_labels
         if labels != (2 if activation == "softmax" else 1):
             raise incompatible(
-                f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax",
+                f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax"
             )
         return Parts(
             heads={"score": self._sequence_head(self.head)},
@@ -388,6 +382,12 @@ class Builder:
             reads={"extract": ("score", "keep")},
             finish=finish,
         )
+
+
+def check_width(entry: ModelEntry, output: str, width: int) -> None:
+    """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
+    if (declared := entry.outputs.get(output)) != width:
+        raise incompatible(f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide")
 
 
 def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:

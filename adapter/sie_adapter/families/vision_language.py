@@ -29,6 +29,7 @@ from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
 from sie_adapter.families.qwen_vl import ColQwen
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer, samples_of
+from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Row
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
@@ -124,7 +125,7 @@ class VisionLanguage(PackedModel):
             backbone = Backbone(reader.language, compute, entry.max_tokens, samples_of(entry.family, compute))
             self._run_on(backbone, reader.adapted, compute)
         self.width, self.heads = reader.width, reader.heads
-        self._check_width(entry, reader.output, self.width)
+        check_width(entry, reader.output, self.width)
         tokenizer = reader.framed(fitted(load_tokenizer(folder, load), self.vocabulary)[0])
         self.tokenizer = tokenizer.to_str().encode()
         tokens = reader.tokens(tokenizer, recipe)

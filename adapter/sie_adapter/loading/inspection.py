@@ -290,7 +290,7 @@ def _empty_backbone(config: PretrainedConfig) -> Any:
             return AutoModel.from_config(config)
     except ValueError as error:
         raise incompatible(
-            f"config.json: transformers has no headless model for model_type {config.model_type!r}: {line_of(error)}",
+            f"config.json: transformers has no headless model for model_type {config.model_type!r}: {line_of(error)}"
         ) from error
 
 
@@ -307,7 +307,7 @@ def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
     if named.endswith("ForCausalLM") and not modules.kinds:
         message = f"{named} without modules.json is a language model: what its vectors are, no file says"
         raise incompatible(
-            f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token",
+            f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token"
         )
     return "text-encoder"
 

@@ -163,7 +163,7 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
             "document",
         ):
             raise incompatible(
-                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported",
+                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported"
             )
         settings["skipped"] = tuple(mask.get("skiplist_words") or ())
     return settings

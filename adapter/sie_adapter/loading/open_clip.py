@@ -135,7 +135,7 @@ def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], entry: Mo
     tower = str(vision.get("timm_model_name"))
     if deviations or not _TOWER.fullmatch(tower) or vision.get("timm_pool") != "map" or settings.get("quick_gelu"):
         raise incompatible(
-            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no supported SigLIP",
+            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no supported SigLIP"
         )
     rows, columns = stored["text.token_embedding.weight"].shape
     patches = stored["visual.trunk.patch_embed.proj.weight"].shape

@@ -201,7 +201,7 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
         return tokenizer
     if last["type"] != "TemplateProcessing":
         raise incompatible(
-            f"load.append_eos is set, but the tokenizer's post-processor {last['type']} cannot be extended",
+            f"load.append_eos is set, but the tokenizer's post-processor {last['type']} cannot be extended"
         )
     last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
     for template in (last["single"], last["pair"]):

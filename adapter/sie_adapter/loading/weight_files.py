@@ -101,7 +101,7 @@ def _check_parts(folder: Path) -> None:
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
     if absent := sorted(name for name in named if not (folder / name).is_file()):
         raise incompatible(
-            f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them",
+            f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them"
         )
 
 

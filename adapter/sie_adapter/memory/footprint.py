@@ -35,7 +35,7 @@ def _file_bytes(file: Path, itemsize: int) -> int:
     )
     if header is None or end > size:
         raise incompatible(
-            f"{file.name} is cut off or is no safetensors file: a broken download, or a pointer of Git LFS",
+            f"{file.name} is cut off or is no safetensors file: a broken download, or a pointer of Git LFS"
         )
     header.pop("__metadata__", None)
     floats = [tensor for tensor in header.values() if tensor["dtype"].startswith(("F", "BF"))]

@@ -138,6 +138,6 @@ def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Nor
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):
         raise incompatible(
-            f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart",
+            f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart"
         )
     return checked_processor(folder, entry, model, model.config.decoder.max_position_embeddings)

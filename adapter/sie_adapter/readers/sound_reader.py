@@ -25,7 +25,7 @@ from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
-from sie_adapter.packed.images import PROCESSOR, passes, read_processor
+from sie_adapter.packed.images import PROCESSOR, extractor_of, passes
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Heard
 from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
@@ -43,9 +43,9 @@ from sie_adapter.readers.written import (
     tokens_left,
 )
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import incompatible, load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
@@ -273,15 +273,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, S
     decoder has positions; NOT_FOUND without a configuration of features.
     """
     config, rules = model.config, model.generation_config
-    extractor = read_processor(folder, "feature_extractor")
-    if not extractor:
-        raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
-        )
-    try:
-        recipe = from_extractor(extractor, positions=config.max_source_positions)
-    except UnknownExtractor as error:
-        raise incompatible(f"{entry.id}: {PROCESSOR}: {error}") from error
+    recipe = extractor_of(folder, entry, config.max_source_positions)
     check_rules(entry, model, config.max_target_positions, _REFUSED)
     own_shape, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
     if own_shape != read:

@@ -20,10 +20,11 @@ from transformers import (
     PaddleOCRVLForConditionalGeneration,
 )
 
-from sie_adapter.engine.device import Compute, to_device
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
+from sie_adapter.packed.images import Levels
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Greedy, ends_of
@@ -133,7 +134,8 @@ class Transcriber:
         if compute.dtype == self._kind.refused:
             raise incompatible(f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16")
         model: Any = load_model(self._kind.model, folder, load, compute)
-        recipe, self._normalisation = _processor(folder, entry, model)
+        recipe, normalisation = _processor(folder, entry, model)
+        self._levels = Levels(normalisation, compute.device)
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
@@ -197,13 +199,8 @@ class Transcriber:
         return RowStart(own, scores[0, -1], shift=shift)
 
     def _page_features(self, image: Shown, grid: tuple[int, int]) -> Tensor:
-        return self._kind.see(self._model, self._pixels(image), grid)
-
-    def _pixels(self, image: Shown) -> Tensor:
-        rule = self._normalisation
-        levels = to_device(image.pixels.copy(), self._device).permute(2, 0, 1).float() * rule.rescale
-        mean, std = (torch.tensor(values, device=self._device).view(3, 1, 1) for values in (rule.mean, rule.std))
-        return ((levels - mean) / std).to(self._dtype)
+        pixels = self._levels.normalised(image.pixels.copy()).permute(2, 0, 1).to(self._dtype)
+        return self._kind.see(self._model, pixels, grid)
 
     def _scores(self, **named: Any) -> Tensor:
         """Return the scores of the last token of each row, [rows, 1, vocabulary]."""
