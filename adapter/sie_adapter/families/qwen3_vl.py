@@ -98,11 +98,6 @@ class Qwen3Reranker(_Qwen3):
         rows: Tensor = self.model.get_input_embeddings().weight[ids].float()
         return rows
 
-    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: the template contains them."""
-        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-        return tokenizer
-
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         return {"score": Rows("pieces", images=images, image_tokens=tokens, empty=_NOTHING)}
 

@@ -68,6 +68,11 @@ class QwenVL:
         output = self._visual(patches, grid_thw=grids)
         return (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
 
+    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        return tokenizer
+
     def priced(self, recipe: Recipe) -> Recipe:
         unit = self._patches.edge * self._patches.merged
         if recipe.kind != "blocks" or recipe.multiple != unit:
@@ -101,11 +106,6 @@ class ColQwen(QwenVL):
         self.adapted = projected = _Projected(self.language, checkpoint.linear(weight, bias).to(compute.device))
         self.width = len(weight)
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(projected, compute.device)}
-
-    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
-        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-        return tokenizer
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
         before, after = (tuple(tokenizer.encode(text).ids) for text in (_BEFORE_PAGE, _AFTER_PAGE))

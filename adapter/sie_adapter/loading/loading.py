@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -251,4 +252,4 @@ class Loader:
             result = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
         elif hasattr(model, "backbone"):
             model.backbone.take_trial()
-        return certificate.as_map(result)
+        return msgspec.to_builtins(result)  # type: ignore[no-any-return]

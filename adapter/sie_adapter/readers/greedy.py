@@ -14,8 +14,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as library
 
-from sie_contracts.errors import InferenceFailed
-
 Finish = Literal["stop", "length", "repetition"]
 
 _REPEATED, _TIMES = 64, 3  # a text is a loop if it ends with three equal blocks of 64 tokens
@@ -138,7 +136,3 @@ def best(scores: Tensor) -> list[int]:
     """Return the id of the most likely token of each row of `scores` [rows, vocabulary], -1 for NaN or infinity."""
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]
-
-
-def not_finite() -> InferenceFailed:
-    return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")
