@@ -1,7 +1,7 @@
 """Worker process that turns image files into pixels and sound files into features, one file after the other. Its
 standard input is a socket to the sidecar.
 
-    set limits ──► Hello ──► Job ──► Made or Unusable ──► Job ... until the sidecar has ended
+    set limits ──► Hello ──► Job ──► PreparedFile or Unusable ──► Job ... until the sidecar has ended
 
 The process has no secrets, because it does not get the sidecar's environment. It always ends when the sidecar ends: on
 Linux the kernel kills it, and on every system its socket is then closed.
@@ -44,17 +44,19 @@ def _answer(job: media_frames.Job) -> tuple[bytes, bytes]:
         return media_frames.frame(Unusable(job.number, *cause_of(error), raised))
 
 
-def _image(job: media_frames.ImageJob) -> media_frames.MadeImage:
+def _image(job: media_frames.ImageJob) -> media_frames.PreparedImage:
     image = images.prepare(job.data, job.recipe)
-    return media_frames.MadeImage(job.number, *image.size, *image.upright, image.animated, image.digest(), image.pixels)
+    return media_frames.PreparedImage(
+        job.number, *image.size, *image.upright, image.animated, image.digest(), image.pixels
+    )
 
 
-def _sound(job: media_frames.SoundJob) -> media_frames.MadeSound:
+def _sound(job: media_frames.SoundJob) -> media_frames.SoundFeatures:
     # imported only for sounds: a worker without sounds needs neither numpy nor libsndfile
     from sie_sidecar.prepare import sounds
 
     sound = sounds.prepare(job.data, job.recipe, job.from_s)
-    return media_frames.MadeSound(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
+    return media_frames.SoundFeatures(job.number, *sound.shape, sound.seconds, sound.digest(), sound.values.tobytes())
 
 
 def _send(sidecar: socket.socket, parts: tuple[bytes, bytes]) -> None:
