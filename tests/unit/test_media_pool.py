@@ -290,7 +290,7 @@ async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
 def test_what_a_worker_says_is_data() -> None:
     for body in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Other"}), b"\x81\xa4type\xa1\xff", bytes(50)):
         with pytest.raises(msgspec.DecodeError):
-            media_frames.answer(body)
+            media_frames.FRAMES.answer(body)
 
 
 OF_A_SIDECAR = """

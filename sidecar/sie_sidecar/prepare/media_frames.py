@@ -77,5 +77,4 @@ Job = ImageJob | SoundJob
 PreparedFile = PreparedImage | SoundFeatures
 Answer = Hello | PreparedFile | Unusable
 
-_FRAMES: ChildFrames[Job, Answer] = ChildFrames(Job, Answer)
-frame, job, answer = _FRAMES.frame, _FRAMES.job, _FRAMES.answer
+FRAMES: ChildFrames[Job, Answer] = ChildFrames(Job, Answer)

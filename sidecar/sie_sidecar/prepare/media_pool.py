@@ -382,7 +382,7 @@ class _MediaProcess:
     async def run(self, job: Job) -> PreparedFile | Unusable:
         """Send a job and return its answer. Raises _WorkerLost."""
         try:
-            for part in media_frames.frame(job):
+            for part in media_frames.FRAMES.frame(job):
                 self._writer.write(part)
             await self._writer.drain()
         except OSError as error:
@@ -394,7 +394,7 @@ class _MediaProcess:
 
     async def _read(self) -> media_frames.Answer:
         try:
-            return media_frames.answer(await read_frame(self._reader, media_frames.MAX_ANSWER_BYTES))
+            return media_frames.FRAMES.answer(await read_frame(self._reader, media_frames.MAX_ANSWER_BYTES))
         except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
             raise _WorkerLost(str(error)) from error
 
