@@ -25,9 +25,8 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# largest number of images in one pass, by type of device; a CPU is not faster with more (bench/images.py)
-_IMAGES_PER_PASS = {"cpu": 1}
-_IMAGES_PER_PASS_ELSEWHERE = 8
+# largest number of images in one pass; a CPU is not faster with more (bench/images.py)
+_IMAGES_PER_PASS = 8
 
 
 class _DetectorKind(Protocol):
@@ -87,7 +86,7 @@ class Detector:
                 f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads at most "
                 f"{self._kind.max_tokens} tokens of labels",
             )
-        self._most = _IMAGES_PER_PASS.get(compute.device.type, _IMAGES_PER_PASS_ELSEWHERE)
+        self._most = 1 if compute.device.type == "cpu" else _IMAGES_PER_PASS
         self.rows = {"extract": Rows("raw", images=self._kind.recipe)}
         self.precision = self._kind.precision
         self.tokenizer: bytes = self._kind.tokenizer.to_str().encode()

@@ -48,8 +48,7 @@ _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4
 # largest number of pages in one pass of the encoder; a CPU is not faster with more than one page
-_PAGES_PER_PASS = {"cpu": 1}
-_PAGES_PER_PASS_ELSEWHERE = 4
+_PAGES_PER_PASS = 4
 
 
 class Donut:
@@ -66,7 +65,7 @@ class Donut:
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
         self.attention = f"{model.decoder.config._attn_implementation} padded"
-        self.together = _PAGES_PER_PASS.get(compute.device.type, _PAGES_PER_PASS_ELSEWHERE)
+        self.together = 1 if compute.device.type == "cpu" else _PAGES_PER_PASS
         words = read_tokenizer(folder)
         self.tokenizer = bare_tokenizer(words)
         self.vocabulary: int = model.decoder.get_input_embeddings().num_embeddings

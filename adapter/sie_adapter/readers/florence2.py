@@ -47,8 +47,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000
 # largest number of pages in one pass of the tower; a CPU is not faster with more than one page
-_PAGES_PER_PASS = {"cpu": 1}
-_PAGES_PER_PASS_ELSEWHERE = 8
+_PAGES_PER_PASS = 8
 
 
 class _Task(NamedTuple):
@@ -110,7 +109,7 @@ class Florence2:
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
         self.attention = f"{model.config._attn_implementation} padded"
-        self.together = _PAGES_PER_PASS.get(compute.device.type, _PAGES_PER_PASS_ELSEWHERE)
+        self.together = 1 if compute.device.type == "cpu" else _PAGES_PER_PASS
         self.tokenizer = _tokenizer(folder, entry)
         self._reserved = sorted(self.tokenizer.get_added_tokens_decoder().values(), key=lambda token: token.content)
         self._embeddings = model.get_input_embeddings()

@@ -55,8 +55,7 @@ _LABELS = {"transcribe": "transcript", "translate": "translation"}
 # refused options of generation_config.json: they make later windows depend on earlier ones, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
 # largest number of windows in one pass of the encoder; a CPU is not faster with more than one
-_WINDOWS_PER_PASS = {"cpu": 1}
-_WINDOWS_PER_PASS_ELSEWHERE = 8
+_WINDOWS_PER_PASS = 8
 
 
 @dataclass(eq=False)
@@ -141,7 +140,7 @@ class SoundReader:
         self.precision = compute.precision
         self.attention = f"{model.config._attn_implementation} padded"
         self.max_tokens, self.vocabulary = entry.max_tokens, model.get_input_embeddings().num_embeddings
-        self.together = _WINDOWS_PER_PASS.get(compute.device.type, _WINDOWS_PER_PASS_ELSEWHERE)
+        self.together = 1 if compute.device.type == "cpu" else _WINDOWS_PER_PASS
         self._words = bare_tokenizer(read_tokenizer(folder))
         self.tokenizer: bytes = self._words.to_str().encode()
         self._added = self._words.get_added_tokens_decoder()
