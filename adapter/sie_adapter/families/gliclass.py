@@ -35,7 +35,7 @@ from sie_adapter.families.extraction import (
     refuse_misfits,
     tokenizer_fault,
 )
-from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -213,9 +213,8 @@ class GliclassModel(Extractor[GliclassTexts]):
 
 
 def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
-    model = _from_files(folder, entry, load, {"attn_implementation": "eager"} if compute.backend == "eager" else {})
-    _cast(model, compute.dtype)
-    return model.eval().requires_grad_(False).to(compute.device)
+    options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
+    return for_inference(_from_files(folder, entry, load, options), compute)
 
 
 def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:

@@ -54,7 +54,7 @@ from sie_adapter.families.extraction import (
     words_with_tokens,
 )
 from sie_adapter.families.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
-from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
@@ -161,8 +161,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         weights = read_weights(folder, entry)
         self._model = _built(folder, entry, load, weights, eager=compute.backend == "eager")
         fill(self._model, weights, entry)
-        _cast(self._model, compute.dtype)
-        self._model.eval().requires_grad_(False).to(compute.device)
+        for_inference(self._model, compute)
         self._classifies = "classifications" in entry.outputs
         if self._classifies and "entities" in entry.outputs:
             raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")

@@ -24,7 +24,7 @@ from sie_adapter.families.extraction import (
     fill,
     read_weights,
 )
-from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
@@ -37,8 +37,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
     """
     model = _built(folder, entry, load, eager=compute.backend == "eager")
     fill(model.model, read_weights(folder, entry), entry)
-    _cast(model.model, compute.dtype)
-    model.eval().requires_grad_(False).to(compute.device)
+    for_inference(model, compute)
     for module in model.modules():
         if isinstance(module, torch.nn.LSTM):
             module.flatten_parameters()

@@ -61,7 +61,8 @@ class QwenVL:
         self.adapted: nn.Module = self.language
         self.towers = (self._visual,)
         self._token: int = self.model.config.image_token_id
-        self._patches = Patches.from_config(self.model.config.vision_config)
+        config = self.model.config.vision_config
+        self._patches = Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
         self._tower = GridTower(self._features, self._patches, normalisation, compute)
 
     def _features(self, patches: Tensor, grids: Tensor) -> tuple[Tensor, ...]:

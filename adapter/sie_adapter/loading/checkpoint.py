@@ -80,9 +80,8 @@ def load_model(
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
-    _cast(model, compute.dtype, float32_head=float32_head)
     model.config.use_cache = False
-    return model.eval().requires_grad_(False).to(compute.device)
+    return for_inference(model, compute, float32_head=float32_head)
 
 
 def empty_model(
@@ -168,14 +167,14 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message
 def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
     if compute.backend == "eager":
         model.set_attn_implementation("eager")
-    _cast(model, compute.dtype)
-    return model.eval().requires_grad_(False).to(compute.device)
+    return for_inference(model, compute)
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
-    """Convert weights to `dtype`, except those that the architecture keeps in float32. Buffers keep their dtype: a
-    rotary base in 16 bit would change the results. The weights of a batch normalisation keep their dtype too, since
-    torch accepts them in 16 bit only with 16-bit statistics, which are buffers.
+def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -> Any:
+    """Convert weights to the dtype of `compute`, except those that the architecture keeps in float32, and move the
+    model to its device. Buffers keep their dtype: a rotary base in 16 bit would change the results. The weights of a
+    batch normalisation keep their dtype too, since torch accepts them in 16 bit only with 16-bit statistics, which are
+    buffers.
     """
     # a model inside of this model may have its own setting
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -190,7 +189,8 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     }
     for name, parameter in cast.named_parameters():
         if float32_names.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(compute.dtype)
+    return model.eval().requires_grad_(False).to(compute.device)
 
 
 def tensor(folder: Path, name: str) -> Tensor | None:

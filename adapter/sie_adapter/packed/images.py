@@ -145,10 +145,6 @@ class Patches(NamedTuple):
     merged: int
     frames: int
 
-    @staticmethod
-    def from_config(config: Any) -> Patches:
-        return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
-
 
 class GridTower:
     """Image encoder for images of any size, whose outputs are cached. It calls `run` with a few images at a time:
