@@ -87,10 +87,6 @@ class DeviceThreads:
         return len(self._threads)
 
     @property
-    def waiting(self) -> int:
-        return self._jobs.qsize() + self._job_of_first.qsize()
-
-    @property
     def busy(self) -> int:
         return sum(map(bool, self._busy_since))
 
