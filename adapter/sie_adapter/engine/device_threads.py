@@ -161,7 +161,7 @@ class DeviceThreads:
             if not job.is_started:
                 job.answer(BatchStarted(job.message.batch))
             failpoint("adapter.batch_started")
-            is_only = number == 0 and self.busy + self.waiting == 1
+            is_only = number == 0 and self.busy == 1 and self._jobs.empty()
             torch.set_num_threads(min(len(self), _MOST_TORCH_THREADS) if is_only else 1)
             answer, began_ns, ended_ns = timed(lambda: (job.run or self._execute)(job.message))
             self._busy_since[number] = 0.0
