@@ -410,7 +410,7 @@ async def test_leaders_that_get_further_with_a_shard_each_time_do_not_fail_a_job
         raise AssertionError
 
     monkeypatch.setattr(Writing, "shard", shard)
-    deaths = 2 * runs.MAX_LOST
+    deaths = runs.MAX_LOST
     rows = 0
     for death in range(deaths + runs.MAX_LOST):
         rows = min(death, deaths) + 1
