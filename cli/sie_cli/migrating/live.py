@@ -29,6 +29,7 @@ from sie_cli.migrating.migration import (
     before_flip,
     check_encoder,
     former_target,
+    last_former_target,
     probe,
 )
 from sie_cli.refusal import CommandRefused
@@ -288,7 +289,9 @@ class LiveMigration:
     async def _back(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
         plan, report = self._plan, self._report
         report.begin("flip")
-        if state.in_use == "old" and alias.target != plan.model:
+        is_back = state.in_use == "old" and alias.target != plan.model
+        # if the alias came from the new model, an earlier run may have been killed before its last scans
+        if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
                 f"{plan.alias} names {alias.target} and {plan.collection} has its vectors in use: there is nothing to "
                 "go back from"
