@@ -5,10 +5,11 @@ the way back, and what is left of it. The engines are those of test_sinks.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from databases import with_extension
-from live_application import Application, Points, Table, is_close
+from live_application import Application, Points, Rows, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
@@ -62,15 +63,21 @@ def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
     server.kill()
 
 
-@pytest.fixture(params=["postgres", "qdrant", "qdrant with sparse vectors"])
+# by name: the fixture of the engine, and the application over it
+APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
+    "postgres": ("postgres", Table),
+    "qdrant": ("qdrant", Points),
+    "qdrant with sparse vectors": ("qdrant", functools.partial(Points, is_hybrid=True)),
+    "lancedb": ("tmp_path", Rows),
+}
+
+
+@pytest.fixture(params=APPLICATIONS)
 def application(request: pytest.FixtureRequest) -> Iterator[Application]:
-    collection = f"c-{uuid.uuid4().hex[:12]}"
-    if request.param == "postgres":
-        yield Table(request.getfixturevalue("postgres"), collection)
-        return
-    points = Points(request.getfixturevalue("qdrant"), collection, is_hybrid="sparse" in request.param)
-    yield points
-    points.close()
+    engine, opened_application = APPLICATIONS[request.param]
+    application = opened_application(request.getfixturevalue(engine), f"c-{uuid.uuid4().hex[:12]}")
+    yield application
+    application.close()
 
 
 @pytest.fixture

@@ -250,10 +250,14 @@ class LanceLive:
             # a writer has changed these rows, so the vectors that are not in use stand for earlier texts
             away = shape.column(opposite(side))
             arrays[away] = pyarrow.nulls(len(rows), shape.columns[away])
-        changed = [place for place, row in enumerate(rows) if written[place] != row.stored]
-        data = pyarrow.table(arrays).take(changed)
         if len(set(fields[shape.id_column])) < len(rows):
             raise CollectionMismatch(f"several rows of {self._source.collection} have the same {shape.id_column}")
+        if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
+            await self._merge(pyarrow.table(arrays).take(changed))
+
+    async def _merge(self, data: Any) -> None:
+        """Write columns of rows, except rows with another text than in `data`."""
+        shape = self._opened()
         same = " AND ".join(
             f"(target.{name} = source.{name} OR (target.{name} IS NULL AND source.{name} IS NULL))"
             for name in map(_quoted, shape.texts)
@@ -261,12 +265,13 @@ class LanceLive:
 
         async def merge(table: Any) -> None:
             # not by an index of the ids: the library cannot write some columns by one
-            await table.merge_insert(shape.id_column).use_index(False).when_matched_update_all(where=same).execute(data)
+            builder = table.merge_insert(shape.id_column).use_index(False)
+            # otherwise the library refuses a column in which all vectors are null
+            await builder.when_matched_update_all(where=same or None).execute(data, on_bad_vectors="null")
 
-        if changed:
-            await self._table(merge, data.nbytes / BYTES_PER_S)
-            self._unindexed += len(changed)
-            await self._optimize(OPTIMIZE_ROWS)
+        await self._table(merge, data.nbytes / BYTES_PER_S)
+        self._unindexed += data.num_rows
+        await self._optimize(OPTIMIZE_ROWS)
 
     def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
         """Return a row with another vector of a side, and with its marker."""
