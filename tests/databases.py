@@ -5,6 +5,7 @@ qdrant_server, and LanceDB in a folder.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import uuid
 import warnings
@@ -125,31 +126,31 @@ class Qdrant:
 
 
 class Lance:
-    """A folder, without a server."""
+    """A folder or an address in an object store, without a server."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | str) -> None:
         self.url = f"lancedb://{folder}"
+        self._connect = functools.partial(lancedb.connect_async, folder, storage_options={"allow_http": "true"})
 
     async def create(self, collection: str, dims: int, distance: str) -> None:
         """A table has no distance."""
         fields = [pyarrow.field("id", pyarrow.utf8()), pyarrow.field("vector", pyarrow.list_(pyarrow.float32(), dims))]
-        connection = await lancedb.connect_async(self.folder)
+        connection = await self._connect()
         await connection.create_table(collection, schema=pyarrow.schema([*fields, ("payload", pyarrow.utf8())]))
 
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
-        table = await (await lancedb.connect_async(self.folder)).open_table(collection)
+        table = await (await self._connect()).open_table(collection)
         found = await table.query().to_list()
         assert len({row["id"] for row in found}) == len(found)
         return {row["id"]: (row["vector"], json.loads(row["payload"])) for row in found}
 
     async def nearest(self, collection: str, vector: list[float]) -> str:
-        table = await (await lancedb.connect_async(self.folder)).open_table(collection)
+        table = await (await self._connect()).open_table(collection)
         (row,) = await table.query().nearest_to(vector).distance_type("cosine").limit(1).to_list()
         return str(row["id"])
 
     async def remove(self, collection: str) -> None:
-        await (await lancedb.connect_async(self.folder)).drop_table(collection)
+        await (await self._connect()).drop_table(collection)
 
 
 async def with_extension(server: PostgresServer) -> None:

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import lancedb
 import numpy as np
+import pyarrow
 import pytest
 import pytest_asyncio
 import sink_writer
 from databases import Database, Lance, Postgres, Qdrant, Served, with_extension
+from object_stores import Place, s3_server
 from postgres_server import USER, PostgresServer
 from qdrant_server import QdrantServer
 from sink_writer import DIMS, rows
@@ -499,6 +502,39 @@ async def test_a_collection_that_was_removed_meanwhile_is_not_created_again(
     await database.remove(collection)
     with pytest.raises(CollectionMissing):
         await sink.upsert(rows(0, 3))
+
+
+async def test_writers_at_once_keep_each_row_once_in_lancedb_over_an_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collection: str
+) -> None:
+    with s3_server(tmp_path) as server:
+        address = Place.at(server, monkeypatch).url
+        sinks = [opened(f"lancedb+{address}", "SINK", LONG) for _ in range(3)]
+        await asyncio.gather(*(sink.prepare(collection, DIMS, {}) for sink in sinks))
+        await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks))
+        await has(Lance(address), collection, rows(0, 200))
+        await asyncio.gather(*(sink.close() for sink in sinks))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id": "string", "vector": 16}, "column payload .* no such column"),
+        ({"id": "int64", "vector": 16, "payload": "string"}, "column id .* it has int64"),
+        ({"id": "string", "vector": 16, "payload": "string", "more": "string"}, "columns that no job has created"),
+        ({"id": "string", "vector": 16, "payload": "string"}, "id .* is not its primary key"),
+    ],
+)
+async def test_a_table_of_lancedb_that_no_job_created_is_refused(
+    tmp_path: Path, collection: str, fields: dict[str, str | int], message: str
+) -> None:
+    schema = [
+        (name, pyarrow.list_(pyarrow.float32(), type) if isinstance(type, int) else type)
+        for name, type in fields.items()
+    ]
+    await (await lancedb.connect_async(tmp_path)).create_table(collection, schema=pyarrow.schema(schema))
+    with pytest.raises(CollectionMismatch, match=message):
+        await opened(f"lancedb://{tmp_path}", "SINK", QUICK).prepare(collection, DIMS, {})
 
 
 @pytest.mark.parametrize("version", [16, 18])

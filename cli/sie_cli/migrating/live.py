@@ -37,12 +37,11 @@ from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.settings import SettingError
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, LiveState, Side, opposite
+from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, opposite
 from sie_store.sinks.opening import opened_live
 from sie_store.sinks.sink import PATIENCE
 
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
-SIDES: tuple[Side, Side] = ("old", "new")
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
 IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # of the first connection: the URL may be wrong

@@ -35,6 +35,7 @@ from sie_store.sinks.sink import (
 T = TypeVar("T")
 ID, VECTOR, PAYLOAD = "id", "vector", "payload"
 MAX_DIMS = 65_536
+STORAGE = {"allow_http": "true"}  # an endpoint of the environment (AWS_ENDPOINT_URL) may be http://
 # lowest rate at which the storage must accept rows, in bytes per second; it determines the time limit of a write
 BYTES_PER_S = 1 << 20
 _PRIMARY_KEY = {b"lance-schema:unenforced-primary-key": b"true"}
@@ -59,15 +60,16 @@ class LanceDatabase:
         try:
             async with asyncio.timeout(bound_s):
                 if self._connection is None:
-                    self._connection = await lancedb.connect_async(self._address)
+                    self._connection = await lancedb.connect_async(self._address, storage_options=STORAGE)
                 return await work(self._connection)
         except StoreError:
             raise
         except TimeoutError:
             raise StoreError("the storage of LanceDB did not answer in time") from None
         except ValueError:
-            # of a write, because the rows are checked before: the table has other columns than it had
-            raise CollectionMismatch("LanceDB refuses the call: was the table changed meanwhile?") from None
+            raise CollectionMismatch(
+                "LanceDB refuses the call: is its address right, and was the table not changed meanwhile?"
+            ) from None
         except Exception as error:  # noqa: BLE001  a panic of the library is no RuntimeError; a message may quote rows
             raise StoreError(f"LanceDB reports an error ({type(error).__name__})") from None
 

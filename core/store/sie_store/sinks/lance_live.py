@@ -36,11 +36,10 @@ from sie_store.sinks.lance import (
     opened_table,
     vectors_array,
 )
-from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
+from sie_store.sinks.live import SIDES, LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
 from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_name
 
 T = TypeVar("T")
-SIDES: tuple[Side, Side] = ("old", "new")
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
 SCAN_ROWS = 2_000
 OPTIMIZE_ROWS = 50_000  # a written row is in no index until the table is optimized
