@@ -257,10 +257,22 @@ class Rows:
         return await (await lancedb.connect_async(self.folder)).open_table(self.collection)
 
     async def create(self, dims: int) -> None:
-        vector = pyarrow.field("vector", pyarrow.list_(pyarrow.float32(), dims))
-        fields = [("id", pyarrow.int64()), ("body", pyarrow.utf8()), ("price", pyarrow.int64()), vector]
+        await self.create_of({"id": "int64", "body": "string", "price": "int64", "vector": dims})
+
+    async def create_of(self, columns: dict[str, str | int]) -> None:
+        """With columns by type, or by the width of their vectors."""
+        types = {
+            name: pyarrow.list_(pyarrow.float32(), type) if isinstance(type, int) else type
+            for name, type in columns.items()
+        }
         connection = await lancedb.connect_async(self.folder)
-        await connection.create_table(self.collection, schema=pyarrow.schema(fields))
+        await connection.create_table(self.collection, schema=pyarrow.schema(list(types.items())))
+
+    async def add(self, *rows: tuple[str | None, str]) -> None:
+        """Rows of an id and a text, whatever is there."""
+        records = [{"id": None if row_id is None else int(row_id), "body": text} for row_id, text in rows]
+        schema = pyarrow.schema([("id", pyarrow.int64()), ("body", pyarrow.utf8())])
+        await (await self.table()).add(pyarrow.Table.from_pylist(records, schema=schema))
 
     async def write(self, rows: Stored) -> None:
         table = await self.table()

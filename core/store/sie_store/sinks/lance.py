@@ -165,8 +165,6 @@ def _check(schema: Any, collection: str, dims: int) -> None:
             raise CollectionMismatch(
                 f"the column {field.name} of the table {collection}: it has {shown}, where {field.type} is written"
             )
-    if columns.keys() != {field.name for field in expected}:
-        raise CollectionMismatch(f"the table {collection} has columns that no job has created")
     if (schema.field(ID).metadata or {}).items().isdisjoint(_PRIMARY_KEY.items()):
         raise CollectionMismatch(f"the column {ID} of the table {collection} is not its primary key")
 

@@ -49,8 +49,8 @@ NO_PRUNING = datetime.timedelta(days=36_500)  # earlier versions belong to the a
 
 @dataclass(frozen=True)
 class _LanceShape:
-    """Columns of the table. `columns`: type by name. `texts`: those that rows are compared by. `distance`: that of the
-    index of the vectors.
+    """Columns of the table. `columns`: fields of Arrow by name. `texts`: those that rows are compared by. `distance`:
+    that of the index of the vectors.
     """
 
     vector: str
@@ -104,16 +104,16 @@ class LanceLive:
                 "since. Run the command of that migration with --step clean-up; if its model is not there any more, "
                 f"drop the columns {shape.vector + BEFORE} and {shape.marker}"
             )
-        return LiveState(rows, shape.columns[shape.vector].list_size, shape.in_use, shape.is_begun)
+        return LiveState(rows, shape.columns[shape.vector].type.list_size, shape.in_use, shape.is_begun)
 
     async def _read(self, connection: Any) -> tuple[_LanceShape, int]:
         """Read the columns and the number of rows. Raises CollectionMismatch for a table that cannot be migrated."""
         source = self._source
         table = await opened_table(connection, source.collection)
-        columns = {field.name: field.type for field in await table.schema()}
+        columns = {field.name: field for field in await table.schema()}
         vector, id_column = source.vector or VECTOR, source.id_column or ID
         if not _is_vector(columns.get(vector)):
-            vectors = [name for name, type in columns.items() if _is_vector(type)]
+            vectors = [name for name, field in columns.items() if _is_vector(field)]
             raise CollectionMismatch(
                 f"the table {source.collection} has no column {vector} of vectors. Name one with --vector: "
                 f"{', '.join(vectors) or 'it has none'}"
@@ -123,10 +123,12 @@ class LanceLive:
         if missing and not _is_text(columns.get(PAYLOAD)):
             raise CollectionMismatch(f"the table {source.collection} has no column {missing[0]}, which --text names")
         texts = (*(name for name in names if name in columns), *([PAYLOAD] if missing else ()))
-        if mixed := [name for name in texts if pyarrow.types.is_nested(columns[name]) or "`" in name]:
-            raise CollectionMismatch(f"the column {mixed[0]} of {source.collection} is no text, which --text needs")
-        type = columns.get(id_column)
-        if type is None or not (_is_text(type) or pyarrow.types.is_integer(type)) or "`" in id_column:
+        if mixed := [name for name in texts if not _is_plain(columns[name]) or "`" in name]:
+            raise CollectionMismatch(
+                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times, which --text needs"
+            )
+        identity = columns.get(id_column)
+        if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
             raise CollectionMismatch(
                 f"the table {source.collection} needs a column of integers or texts that names each row: it has no "
                 f"such column {id_column}. --id names one"
@@ -151,7 +153,7 @@ class LanceLive:
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where a table of LanceDB gets at most {MAX_DIMS}")
         column, marker = shape.column("new"), self._own_marker(shape.vector)
-        type = pyarrow.list_(shape.columns[shape.vector].value_type, dims)
+        type = pyarrow.list_(shape.columns[shape.vector].type.value_type, dims)
         if not shape.is_begun:
             if column in shape.columns:
                 raise CollectionMismatch(
@@ -166,9 +168,9 @@ class LanceLive:
                 f"the column {column} of {self._source.collection} has vectors of another model, or of this one before "
                 "it changed: remove them with --step clean-up first"
             )
-        elif not type.equals(shape.columns[column]):
+        elif not type.equals(shape.columns[column].type):
             raise CollectionMismatch(
-                f"the column {column} of {self._source.collection} has {shape.columns[column]}, where {type} is "
+                f"the column {column} of {self._source.collection} has {shape.columns[column].type}, where {type} is "
                 "written. It is of another migration: remove it with --step clean-up, or drop it"
             )
 
@@ -233,7 +235,7 @@ class LanceLive:
         shape = self._opened()
         if vectors is None and side == shape.in_use:
             return
-        type = shape.columns[shape.column(side)]
+        type = shape.columns[shape.column(side)].type
         array = pyarrow.nulls(len(rows), type) if vectors is None else vectors_array(vectors, type)
         written = [
             self._written(row.stored, side, vector) for row, vector in zip(rows, _vector_bytes(array), strict=True)
@@ -243,16 +245,17 @@ class LanceLive:
             **{name: [row.texts[place] for row in written] for place, name in enumerate(shape.texts)},
             shape.marker: [row.marker for row in written],
         }
-        arrays = {name: pyarrow.array(values, shape.columns[name]) for name, values in fields.items()}
+        arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
         arrays[shape.column(side)] = array
         if side == shape.in_use:
             # a writer has changed these rows, so the vectors that are not in use stand for earlier texts
             away = shape.column(opposite(side))
-            arrays[away] = pyarrow.nulls(len(rows), shape.columns[away])
+            arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
         if len(set(fields[shape.id_column])) < len(rows):
             raise CollectionMismatch(f"several rows of {self._source.collection} have the same {shape.id_column}")
         if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
-            await self._merge(pyarrow.table(arrays).take(changed))
+            schema = pyarrow.schema([shape.columns[name] for name in arrays])
+            await self._merge(pyarrow.table([*arrays.values()], schema=schema).take(changed))
 
     async def _merge(self, data: Any) -> None:
         """Write columns of rows, except rows with another text than in `data`."""
@@ -381,12 +384,33 @@ class LanceLive:
         return await self._database.run(checked, seconds, once=once)
 
 
-def _is_vector(type: Any) -> bool:
-    return type is not None and pyarrow.types.is_fixed_size_list(type) and pyarrow.types.is_floating(type.value_type)
+def _is_vector(field: Any) -> bool:
+    return (
+        field is not None
+        and pyarrow.types.is_fixed_size_list(field.type)
+        and pyarrow.types.is_floating(field.type.value_type)
+    )
 
 
-def _is_text(type: Any) -> bool:
-    return type is not None and (pyarrow.types.is_string(type) or pyarrow.types.is_large_string(type))
+def _is_text(field: Any) -> bool:
+    return field is not None and (pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type))
+
+
+def _is_integer(field: Any) -> bool:
+    return field is not None and pyarrow.types.is_integer(field.type)
+
+
+def _is_plain(field: Any) -> bool:
+    """Return whether a template can use the values of a column, and SQL can compare them."""
+    type = field.type
+    return (
+        _is_text(field)
+        or pyarrow.types.is_boolean(type)
+        or pyarrow.types.is_integer(type)
+        or pyarrow.types.is_floating(type)
+        or pyarrow.types.is_decimal(type)
+        or pyarrow.types.is_temporal(type)
+    )
 
 
 def _vector_bytes(array: Any) -> list[bytes | None]:
