@@ -67,7 +67,9 @@ _STOPPED = {
     help="The table or the alias of Qdrant that searches use. With --corpus: the new collection or table.",
 )
 @click.option(
-    "--vector", metavar="NAME", help="The vector of the index.  [default: embedding in a table, the only one in Qdrant]"
+    "--vector",
+    metavar="NAME",
+    help="The vector of the index.  [default: embedding in PostgreSQL, vector in LanceDB, the only one in Qdrant]",
 )
 @click.option(
     "--sample",
@@ -115,7 +117,7 @@ def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 
     \b
-    An index in PostgreSQL (pgvector) or Qdrant that stores its texts: --sink, --collection, --text
+    An index in PostgreSQL (pgvector), Qdrant or LanceDB that stores its texts: --sink, --collection, --text
     1. check    checks the alias, both models, their widths, the index, and the rights of the user of the database
     2. embed    writes vectors of NEW_MODEL beside the present ones; follows rows that are written meanwhile
     3. quality  compares the nearest neighbours of a sample of rows, or of --queries, by both vectors
