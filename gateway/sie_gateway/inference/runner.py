@@ -172,7 +172,7 @@ class Runner:
             telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
         tokens = sum(map(tokens_of, results))
         if call.charge is not None:
-            call.charge.settle(tokens + chunk.document_tokens(items, results))
+            call.charge.settle(tokens)
         self._metrics.used(call.grant.name, tokens, device_seconds(results))
         return results
 
