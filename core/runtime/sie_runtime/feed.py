@@ -241,10 +241,13 @@ class CatalogueFeed:
 
     def _ask_soon(self) -> None:
         """Read the epoch after a short random pause, because all readers do this at the same time."""
-        if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
-            self._soon = asyncio.get_running_loop().call_later(
-                SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
-            )
+        if self._soon is None:
+            pause_s = SPREAD_S * secrets.randbelow(1000) / 1000
+            self._soon = asyncio.get_running_loop().call_later(pause_s, self._ask)
+
+    def _ask(self) -> None:
+        self._soon = None
+        self._refresh.set()
 
     async def _is_late(self, source: ConfigSource) -> bool:
         """Return whether the whole catalogue must be read again because this reader has missed a write. If no missed
