@@ -15,7 +15,7 @@ from sie_contracts.settings import public_url
 
 @click.group(cls=AnyPosition, short_help="Cached answers: how many there are; erase them.")
 def cache() -> None:
-    """The cache of answers (SIE_CACHE_BYTES). The commands need the scope admin.
+    """The cache of answers, which a gateway has if SIE_CACHE_BYTES is set. The commands need the scope admin.
 
     \b
     sie cache status                       what the cache of a gateway has

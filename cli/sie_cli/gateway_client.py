@@ -16,7 +16,7 @@ from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
 from sie_cli.refusal import CommandRefused
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import client_options
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class AdminClient:
         self.url = cluster.gateway_urls[0]
         token = cluster.gateway_admin_token
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
-        transport = direct(self.url, httpx.HTTPTransport)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
+        options = client_options(self.url, httpx.HTTPTransport)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
 
     def __enter__(self) -> Self:
         return self

@@ -128,6 +128,8 @@ ELSEWHERE = {
 def main() -> None:
     """SIE: encode, score and extract with the small models behind search and RAG.
 
+    Begin with `sie serve`, and `sie run MODEL "text"` in another terminal. `sie COMMAND --help` explains a command.
+
     \b
     sie serve                  the whole cluster on this machine
     sie serve MODEL            the same, with a model: of the catalogue, of the Hugging Face Hub, or in a folder
@@ -178,7 +180,9 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
     "--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]"
 )
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
-@click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Of the `sie serve` it is a part of.")
+@click.option(
+    "--data-dir", default=None, type=click.Path(path_type=Path), help="Data folder of the `sie serve` it is a part of."
+)
 @settings_options("gateway")
 def gateway(host: str, port: int, **values: Any) -> None:
     """Run the gateway. It validates HTTP requests, sends their work to workers over the queue, and returns the

@@ -114,7 +114,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
     setGiven((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((one, two) => rank(one) - rank(two))[0]?.id ?? "" }));
   }, [fitting]);
   const model = fitting.find((each) => each.id === given.model);
-  const isSound = !Object.values(complaintsOf(given.operation, settings)).some(Boolean);
+  const isSound = !Object.values(complaintsOf(given.operation, settings, model)).some(Boolean);
   const hasData = Boolean(file) !== Boolean(given.url.trim());
   const isUnread = Boolean(unread) && !given.input; // whoever names the format knows better than the name of the file
   const isReady = !isBusy && isSound && Boolean(given.model) && hasData && !isUnread;
@@ -223,7 +223,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         {!isImage && !isDocument && seen && <FirstText seen={seen} template={given[target].replaceAll("\\n", "\n")} />}
         {!isImage && given.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
         <Controls prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
-        <AsJson prefix="job-with-" verb={given.operation} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
+        <AsJson prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
       </fieldset>
       <fieldset class="panel">
         <legend>3. Destination</legend>

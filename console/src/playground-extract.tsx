@@ -1,18 +1,20 @@
 import { useState } from "preact/hooks";
 import { type Asked, Bars, pictureOf, short } from "./playground-parts";
-import { Table } from "./table";
+import { Values, valuesOf } from "./playground-values";
 import type { Entity, Found, Relation, Reply, Slot } from "./types";
 
 const COLOURS = 6;
 const MOST_LEAVES = 100; // of a list of the tree that are drawn
 
-/** `threshold`: of the request, undefined where the model's own applied. */
-export function Extracted({ reply, asked, threshold }: { reply: Reply; asked: Asked[]; threshold: unknown }) {
+/** `params`: of the request. */
+export function Extracted({ reply, asked, params }: { reply: Reply; asked: Asked[]; params: Record<string, unknown> }) {
+  const threshold = params["threshold"]; // undefined where the model's own applied
+  const isTyped = "output_schema" in params || "label_groups" in params;
   const nothing = `Nothing was found ${threshold === undefined ? "at the model's own threshold" : `at the threshold ${threshold}`}. A lower threshold or other labels may find something.`;
-  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} nothing={nothing} />)}</>;
+  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} nothing={nothing} isTyped={isTyped} />)}</>;
 }
 
-function One({ item, asked, place, nothing }: { item: Slot; asked: Asked | undefined; place: number; nothing: string }) {
+function One({ item, asked, place, nothing, isTyped }: { item: Slot; asked: Asked | undefined; place: number; nothing: string; isTyped: boolean }) {
   const { entities = [], objects = [], relations = [], classifications = [], data = {} } = item;
   const picture = pictureOf(asked?.input);
   const spans = entities.filter((entity): entity is Span => entity.start !== null && entity.end !== null);
@@ -39,7 +41,8 @@ function One({ item, asked, place, nothing }: { item: Slot; asked: Asked | undef
       )}
       {classifications.length > 0 && <><h3>Classes</h3><Bars label="Classes" least={0} most={1} rows={classifications.map(({ label, score }) => ({ name: label, value: score }))} /></>}
       {relations.length > 0 && <Relations relations={relations} />}
-      {Object.keys(data).length > 0 && <><h3>Data</h3><ul class="tree"><Tree name="data" value={data} open /></ul></>}
+      {isTyped && !empty && <Values values={valuesOf(item)} />}
+      {!isTyped && Object.keys(data).length > 0 && <><h3>Data</h3><ul class="tree"><Tree name="data" value={data} open /></ul></>}
     </div>
   );
 }

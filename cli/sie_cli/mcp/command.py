@@ -41,7 +41,11 @@ STDIO_OWNER = "stdio"
     help="Folder whose files parse_document may read by path. Not with --http.",
 )
 @click.option(
-    "--timeout-s", default=50.0, show_default=True, type=click.FloatRange(1, 600), help="Seconds that a call may wait."
+    "--timeout-s",
+    default=50.0,
+    show_default=True,
+    type=click.FloatRange(1, 600),
+    help="Seconds that a call of a tool may take.",
 )
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @cluster_options(GATEWAY_URL, "SIE_ALLOWED_HOSTS", "SIE_LOG_JSON")
@@ -65,6 +69,8 @@ def mcp(
 
     The command is a client of the gateway: the scopes of the API key decide what an agent may do. SIE_JOBS_SINKS names
     the databases of the collections. Over HTTP the server has no key of its own.
+
+    An agent starts the command itself: docs/mcp.md has the settings of known agents.
 
     Status 0: ended. 2: an option or a setting is wrong.
     """

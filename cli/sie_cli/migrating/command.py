@@ -42,7 +42,9 @@ _STOPPED = {
 @click.command(short_help="Move an alias to another encoder.")
 @click.argument("alias")
 @click.argument("model", metavar="[NEW_MODEL]", required=False)
-@click.option("--corpus", metavar="FILE|URL", help="What the index is made of: as INPUT of `sie jobs submit`.")
+@click.option(
+    "--corpus", metavar="FILE|URL", help="The texts of the index: a file or address as INPUT of `sie jobs submit`."
+)
 @click.option("--text", metavar="TEMPLATE", help='The text of each row: "{title}\\n{body}".')
 @click.option(
     "--id",
@@ -53,13 +55,13 @@ _STOPPED = {
 @click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet"]),
-    help="Of the corpus.  [default: by its name]",
+    help="Format of the corpus.  [default: by its name]",
 )
 @click.option("--output", "-o", metavar="URL|FOLDER", help="Where the new vectors go.  [default: kept with the job]")
 @click.option(
     "--sink",
     metavar="NAME",
-    help="A vector database of SIE_JOBS_SINKS. Without --corpus: it has the index itself, with its texts.",
+    help="Name of a vector database in SIE_JOBS_SINKS. Without --corpus: it has the index itself, with its texts.",
 )
 @click.option(
     "--collection",
@@ -91,10 +93,18 @@ _STOPPED = {
     help="Queries, one a line: neighbours are theirs. A folder in the format of BEIR: NDCG is measured too.",
 )
 @click.option(
-    "--shadow-share", default=SHARE, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of requests."
+    "--shadow-share",
+    default=SHARE,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the requests that NEW_MODEL gets copies of in the shadow step.",
 )
 @click.option(
-    "--shadow-s", default=SHADOW_S, show_default=True, type=click.FloatRange(0), help="Seconds. 0: without a shadow."
+    "--shadow-s",
+    default=SHADOW_S,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds of the shadow step. 0: leave it out.",
 )
 @click.option(
     "--shadow-requests",
@@ -102,7 +112,7 @@ _STOPPED = {
     type=click.IntRange(1),
     help="Copies after which the shadow step ends earlier.",
 )
-@click.option("--yes", "accepts", is_flag=True, help="Although models agree less, or rows have no vector.")
+@click.option("--yes", "accepts", is_flag=True, help="Go on although the models agree less, or rows have no vector.")
 @click.option(
     "--step",
     "until",
