@@ -24,10 +24,10 @@ from sie_adapter.families.extraction import (
     fill,
     read_weights,
 )
-from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
@@ -37,8 +37,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
     """
     model = _built(folder, entry, load, eager=compute.backend == "eager")
     fill(model.model, read_weights(folder, entry), entry)
-    _cast(model.model, compute.dtype)
-    model.eval().requires_grad_(False).to(compute.device)
+    for_inference(model, compute)
     for module in model.modules():
         if isinstance(module, torch.nn.LSTM):
             module.flatten_parameters()
@@ -90,4 +89,4 @@ def _refuse_other_kinds(raw: dict[str, Any], entry: ModelEntry) -> None:
     elif raw.get("triples_layer") is not None:
         cause = "it scores relations by triples, whose memory grows with pairs times labels"
     if cause:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
+        raise incompatible(f"{entry.id}: {cause}")
