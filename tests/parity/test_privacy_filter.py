@@ -57,7 +57,10 @@ Entities = list[dict[str, Any]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier that gives each tag its share of the tokens."""
     folder = tmp_path_factory.mktemp("privacy") / "filter"
-    names = {"id2label": dict(enumerate(TAGS)), "label2id": {tag: number for number, tag in enumerate(TAGS)}}
+    names: dict[str, Any] = {
+        "id2label": dict(enumerate(TAGS)),
+        "label2id": {tag: number for number, tag in enumerate(TAGS)},
+    }
     build(folder, SMALL, head=AutoModelForTokenClassification, **names)
     model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
