@@ -144,6 +144,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.precision = compute.precision
         self._gliner = load_gliner(folder, entry, load, compute)
         self._processor = self._gliner.data_processor
+        self._decoder = self._gliner.decoder
         self._is_token_level = self._gliner.config.span_mode == "token_level"
         # also for a token-level bi-encoder: the model does not read these labels, but the package's processor counts
         # them
@@ -302,7 +303,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         most = _TOKEN_CANDIDATES if self._is_token_level else _FLAT_CANDIDATES if few_stay else _CANDIDATES
         if len(candidates) > most:
             threshold = max(threshold, float(torch.sigmoid(candidates.topk(most).values[-1])))
-        decoded: list[list[Span]] = self._gliner.decoder.decode(
+        decoded: list[list[Span]] = self._decoder.decode(
             [words], classes, logits[None], flat_ner=request.flat, threshold=threshold, multi_label=request.multi_label
         )
         return WindowResult(decoded[0])
@@ -338,7 +339,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         for (_, spans), (begin, end) in zip(by_window, ranges, strict=True):
             own = [span for span in spans if begin <= span[0] < end]
             if any(span[1] >= begin for span in last):
-                settled = self._gliner.decoder.greedy_search(last + own, request.flat, multi_label=request.multi_label)
+                settled = self._decoder.greedy_search(last + own, request.flat, multi_label=request.multi_label)
                 last, own = (
                     [span for span in settled if span[0] < begin],
                     [span for span in settled if span[0] >= begin],

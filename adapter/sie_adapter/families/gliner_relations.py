@@ -47,7 +47,7 @@ class GlinerRelationModel(GlinerModel):
         super().__init__(folder, entry, load, compute)
         from gliner.decoding.decoder import SpanDecoder
 
-        self._gliner.decoder = SpanDecoder(self._gliner.config)  # decodes entities alone
+        self._decoder = SpanDecoder(self._gliner.config)  # decodes entities alone
         self._gliner.model.select_span_target_embedding = _selected
 
     def _kinds(self, options: ExtractOptions) -> dict[str, list[str]]:
