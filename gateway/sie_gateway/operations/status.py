@@ -268,7 +268,8 @@ class ClusterStatus:
 
     async def _count_dead_letters(self) -> None:
         try:
-            states = [await self._queue.stream_state(_letters(pool)) for pool in sorted(self._pools)]
+            streams = [topology.dead_letter_stream(pool, storage="file", replicas=1) for pool in sorted(self._pools)]
+            states = [await self._queue.stream_state(stream.name) for stream in streams]
         except BrokerError:
             # the broker is unreachable, which other modules report, or the stream of a new pool does not exist yet
             return
@@ -454,10 +455,6 @@ def _queues(names: tuple[str, ...], waiting_by_labels: Mapping[Labels, ModelBack
         QueueInfo(messages=waiting.count, oldest_s=round(waiting.oldest_s, 3), **dict(zip(names, labels, strict=True)))
         for labels, waiting in waiting_by_labels.items()
     ]
-
-
-def _letters(pool: str) -> str:
-    return topology.dead_letter_stream(pool, storage="file", replicas=1).name
 
 
 def _public(url: str | None) -> str | None:
