@@ -91,17 +91,17 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         results.append(await inference.execute(own, planned))
         results[-1].check()
     call.finished = finished = results[0]
+    tokens = sum(result.usage["prompt_tokens"] for result in results)
+    finished.usage = {**finished.usage, "prompt_tokens": tokens, "total_tokens": tokens}
     began_s = time.perf_counter()
     size = sum(len(item.text or "") for item in items)
     one_thread = inference.one_thread if size >= _ASIDE else None
     shared = finished.shared(explain=call.explains)
-    tokens = sum(result.usage["prompt_tokens"] for result in results)
     warnings = [warning for _, planned in plans for warning in planned.options.warnings]
     content = {
         "model": resolved.requested,
         "items": [slot async for slot in _slots(call, results, rules, one_thread)],
         **shared,
-        "usage": {**finished.usage, "prompt_tokens": tokens, "total_tokens": tokens},
         **({"warnings": list(dict.fromkeys(warnings))} if warnings else {}),
     }
     format_ = reply.requested_format(call.headers.get("accept", ""), body_is_msgpack=is_msgpack)
@@ -111,7 +111,6 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     failed = sum("error" in slot for slot in content["items"])
     headers = {
         **finished.headers(finished.reported_times),
-        "X-SIE-Units-Input-Tokens": str(tokens),
         **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
     }
     return EncodedReply(data, content_type, headers)

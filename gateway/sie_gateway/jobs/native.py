@@ -46,6 +46,7 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
+PARSED_BY = "+"  # between the fingerprints of the model and of the parser
 SPAN_TOKENS = 16  # tokens assumed per chunk, to size shards, if the rows themselves have the spans of their chunks
 UNTRIMMED = 0.1  # share of the cache's size limit; after writing so many bytes, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
@@ -112,10 +113,11 @@ class NativeJob:
         self._preparing = asyncio.Lock()
         # by number, the answered shards that are not in the database or not in the store yet
         self._unwritten: dict[int, AnsweredShard] = {}
-        self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
+        model, _, parser = job.fingerprint.partition(PARSED_BY)
+        self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
         # another model has machines of its own, so the job's machine profile is not that of the parser
         self._documents = (
-            DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser) if job.parser else None
+            DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
 
     async def plan(self) -> Plan:
@@ -190,7 +192,7 @@ class NativeJob:
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
         if record is not None:  # an earlier leader wrote the part, and died before it wrote the record: use the part
-            self._values.check(record.fingerprint)
+            self._check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
         if record.rows != self._planned_rows[number]:
@@ -198,6 +200,18 @@ class NativeJob:
                 f"{name} exists with {record.rows} rows, but in this job it has {self._planned_rows[number]}"
             )
         return msgspec.structs.replace(record, source=_named(span))
+
+    def _fingerprint(self) -> str:
+        """Return the fingerprint of the answers; that of a job with documents has the fingerprint of the parser too."""
+        model = self._values.fingerprint
+        return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
+
+    def _check(self, fingerprint: str) -> None:
+        """Check that a part has the fingerprint of the job's earlier answers. Raises Halted."""
+        model, _, parser = fingerprint.partition(PARSED_BY)
+        self._values.check(model)
+        if self._documents is not None:
+            self._documents.check(parser)
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
         """Answer a shard, then send it to the database and write it. After an error, the next call for this shard
@@ -224,7 +238,7 @@ class NativeJob:
         if self._documents is not None:
             rows = await self._documents.parsed(rows)
         answers, reused = await self._answers(number, rows)
-        about = About(self._job.id, number, self._job.model, self._values.fingerprint, reused=reused)
+        about = About(self._job.id, number, self._job.model, self._fingerprint(), reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
         return AnsweredShard(

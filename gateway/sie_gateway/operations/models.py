@@ -13,7 +13,7 @@ from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.models import families
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue, Resolved
-from sie_contracts.models.entries import ModelEntry, classifies, listed_outputs, needs_labels, widths
+from sie_contracts.models.entries import EXTRACTS, ModelEntry, classifies, listed_outputs, needs_labels, widths
 from sie_contracts.places import without_paths
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedEngine, ServedPrecision
 from sie_gateway.fleet.lanes import Fleet
@@ -60,6 +60,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "score_scale": score_scale(entry),
         "supports_lora": families.row(entry.family).takes_lora,
         "needs_labels": needs_labels(entry),
+        "extracts": [name for name in EXTRACTS if name in entry.outputs],
+        "options": sorted(families.row(entry.family).parameters),
         "prompts": sorted(entry.prompts),
         "prompt_texts": entry.prompts,
         "revision": entry.revision,
