@@ -27,7 +27,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a job whose file cannot be used. `message`: text for the client. `raised`: exception type, for the log."""
+    """Answer to a job whose file cannot be used. `message` is for the client; `raised`: exception type, for the log."""
 
     number: int
     cause: Cause
