@@ -53,7 +53,7 @@ class ParserClient:
 
     async def parsed(self, *files: Any) -> list[InputRow]:
         rows = [InputRow(str(number), file=file) for number, file in enumerate(files)]
-        return await DocumentTexts(cast(JobClient, self), "org/parser").parsed(rows)
+        return await DocumentTexts(cast(JobClient, self), "org/parser", "").parsed(rows)
 
 
 async def test_parsed_sends_equal_files_once_and_those_of_other_formats_apart() -> None:
@@ -100,7 +100,7 @@ async def test_parsed_gives_each_row_the_fault_of_its_own_document() -> None:
 async def test_parsed_leaves_a_row_with_a_fault_as_it_is() -> None:
     row = InputRow("a", fault=REFUSED)
     client = ParserClient()
-    assert await DocumentTexts(cast(JobClient, client), "org/parser").parsed([row]) == [row]
+    assert await DocumentTexts(cast(JobClient, client), "org/parser", "").parsed([row]) == [row]
     assert not client.sent
 
 

@@ -118,13 +118,13 @@ class LanceSink:
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         checked_name(collection)
 
-        async def found(connection: Any) -> Any:
+        async def nearest(connection: Any) -> Any:
             table = await opened_table(connection, collection)
             _check(await table.schema(), collection, len(vector))
             near = table.query().nearest_to(vector).column(VECTOR).distance_type("cosine").limit(limit)
             return await near.select([ID, PAYLOAD, "_distance"]).to_list()
 
-        rows = await self._database.run(found)
+        rows = await self._database.run(nearest)
         return [
             NearRow(row[ID], 1 - row["_distance"], msgspec.json.decode(row[PAYLOAD], type=dict[str, Any]))
             for row in rows
