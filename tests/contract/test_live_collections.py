@@ -790,7 +790,7 @@ async def test_an_index_of_lancedb_is_built_as_the_old_one_is_and_has_all_rows(l
 async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:
     url = f"lancedb://{tmp_path}"
     sink = opened(url, "SINK", QUICK)
-    await sink.prepare("docs", 16, {})
+    await sink.prepare("docs", {"dense": 16}, {})
     vectors = np.ones((3, 16), np.float32)
     await sink.upsert(SinkRows(["a", "b", "c"], vectors, [{"body": "it's \\ a"}, {}, {"body": "c"}]))
     migrator = Migrator(opened_live(url, "SINK", LiveSource("docs", BODY, PRINTS), QUICK))
@@ -800,7 +800,7 @@ async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_it
     assert migrator.gaps == 1
     near = await migrator.live.nearest("new", np.array(vector_of("it's \\ a", "new"), np.float32), 2)
     assert near[0] == "a"
-    await sink.prepare("docs", 16, {})
+    await sink.prepare("docs", {"dense": 16}, {})
     await sink.upsert(SinkRows(["c"], vectors[:1], [{"body": "changed"}]))
     assert await migrator.scan("new") == 1
     await migrator.live.switch("new")

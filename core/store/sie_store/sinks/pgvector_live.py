@@ -308,7 +308,7 @@ class PgvectorLive:
     async def _written(
         self, connection: Any, shape: _TableShape, side: Side, records: Sequence[tuple[str, bytes, bytes]]
     ) -> None:
-        await copy_rows(connection, shape.extension, "version bytea", records)
+        await copy_rows(connection, shape.extension, {"embedding": "vector", "version": "bytea"}, records)
         identity, vector = quoted(shape.id_column), f"fresh.embedding::{shape.type}"
         changes = [
             f"{quoted(shape.column(side))} = {vector}",
