@@ -376,7 +376,7 @@ def _batch(shard: Any, body: bytes) -> Any:
             present = {_id(each.id) for each in shard.retrieve([each.id for each in points], False, False)}
             if gone := [each.id for each in points if each.id not in present]:
                 raise Refused(404, f"Not found: No point with id {gone[0]} found")
-            changed = [PointVectors(each.id, each.vector) for each in points]
+            changed = [PointVectors(each.id, _stored(each.vector)) for each in points]
             condition = _filter(asked.update_vectors.update_filter)
             operations.append(UpdateOperation.update_vectors(changed, condition=condition))
         else:

@@ -256,12 +256,14 @@ def binary(vector: NDArray[np.float32]) -> bytes:
     return struct.pack(">HH", len(vector), 0) + vector.astype(np.dtype(">f4")).tobytes()
 
 
-def sparse_binary(row: SparseRow, dims: int) -> bytes:
-    """Return a sparse vector in pgvector's binary form: its number of dimensions, the count of its numbers, four zero
-    bytes, the indices and the float32 numbers, all big-endian.
+def vector_binary(vector: NDArray[np.float32] | SparseRow, dims: int) -> bytes:
+    """Return a vector in pgvector's binary form. A sparse one has its number of dimensions, the count of its numbers,
+    four zero bytes, the indices and the float32 numbers, all big-endian.
     """
-    head = struct.pack(">iii", dims, len(row.indices), 0)
-    return head + row.indices.astype(np.dtype(">i4")).tobytes() + row.values.astype(np.dtype(">f4")).tobytes()
+    if not isinstance(vector, SparseRow):
+        return binary(vector)
+    head = struct.pack(">iii", dims, len(vector.indices), 0)
+    return head + vector.indices.astype(np.dtype(">i4")).tobytes() + vector.values.astype(np.dtype(">f4")).tobytes()
 
 
 def _records(rows: SinkRows, widths: Widths) -> list[tuple[Any, ...]]:
@@ -275,7 +277,7 @@ def _records(rows: SinkRows, widths: Widths) -> list[tuple[Any, ...]]:
             raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
         dense = (binary(rows.vectors[number]),) if "dense" in widths else ()
-        sparse = (sparse_binary(rows.sparse[number], widths["sparse"]),) if rows.sparse else ()
+        sparse = (vector_binary(rows.sparse[number], widths["sparse"]),) if rows.sparse else ()
         text = _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text
         encoded_rows.append((row_id, *dense, *sparse, text))
     return encoded_rows

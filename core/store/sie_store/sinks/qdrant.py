@@ -34,9 +34,11 @@ from sie_store.sinks.sink import (
     CollectionRefused,
     Kind,
     NearRow,
+    Output,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
+    SparseRow,
     Widths,
     checked_name,
     encoded,
@@ -209,16 +211,16 @@ class QdrantSink:
     def _vector(self, rows: SinkRows, number: int) -> Any:
         """Return the vectors of a row as those of a point."""
         if set(self._widths) == {"dense"}:
-            return rows.vectors[number].tolist()
-        vectors: dict[str, Any] = {}
-        if "dense" in self._widths:
-            vectors["dense"] = rows.vectors[number].tolist()
-        if rows.sparse:
-            row = rows.sparse[number]
-            vectors["sparse"] = {"indices": row.indices.tolist(), "values": row.values.tolist()}
-        if rows.multivectors:
-            vectors["multivector"] = rows.multivectors[number].tolist()
-        return vectors
+            return json_vector(rows.vectors[number])
+        outputs: dict[Output, Any] = {"dense": rows.vectors, "sparse": rows.sparse, "multivector": rows.multivectors}
+        return {name: json_vector(outputs[name][number]) for name in self._widths}
+
+
+def json_vector(vector: NDArray[np.float32] | SparseRow) -> Any:
+    """Return a vector as Qdrant reads it."""
+    if isinstance(vector, SparseRow):
+        return {"indices": vector.indices.tolist(), "values": vector.values.tolist()}
+    return vector.tolist()
 
 
 def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYTES) -> Iterator[bytes]:

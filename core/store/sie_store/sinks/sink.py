@@ -105,7 +105,7 @@ class SinkRows:
         for number, row in enumerate(self.sparse):
             if row.indices.shape != row.values.shape or (len(row.indices) and row.indices[-1] >= widths["sparse"]):
                 raise RowsRefused(f"row {number} of {count} has a sparse vector that is wider than {widths['sparse']}")
-        finite: NDArray[np.bool_] = np.isfinite(self.vectors).all(axis=1)
+        finite = np.asarray(np.isfinite(self.vectors).all(axis=1))
         for vectors in ([row.values for row in self.sparse], self.multivectors):
             finite[: len(vectors)] &= np.array([np.isfinite(numbers).all() for numbers in vectors], bool)
         if not finite.all():
