@@ -29,7 +29,7 @@ from qdrant_server import QdrantServer
 
 OLD, NEW = "test/old", "test/new"
 KEY = "k3y-of-qdrant"
-ROWS, KILLS = 4000, 3
+ROWS, KILLS = 2500, 2
 MANY_ROWS, MANY_KILLS = 100_000, 5
 CLIENT_S, MANY_CLIENT_S = 0.02, 0.2  # between two writes of the application: each flushes the engine of Qdrant
 
@@ -312,7 +312,7 @@ def test_a_hundred_thousand_rows_killed_five_times_all_have_the_new_vector(
 
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(cluster: Cluster, application: Application) -> None:
     alias = f"stopped-{type(application).__name__.lower()}"
-    filled(cluster, alias, application, 3000)
+    filled(cluster, alias, application, 2000)
     process = subprocess.Popen(
         arguments(cluster, alias, application),
         env=environ(application),

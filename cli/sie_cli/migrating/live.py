@@ -145,24 +145,16 @@ def progress_line(scan: Scan, total: int, elapsed_s: float) -> str:
     )
 
 
+@dataclass
 class LiveMigration:
     """Migration of a live collection. `encoder`: opens the client that encodes rows. `echo`: prints progress."""
 
-    def __init__(
-        self,
-        client: SIEClient,
-        encoder: Callable[[], SIEAsyncClient],
-        aliases: Aliases,
-        plan: LivePlan,
-        report: MigrationReport,
-        echo: Callable[[str], None],
-    ) -> None:
-        self._client = client
-        self._encoder = encoder
-        self._aliases = aliases
-        self._plan = plan
-        self._report = report
-        self._echo = echo
+    _client: SIEClient
+    _encoder: Callable[[], SIEAsyncClient]
+    _aliases: Aliases
+    _plan: LivePlan
+    _report: MigrationReport
+    _echo: Callable[[str], None]
 
     def run(self) -> None:
         """Run the remaining steps of the migration, up to `until` of the plan. Raises CommandRefused, and SIEError."""
@@ -324,26 +316,17 @@ class LiveMigration:
         await steps.clean_up()
 
 
+@dataclass
 class _LiveSteps:
     """Steps of a migration at an open collection. `models`: the old and the new model."""
 
-    def __init__(
-        self,
-        encoder: SIEAsyncClient,
-        live: LiveCollection,
-        state: LiveState,
-        models: Mapping[Side, LiveModel],
-        plan: LivePlan,
-        report: MigrationReport,
-        echo: Callable[[str], None],
-    ) -> None:
-        self._encoder = encoder
-        self._live = live
-        self._state = state
-        self._models = models
-        self._plan = plan
-        self._report = report
-        self._echo = echo
+    _encoder: SIEAsyncClient
+    _live: LiveCollection
+    _state: LiveState
+    _models: Mapping[Side, LiveModel]
+    _plan: LivePlan
+    _report: MigrationReport
+    _echo: Callable[[str], None]
 
     async def embed(self) -> None:
         """Write the vectors of the new model beside the others, and build their indexes."""

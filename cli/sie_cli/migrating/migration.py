@@ -138,26 +138,20 @@ class MigrationReport:
         self.say(f"{self.steps.index(self.step) + 1}/{len(self.steps)} {self.step}: {printable(text)}")
 
 
+@dataclass
 class Migration:
     """Run of a migration. `clients`: of all gateways, that of `url` first. `err`: print progress to standard error."""
 
-    def __init__(
-        self,
-        clients: Sequence[SIEClient],
-        url: str,
-        aliases: Aliases,
-        plan: MigrationPlan,
-        report: MigrationReport,
-        *,
-        err: bool,
-    ) -> None:
-        self._clients = clients
-        self._client = clients[0]
-        self._url = url
-        self._aliases = aliases
-        self._plan = plan
-        self._report = report
-        self._err = err
+    _clients: Sequence[SIEClient]
+    _url: str
+    _aliases: Aliases
+    _plan: MigrationPlan
+    _report: MigrationReport
+    _err: bool
+
+    @property
+    def _client(self) -> SIEClient:
+        return self._clients[0]
 
     def run(self) -> None:
         """Run the remaining steps up to `plan.until`. Raises CommandRefused and SIEError."""
