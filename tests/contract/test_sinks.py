@@ -559,6 +559,21 @@ async def test_each_output_is_written_once_beside_the_others(
     await sink.close()
 
 
+async def test_an_extension_without_sparse_vectors_is_named(postgres: PostgresServer, collection: str) -> None:
+    database = f"old_{collection[2:10]}"
+    root = await asyncpg.connect(postgres.root_url)
+    await root.execute(f"CREATE DATABASE {database}")
+    await root.close()
+    url = postgres.url("root", "root", database)
+    root = await asyncpg.connect(url)
+    await root.execute("CREATE EXTENSION vector; ALTER TYPE sparsevec RENAME TO absent")
+    await root.close()
+    sink = opened(url, "SINK", QUICK)
+    with pytest.raises(SinkUnsuitable, match=r"pgvector 0\.7 or later"):
+        await sink.prepare(collection, {"dense": DIMS, "sparse": 100}, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

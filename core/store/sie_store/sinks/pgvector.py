@@ -208,9 +208,16 @@ async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]
     stored = await connection.fetch(_COLUMNS, quoted(collection))
     if not stored:
         vectors = ", ".join(f"{name} {quoted(extension)}.{type} NOT NULL" for name, type in columns.items())
-        await connection.execute(
-            f"CREATE TABLE IF NOT EXISTS {quoted(collection)} (id text PRIMARY KEY, {vectors}, payload jsonb NOT NULL)"
-        )
+        try:
+            await connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {quoted(collection)} "
+                f"(id text PRIMARY KEY, {vectors}, payload jsonb NOT NULL)"
+            )
+        except asyncpg.UndefinedObjectError:
+            raise SinkUnsuitable(
+                f"the extension vector of the database is too old for {', '.join(columns.values())}: sparse vectors "
+                "need pgvector 0.7 or later"
+            ) from None
         stored = await connection.fetch(_COLUMNS, quoted(collection))
     types = _types(stored)
     for name, type in columns.items():
