@@ -153,9 +153,12 @@ class JobEngine:
             raise InvalidInput.at(
                 "operation", f"a database stores vectors: encode returns them, {request.operation} does not"
             )
-        if "dense" not in run.outputs:
-            outputs = ", ".join(run.outputs)
-            raise InvalidInput.at("params.output_types", f"a database stores dense vectors, and this job has {outputs}")
+        stores = opening.outputs(url.reveal())
+        if foreign := [name for name in run.outputs if name not in stores]:
+            raise InvalidInput.at(
+                "params.output_types",
+                f"{output.sink} stores {', '.join(stores)} vectors, and this job has {foreign[0]}",
+            )
         if run.dtype not in SINK_DTYPES:
             expected = " or ".join(SINK_DTYPES)
             raise InvalidInput.at("params.output_dtype", f"a database stores {expected}, and this job has {run.dtype}")
