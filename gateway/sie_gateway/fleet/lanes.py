@@ -225,7 +225,7 @@ class Fleet:
         """Return whether the last heartbeat of a worker is in time, even if the worker is not ready."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
-    def is_lane_heard(self, lane: Lane) -> bool:
+    def is_lane_alive(self, lane: Lane) -> bool:
         """Return whether the last heartbeat of a worker of this lane is in time, even if the worker is not ready."""
         beats = (beat for name, (_, beat) in self._seen.items() if self.is_heard(name))
         return bool(self.of_lane(lane)) or any(
