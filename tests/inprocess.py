@@ -330,13 +330,18 @@ async def eventually_ready(process: Process) -> None:
         raise AssertionError(f"not ready within {WAIT_S} s: {reason}") from None
 
 
-def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Inference:
-    """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
+def unchanged_inference_of(gateway: GatewayProcess) -> Inference:
+    """The inside of a gateway, with the times of the contract."""
     port = gateway.url.rpartition(":")[2]
     (server,) = (task for task in asyncio.all_tasks() if task.get_name() == f"http:{port}")
     edge = server.get_coro().cr_frame.f_locals["self"].config.app.app  # type: ignore[union-attr]
     assert isinstance(edge, Edge)
-    inference = edge._gateway.inference
+    return edge._gateway.inference
+
+
+def inference_of(gateway: GatewayProcess, *, window_s: float = WINDOW_S) -> Inference:
+    """The inside of a gateway, whose clients are watched at once and missed for a shorter time than the contract's."""
+    inference = unchanged_inference_of(gateway)
     inference.away.window_s, inference.watch_after_s = window_s, 0.01
     return inference
 

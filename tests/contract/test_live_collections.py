@@ -5,11 +5,13 @@ the way back, and what is left of it. The engines are those of test_sinks.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -17,16 +19,17 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from databases import with_extension
-from live_application import Application, Points, Table, is_close
+from lancedb.index import HnswSq
+from live_application import Application, Points, Rows, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy
 from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, Side
-from sie_store.sinks.opening import opened_live
+from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector_live import PgvectorLive
-from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkUnsuitable
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkRows, SinkUnsuitable
 
 QUICK = RetryPolicy(stall_s=60.0, tries=3, pause_s=0.05)
 SECRET = "k3y-of-qdrant"
@@ -62,15 +65,21 @@ def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
     server.kill()
 
 
-@pytest.fixture(params=["postgres", "qdrant", "qdrant with sparse vectors"])
+# by name: the fixture of the engine, and the application over it
+APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
+    "postgres": ("postgres", Table),
+    "qdrant": ("qdrant", Points),
+    "qdrant with sparse vectors": ("qdrant", functools.partial(Points, is_hybrid=True)),
+    "lancedb": ("tmp_path", Rows),
+}
+
+
+@pytest.fixture(params=APPLICATIONS)
 def application(request: pytest.FixtureRequest) -> Iterator[Application]:
-    collection = f"c-{uuid.uuid4().hex[:12]}"
-    if request.param == "postgres":
-        yield Table(request.getfixturevalue("postgres"), collection)
-        return
-    points = Points(request.getfixturevalue("qdrant"), collection, is_hybrid="sparse" in request.param)
-    yield points
-    points.close()
+    engine, opened_application = APPLICATIONS[request.param]
+    application = opened_application(request.getfixturevalue(engine), f"c-{uuid.uuid4().hex[:12]}")
+    yield application
+    application.close()
 
 
 @pytest.fixture
@@ -691,3 +700,110 @@ async def test_the_new_collection_has_the_indexes_of_payloads(points: Points) ->
     client = points.client()
     assert list(client.get_collection(points.collection).payload_schema) == ["price"]
     await migrator.live.close()
+
+
+# ---- LanceDB
+
+
+@pytest.fixture
+def lance(tmp_path: Path) -> Rows:
+    return Rows(tmp_path, f"c-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "message"),
+    [
+        ({"body": "string"}, {}, "no column vector of vectors.* it has none"),
+        ({"id": "int64", "body": "string", "v": 3}, {}, "Name one with --vector: v"),
+        ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
+        ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),
+        ({"body": "string", "vector": 3}, {}, "no such column id. --id names one"),
+        ({"number": "double", "body": "string", "vector": 3}, {"id_column": "number"}, "no such column number"),
+        ({"id": "int64", "body": "string", "vector": 3, "vector_next": 3}, {}, "that no migration has created"),
+    ],
+)
+async def test_a_table_of_lancedb_that_cannot_be_migrated_is_refused(
+    lance: Rows, columns: dict[str, str | int], changes: dict[str, str], message: str
+) -> None:
+    await lance.create_of(columns)
+    live = opened_live(lance.url, "SINK", source(lance, **changes), QUICK)
+
+    async def begin() -> None:
+        await live.open()
+        await live.begin(24)
+
+    with pytest.raises(CollectionMismatch, match=message):
+        await begin()
+
+
+async def test_rows_of_lancedb_without_an_id_or_with_the_same_one_are_refused(lance: Rows) -> None:
+    await lance.create(16)
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    await lance.add(("1", "a"), ("1", "b"))
+    await migrator.live.open()
+    await migrator.live.begin(24)
+    with pytest.raises(CollectionMismatch, match=r"several rows of .* have the same id"):
+        await migrator.scan("new")
+    await lance.add((None, "c"))
+    with pytest.raises(CollectionMismatch, match=r"id of .* is null in a row"):
+        await migrator.live.open()
+
+
+async def test_another_model_never_takes_the_vectors_of_a_table_of_lancedb_for_its_own(lance: Rows) -> None:
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    await begun(lance, migrator, 20)
+    third = opened_live(lance.url, "SINK", source(lance, fingerprints={**PRINTS, "new": "c" * 16}), QUICK)
+    await third.open()
+    with pytest.raises(CollectionMismatch, match="vectors of another model"):
+        await third.begin(WIDTHS["new"])
+    await third.clean_up()
+    await third.begin(WIDTHS["new"])
+    await third.switch("new")
+    with pytest.raises(CollectionMismatch, match="another command has switched"):
+        await migrator.scan("new")
+    with pytest.raises(CollectionMismatch, match="drop the columns vector_before and vector_marker_cccccccc"):
+        await migrator.live.open()
+
+
+async def test_an_index_of_lancedb_is_built_as_the_old_one_is_and_has_all_rows(lance: Rows) -> None:
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    await lance.create(16)
+    await lance.write({str(number): (f"text {number}", vector_of(f"text {number}", "old")) for number in range(300)})
+    await (await lance.table()).create_index("vector", config=HnswSq(distance_type="dot"))
+    await migrator.live.open()
+    await migrator.live.begin(24)
+    await migrator.scan("new")
+    for _ in range(2):
+        await migrator.live.build_indexes()
+    table = await lance.table()
+    indexes = {index.columns[0]: index for index in await table.list_indices()}
+    assert indexes.keys() == {"vector", "vector_next"}
+    for index in indexes.values():
+        assert (await table.index_stats(index.name)).distance_type == "dot"
+        assert (index.index_type, index.num_unindexed_rows) == ("IvfHnswSq", 0)
+    await migrator.live.switch("new")
+    await migrator.live.clean_up()
+    (index,) = await (await lance.table()).list_indices()
+    assert index.columns == ["vector"]
+
+
+async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:
+    url = f"lancedb://{tmp_path}"
+    sink = opened(url, "SINK", QUICK)
+    await sink.prepare("docs", 16, {})
+    vectors = np.ones((3, 16), np.float32)
+    await sink.upsert(SinkRows(["a", "b", "c"], vectors, [{"body": "it's \\ a"}, {}, {"body": "c"}]))
+    migrator = Migrator(opened_live(url, "SINK", LiveSource("docs", BODY, PRINTS), QUICK))
+    await migrator.live.open()
+    await migrator.live.begin(24)
+    assert await migrator.scan("new") == 2
+    assert migrator.gaps == 1
+    near = await migrator.live.nearest("new", np.array(vector_of("it's \\ a", "new"), np.float32), 2)
+    assert near[0] == "a"
+    await sink.prepare("docs", 16, {})
+    await sink.upsert(SinkRows(["c"], vectors[:1], [{"body": "changed"}]))
+    assert await migrator.scan("new") == 1
+    await migrator.live.switch("new")
+    await migrator.live.clean_up()
+    hits = await sink.search("docs", np.array(vector_of("changed", "new"), np.float32), 1)
+    assert [(hit.id, hit.payload) for hit in hits] == [("c", {"body": "changed"})]

@@ -1,5 +1,5 @@
-"""Vector databases that jobs write to, each by the same cases: PostgreSQL with pgvector, and Qdrant's engine behind the
-routes of tests/qdrant_server.py.
+"""Vector databases that jobs write to, each by the same cases: PostgreSQL with pgvector, Qdrant's engine behind the
+routes of tests/qdrant_server.py, and LanceDB in a folder.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import asyncpg
+import lancedb
 import numpy as np
+import pyarrow
 import pytest
 import pytest_asyncio
 import sink_writer
-from databases import Database, Postgres, Qdrant, with_extension
+from databases import Database, Lance, Postgres, Qdrant, Served, with_extension
+from object_stores import Place, s3_server
 from postgres_server import USER, PostgresServer
 from qdrant_server import QdrantServer
 from sink_writer import DIMS, rows
@@ -63,12 +67,23 @@ def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
     server.kill()
 
 
-@pytest.fixture(params=["postgres", "qdrant"])
+SERVED: dict[str, Callable[[Any], Served]] = {"postgres": Postgres, "qdrant": Qdrant}
+DATABASES: dict[str, tuple[str, Callable[[Any], Database]]] = {
+    **{name: (name, open_database) for name, open_database in SERVED.items()},
+    "lancedb": ("tmp_path", Lance),
+}
+
+
+@pytest.fixture(params=DATABASES)
 def database(request: pytest.FixtureRequest) -> Database:
     """One server for all tests of this file."""
-    if request.param == "postgres":
-        return Postgres(request.getfixturevalue("postgres"))
-    return Qdrant(request.getfixturevalue("qdrant"))
+    fixture, open_database = DATABASES[request.param]
+    return open_database(request.getfixturevalue(fixture))
+
+
+@pytest.fixture(params=SERVED)
+def served(request: pytest.FixtureRequest) -> Served:
+    return SERVED[request.param](request.getfixturevalue(request.param))
 
 
 @pytest_asyncio.fixture
@@ -400,11 +415,11 @@ async def test_a_writer_to_qdrant_that_was_killed_between_two_requests_of_a_call
         server.kill()
 
 
-async def test_a_database_that_is_killed_and_started_again_is_waited_for(database: Database, collection: str) -> None:
+async def test_a_database_that_is_killed_and_started_again_is_waited_for(served: Served, collection: str) -> None:
     """A writer writes. The server is killed. The writer asks again, until the server is back. All rows are there, those
     that were answered before the kill too.
     """
-    sink = opened(database.url, "SINK", LONG)
+    sink = opened(served.url, "SINK", LONG)
     await sink.prepare(collection, DIMS, {})
     await sink.upsert(rows(0, 100))
 
@@ -418,17 +433,17 @@ async def test_a_database_that_is_killed_and_started_again_is_waited_for(databas
 
     writing = asyncio.create_task(write())
     await halfway.wait()
-    await database.kill()
-    impatient = opened(database.url, "SINK", QUICK)
+    await served.kill()
+    impatient = opened(served.url, "SINK", QUICK)
     with pytest.raises(StoreError, match="cannot be reached") as refused:
         await impatient.prepare(collection, DIMS, {})
     assert type(refused.value) is StoreError
     await impatient.close()
     assert not writing.done(), writing
-    await database.start()
+    await served.start()
     await writing
     await sink.close()
-    await has(database, collection, rows(0, 1000))
+    await has(served, collection, rows(0, 1000))
 
 
 async def test_a_server_that_never_answers_is_given_up_within_the_bound(
@@ -481,15 +496,44 @@ async def test_wrong_credentials_are_refused_at_once_and_not_repeated(
 
 
 async def test_a_collection_that_was_removed_meanwhile_is_not_created_again(
-    postgres: PostgresServer, collection: str
+    sink: Sink, database: Database, collection: str
 ) -> None:
-    sink = opened(postgres.url(), "SINK", QUICK)
     await sink.prepare(collection, DIMS, {})
-    connection = await asyncpg.connect(postgres.url())
-    await connection.execute(f'DROP TABLE "{collection}"')
-    await connection.close()
+    await database.remove(collection)
     with pytest.raises(CollectionMissing):
         await sink.upsert(rows(0, 3))
+
+
+async def test_writers_at_once_keep_each_row_once_in_lancedb_over_an_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collection: str
+) -> None:
+    with s3_server(tmp_path) as server:
+        address = Place.at(server, monkeypatch).url
+        sinks = [opened(f"lancedb+{address}", "SINK", LONG) for _ in range(3)]
+        await asyncio.gather(*(sink.prepare(collection, DIMS, {}) for sink in sinks))
+        await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks))
+        await has(Lance(address), collection, rows(0, 200))
+        await asyncio.gather(*(sink.close() for sink in sinks))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id": "string", "vector": 16}, "column payload .* no such column"),
+        ({"id": "int64", "vector": 16, "payload": "string"}, "column id .* it has int64"),
+        ({"id": "string", "vector": 16, "payload": "string"}, "id .* is not its primary key"),
+    ],
+)
+async def test_a_table_of_lancedb_that_no_job_created_is_refused(
+    tmp_path: Path, collection: str, fields: dict[str, str | int], message: str
+) -> None:
+    schema = [
+        (name, pyarrow.list_(pyarrow.float32(), type) if isinstance(type, int) else type)
+        for name, type in fields.items()
+    ]
+    await (await lancedb.connect_async(tmp_path)).create_table(collection, schema=pyarrow.schema(schema))
+    with pytest.raises(CollectionMismatch, match=message):
+        await opened(f"lancedb://{tmp_path}", "SINK", QUICK).prepare(collection, DIMS, {})
 
 
 @pytest.mark.parametrize("version", [16, 18])

@@ -33,8 +33,6 @@ from sie_contracts.wire import messages, records, topology
 from sie_contracts.wire.messages import Confirmation, Failed, Input, Ok, RunOptions, WorkItem, WorkResult
 from sie_contracts.wire.topology import Lane
 
-pytestmark = pytest.mark.serial
-
 OFFSET_S = 30
 LANE = Lane("_default", "cpu", "default")
 MODEL = "toy/one"
@@ -182,6 +180,7 @@ def _broker_state(stack: Stack) -> dict[str, Any]:
     return next(stream for stream in streams if stream["name"] == topology.stream_name(LANE.pool))
 
 
+@pytest.mark.serial
 @pytest.mark.long
 @pytest.mark.parametrize("gateway_s", [OFFSET_S, -OFFSET_S])
 async def test_clocks_that_are_a_minute_apart_change_nothing(tmp_path: Path, gateway_s: int) -> None:

@@ -56,7 +56,7 @@ def answered(stack: Stack) -> float:
 
 
 def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Path) -> None:
-    found = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "8"))
+    found = measured(argv(stack, tmp_path, texts, "--clients", "4", "--seconds", "5"))
     (row,) = found["rows"]
     assert row["errors"] == {}
     assert row["scores"]["items_per_s"] == pytest.approx(1000 / BATCH_MS, rel=0.03)
@@ -67,12 +67,12 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
 def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
     stack: Stack, texts: str, tmp_path: Path
 ) -> None:
-    """One client asks nothing while it waits: one request of 200 is slow. At a rate, each that is due meanwhile is."""
+    """One client asks nothing while it waits: one request of 150 is slow. At a rate, each that is due meanwhile is."""
 
     def stalled(*load: str) -> float:
         """The p99 with a sidecar that stands still for STALL_S within the window, ms."""
         process = subprocess.Popen(
-            argv(stack, tmp_path, texts, "--seconds", "10", "--warm-up", "1", *load),
+            argv(stack, tmp_path, texts, "--seconds", "6", "--warm-up", "1", *load),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -106,7 +106,7 @@ def test_an_evaluation_that_was_interrupted_goes_on_where_it_was(
     (folder / "queries.jsonl").write_text(lines[0])
     (folder / "qrels" / "test.tsv").write_text("0\t0\t1\n")
     unfinished = tmp_path / "unfinished"
-    plan = Plan((MODEL,), workers=(Device(token_us=500.0),))
+    plan = Plan((MODEL,), workers=(Device(token_us=150.0),))
     with Stack(tmp_path_factory.mktemp("slow"), plan) as slow:
         where = ("--url", slow.urls[0], "--results", str(tmp_path))
         command = [sys.executable, "-m", "sie_cli", "eval", MODEL, "-t", str(folder), *where]
@@ -143,7 +143,7 @@ def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(
 ) -> None:
     plan = Plan((MODEL,), workers=(Device(batch_ms=10.0),))
     with Stack(tmp_path_factory.mktemp("dying"), plan) as dying:
-        asked = argv(dying, tmp_path, texts, "--seconds", "8", "--warm-up", "0.5", "--sweep", "clients=2,4")
+        asked = argv(dying, tmp_path, texts, "--seconds", "4", "--warm-up", "0.5", "--sweep", "clients=2,4")
         process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         until(lambda: answered(dying) > 5 * WITHIN, 60, "the window", dying.log)
         dying.gateways[0].kill()

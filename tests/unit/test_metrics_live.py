@@ -5,6 +5,7 @@ config service.
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from config_api import ADMIN, listened
 from fake_adapter import toy_entry
-from inprocess import GatewayProcess, InProcess
+from inprocess import GatewayProcess, InProcess, until_told
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -160,9 +161,8 @@ async def test_latencies_name_the_trace_of_a_request_that_is_sampled(tmp_path: P
             assert TRACE not in plain.text
             families = list(text_string_to_metric_families(plain.text))
             assert families
-            async with asyncio.timeout(WAIT_S):
-                while not (found := await exemplars(process.side_url, name)):
-                    pass  # a chunk is counted after its result has left
+            # a chunk is counted after its result has left
+            found = await until_told(functools.partial(exemplars, process.side_url, name), "an exemplar", WAIT_S)
             assert found == {TRACE}
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from inprocess import InProcess, free_port, settings_of, until
+from inprocess import InProcess, settings_of, until
 from prometheus_client.parser import text_string_to_metric_families
 
 import sie_config_service.process
+from sie_broker import BrokerUnavailable
 from sie_contracts.errors import PermissionDenied
 from sie_contracts.settings import SettingError
 from sie_runtime.http.protocol import HostNames
@@ -192,15 +193,23 @@ async def test_what_is_no_http_is_counted(tmp_path: Path) -> None:
         assert await gateway.metric("sie_gateway_refused_below_routes_total", reason="malformed") == 1
 
 
+async def nobody(*_: object, **__: object) -> None:
+    """A broker that is not there."""
+    raise BrokerUnavailable("nobody listens")
+
+
 @pytest.mark.parametrize(
     "listed", ["", pytest.param("sie.example.com", marks=pytest.mark.long)], ids=["unset", "listed"]
 )
-async def test_every_listener_checks_the_names_that_the_setting_lists(tmp_path: Path, listed: str) -> None:
+async def test_every_listener_checks_the_names_that_the_setting_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
     """SIE_ALLOWED_HOSTS; a foreign Host and a foreign page at API, metrics port, worker and config service."""
     environ = {"SIE_ALLOWED_HOSTS": listed} if listed else {}
+    monkeypatch.setattr("sie_broker.nats.connect", nobody)
     stop = Stop()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    settings = settings_of(**environ, SIE_NATS_URL=f"nats://{LOOPBACK}:{free_port()}")  # where nobody listens
+    settings = settings_of(**environ, SIE_NATS_URL="nats://broker")
     serving = sie_config_service.process.run(settings, stop, host=LOOPBACK, port=0, on_listening=listening.set_result)
     config = asyncio.create_task(serving)
     try:

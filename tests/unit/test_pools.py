@@ -15,7 +15,7 @@ import pytest
 from fake_adapter import toy_entry
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until
+from inprocess import GatewayProcess, InProcess, SidecarProcess, Source, until, until_told
 
 from sie_broker import Write
 from sie_contracts.errors import InvalidInput, ModelNotFound, PoolOperationForbidden, SIEError
@@ -521,9 +521,12 @@ async def test_a_worker_that_is_not_ready_keeps_its_reservation_for_a_while(
         await town.adapters[number].stop()
         await until(lambda: town.last_beat(first["name"], ready=False), "a heartbeat that says not ready")
         since_s = asyncio.get_running_loop().time()
-        async with asyncio.timeout(30):
-            while (await town.state("active"))["status"]["assigned_workers"][0]["name"] == first["name"]:
-                pass
+
+        async def is_replaced() -> bool:
+            pool = await town.state("active")
+            return bool(pool["status"]["assigned_workers"][0]["name"] != first["name"])
+
+        await until_told(is_replaced, "another worker")
         assert asyncio.get_running_loop().time() - since_s >= 1.5
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from inprocess import InProcess, until
+from inprocess import InProcess, until, until_told
 
 from sie_contracts.errors import AllItemsFailed, ErrorInfo, InvalidInput, ModelLoadFailed, SIEError, catalogue
 from sie_contracts.sdk_versions import CONTRACT_VERSION, DIALECTS, NATIVE, SERVER_VERSION, dialect_of, server_version
@@ -129,9 +129,7 @@ async def test_a_public_sdk_is_told_within_seconds_that_a_model_is_being_loaded(
     async def loaded() -> bool:
         return (await gateway.encode("x", X_SIE_SDK_Version="0.10.1")).status_code == 200
 
-    async with asyncio.timeout(20):
-        while not await loaded():
-            pass
+    await until_told(loaded, "a loaded model")
     assert adapter.loads == ["toy/one"]
 
 
@@ -155,13 +153,12 @@ async def test_a_load_that_failed_has_the_status_and_the_facts_that_a_public_sdk
     adapter.refusals = {"toy/one": ModelLoadFailed("no weights", extras={"error_class": "NOT_FOUND"})}
     await cluster.sidecar(adapter)
 
-    async def failed(**headers: str) -> httpx.Response:
-        async with asyncio.timeout(20):
-            while (answer := await gateway.encode("x", **headers)).json().get("code") == "MODEL_LOADING":
-                pass
-        return answer
+    async def failed(**headers: str) -> httpx.Response | None:
+        answer = await gateway.encode("x", **headers)
+        return None if answer.json().get("code") == "MODEL_LOADING" else answer
 
-    public, own = await failed(X_SIE_SDK_Version="0.10.1"), await failed()
+    public = await until_told(lambda: failed(X_SIE_SDK_Version="0.10.1"), "the end of the load")
+    own = await until_told(failed, "the end of the load")
     assert (public.status_code, own.status_code, public.json()["code"]) == (502, 500, "MODEL_LOAD_FAILED")
     for answer in (public, own):
         facts = {name: answer.json()["error"][name] for name in ("error_class", "permanent", "attempts")}

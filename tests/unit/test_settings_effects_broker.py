@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from fake_adapter import FakeAdapter, toy_entry
-from inprocess import free_port, settings_of
+from inprocess import free_port, settings_of, until_told
 from nats_server import NatsServer
 
 import sie_config_service.process
@@ -225,9 +225,11 @@ async def test_queued_work_survives_the_broker_in_files_and_not_in_memory(
     config = {"SIE_CONFIG_SERVICE_URL": await processes.config(SIE_MODELS_DIR=models, **broker)}
     url = await processes.gateway(**broker, **config, **variable)
     request = asyncio.create_task(encode(url))
-    async with asyncio.timeout(30):
-        while (await stored(nats)).get("messages") != 1:
-            pass  # the monitor is asked
+
+    async def is_queued() -> bool:
+        return (await stored(nats)).get("messages") == 1
+
+    await until_told(is_queued, "queued work")
     assert (await stored(nats))["storage"] == variable.get("SIE_STREAM_STORAGE", "file")
     await asyncio.to_thread(nats.kill)
     await asyncio.to_thread(nats.start)
@@ -271,7 +273,9 @@ async def test_three_brokers_hold_three_copies(tmp_path: Path, processes: Proces
     with contextlib.ExitStack() as running:
         brokers = [running.enter_context(server) for server in three_brokers(tmp_path)]
         await processes.gateway(SIE_NATS_URL=",".join(server.url for server in brokers), SIE_STREAM_REPLICAS="3")
-        async with asyncio.timeout(60):
-            while [(await stored(server)).get("num_replicas") for server in brokers] != [3, 3, 3]:
-                pass  # a copy is there when its server says so
+
+        async def have_copies() -> bool:
+            return [(await stored(server)).get("num_replicas") for server in brokers] == [3, 3, 3]
+
+        await until_told(have_copies, "a copy at each broker", 60)
         await processes.end()

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_adapter import TOKENIZER, FakeAdapter, toy_entry
-from inprocess import InProcess, SidecarProcess, Source, free_port, settings_of, until
+from inprocess import InProcess, SidecarProcess, Source, free_port, settings_of, until, until_told
 from websockets.asyncio.client import connect
 
 from sie_contracts.errors import ModelLoadFailed
@@ -205,9 +206,11 @@ async def test_a_frozen_adapter_makes_the_worker_unready_after_so_many_intervals
     since_s = asyncio.get_running_loop().time()
 
     async def unready(sidecar: SidecarProcess) -> float:
-        async with asyncio.timeout(20):
-            while (answer := await sidecar.get("/readyz")).status_code == 200:
-                pass
+        async def refused() -> httpx.Response | None:
+            answer = await sidecar.get("/readyz")
+            return None if answer.status_code == 200 else answer
+
+        answer = await until_told(refused, "a worker that is not ready")
         assert answer.text == "not ready: the adapter does not answer"
         return asyncio.get_running_loop().time() - since_s
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_adapter import toy_entry
-from inprocess import GatewayProcess, InProcess, SidecarProcess, closing_code, free_port, until
+from inprocess import GatewayProcess, InProcess, SidecarProcess, closing_code, free_port, until, until_told
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
@@ -424,9 +424,12 @@ async def test_a_failed_load_is_shown_in_the_state_of_the_model(cluster: InProce
     adapter.refusals["toy/one"] = ModelLoadFailed("the files are gated", extras={"error_class": "GATED"})
     sidecar = await cluster.sidecar(adapter)
     assert (await gateway.encode("x")).json()["code"] == "MODEL_LOAD_FAILED"
-    async with asyncio.timeout(30):
-        while (info := (await gateway.client.get("/v1/models/toy/one")).json())["state"] != "failed":
-            pass
+
+    async def failed() -> Any:
+        info = (await gateway.client.get("/v1/models/toy/one")).json()
+        return info["state"] == "failed" and info
+
+    info = await until_told(failed, "a failed load")
     assert info["last_error"] == {"code": "GATED", "attempts": 1, "permanent": True, "message": "the files are gated"}
     (host,) = info["hosts"]
     assert (host["worker"], host["state"], host["error"]) == ("w0", "failed", info["last_error"])
@@ -500,19 +503,21 @@ async def test_in_mode_ws_workers_are_known_by_their_sockets_and_in_mode_nats_by
             each["name"] for each in health["unhealthy_workers"]
         ]
 
-    async with asyncio.timeout(30):
-        while (found := await view(by_socket)) != ({"w0": urls[0]}, [urls[1]]):
-            pass  # the request awaits
-    assert found == ({"w0": urls[0]}, [urls[1]])
+    async def is_seen() -> bool:
+        return await view(by_socket) == ({"w0": urls[0]}, [urls[1]])
+
+    await until_told(is_seen, "both workers")
     assert await view(by_beats) == ({"w0": None}, [])
     assert await view(default) == ({}, []), "a worker that only sends heartbeats is not known"
     for gateway in (by_socket, by_beats, default):
         assert (await gateway.encode("x")).headers["x-sie-worker"] == "w0", "work goes through the queue"
     assert await by_socket.metric("sie_gateway_workers", status="unhealthy") == 1
     assert await default.metric("sie_gateway_workers") == 0
-    async with asyncio.timeout(30):
-        while (await by_socket.client.get("/health")).json()["models"][0]["state"] != "loaded":
-            pass  # the request awaits
+
+    async def is_loaded() -> bool:
+        return bool((await by_socket.client.get("/health")).json()["models"][0]["state"] == "loaded")
+
+    await until_told(is_loaded, "a loaded model")
 
 
 def test_a_socket_that_tells_nothing_is_an_unhealthy_worker_without_credentials() -> None:
@@ -614,9 +619,11 @@ async def test_answers_are_counted_and_told(cluster: InProcess) -> None:
     await cluster.sidecar()
     for _ in range(5):
         assert (await gateway.encode("x")).status_code == 200
-    async with asyncio.timeout(30):
-        while not (rate := (await gateway.client.get("/health")).json()["cluster"]["total_qps"]):
-            pass  # the request awaits
+
+    async def requests_per_s() -> float:
+        return float((await gateway.client.get("/health")).json()["cluster"]["total_qps"])
+
+    rate = await until_told(requests_per_s, "a rate")
     assert 0 < rate <= 5 / 0.5
     assert await gateway.metric("sie_gateway_qps") > 0
 

@@ -29,6 +29,7 @@ from sie_cli.migrating.migration import (
     before_flip,
     check_encoder,
     former_target,
+    last_former_target,
     probe,
 )
 from sie_cli.refusal import CommandRefused
@@ -36,12 +37,11 @@ from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.settings import SettingError
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, LiveState, Side, opposite
+from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, opposite
 from sie_store.sinks.opening import opened_live
 from sie_store.sinks.sink import PATIENCE
 
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
-SIDES: tuple[Side, Side] = ("old", "new")
 LIVE_STEPS = ("check", "embed", "quality", "flip")
 SINKS = "SIE_JOBS_SINKS"
 IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # of the first connection: the URL may be wrong
@@ -138,24 +138,16 @@ def progress_line(scan: Scan, total: int, elapsed_s: float) -> str:
     )
 
 
+@dataclass
 class LiveMigration:
     """Migration of a live collection. `encoder`: opens the client that encodes rows. `echo`: prints progress."""
 
-    def __init__(
-        self,
-        client: SIEClient,
-        encoder: Callable[[], SIEAsyncClient],
-        aliases: Aliases,
-        plan: LivePlan,
-        report: MigrationReport,
-        echo: Callable[[str], None],
-    ) -> None:
-        self._client = client
-        self._encoder = encoder
-        self._aliases = aliases
-        self._plan = plan
-        self._report = report
-        self._echo = echo
+    _client: SIEClient
+    _encoder: Callable[[], SIEAsyncClient]
+    _aliases: Aliases
+    _plan: LivePlan
+    _report: MigrationReport
+    _echo: Callable[[str], None]
 
     def run(self) -> None:
         """Run the remaining steps of the migration, up to `until` of the plan. Raises CommandRefused, and SIEError."""
@@ -288,7 +280,9 @@ class LiveMigration:
     async def _back(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
         plan, report = self._plan, self._report
         report.begin("flip")
-        if state.in_use == "old" and alias.target != plan.model:
+        is_back = state.in_use == "old" and alias.target != plan.model
+        # if the alias came from the new model, an earlier run may have been killed before its last scans
+        if is_back and not (state.is_begun and last_former_target(alias.history) == plan.model):
             raise CommandRefused(
                 f"{plan.alias} names {alias.target} and {plan.collection} has its vectors in use: there is nothing to "
                 "go back from"
@@ -312,26 +306,17 @@ class LiveMigration:
         await steps.clean_up()
 
 
+@dataclass
 class _LiveSteps:
     """Steps of a migration at an open collection. `models`: the old and the new model."""
 
-    def __init__(
-        self,
-        encoder: SIEAsyncClient,
-        live: LiveCollection,
-        state: LiveState,
-        models: Mapping[Side, LiveModel],
-        plan: LivePlan,
-        report: MigrationReport,
-        echo: Callable[[str], None],
-    ) -> None:
-        self._encoder = encoder
-        self._live = live
-        self._state = state
-        self._models = models
-        self._plan = plan
-        self._report = report
-        self._echo = echo
+    _encoder: SIEAsyncClient
+    _live: LiveCollection
+    _state: LiveState
+    _models: Mapping[Side, LiveModel]
+    _plan: LivePlan
+    _report: MigrationReport
+    _echo: Callable[[str], None]
 
     async def embed(self) -> None:
         """Write the vectors of the new model beside the others, and build their indexes."""

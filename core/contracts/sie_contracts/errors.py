@@ -110,6 +110,13 @@ class InvalidInput(SIEError):
 
     code, status = "INVALID_INPUT", 400
 
+    @classmethod
+    def at(
+        cls, param: str, message: str, *, reason: str = "schema", extras: dict[str, Any] | None = None
+    ) -> InvalidInput:
+        """Return the error of one field. Its message begins with the path of the field."""
+        return cls(f"{param}: {message}", reason=reason, param=param, extras=extras)
+
 
 class Unauthenticated(SIEError):
     """The token is missing or unknown."""

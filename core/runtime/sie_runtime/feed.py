@@ -25,6 +25,7 @@ import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.loopback import verification
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.bundles import BundleEntry, parse_bundle
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
@@ -85,7 +86,9 @@ class HttpConfigSource:
     def __init__(self, url: str, token: Secret | None) -> None:
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         self._url = url
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=5.0, trust_env=False, verify=verification(url)
+        )
 
     async def _get(self, path: str) -> bytes:
         try:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sie_contracts.settings import SettingError, store_url
 
 if TYPE_CHECKING:
-    from obstore import GetResult
+    from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
@@ -210,6 +210,19 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
         if len(data) >= most:
             break
     return answer, bytes(data[:most])
+
+
+async def whole_object(store: ObjectStore, key: str) -> bytes:
+    import obstore
+
+    return bytes(await (await obstore.get_async(store, key)).bytes_async())
+
+
+async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
+    """Return name, size, time and tag of each object below a prefix."""
+    import obstore
+
+    return [entry async for page in obstore.list(store, prefix=prefix) for entry in page]
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,13 @@ class PayloadStore:
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """Return a payload whose digest equals its key. Raises PayloadMissing, StoreError."""
-        import obstore
 
         digest = _digest_of(key)
 
         async def read() -> bytes:
             async with self._turns:
                 failpoint("payloads.before_get")
-                data = bytes(await (await obstore.get_async(self._store, key)).bytes_async())
+                data = await object_stores.whole_object(self._store, key)
                 if await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()) != digest:
                     raise PayloadMissing(f"the payload {key} is damaged: its digest differs from its key")
                 return data

@@ -145,8 +145,7 @@ def _further(inference: Inference, call: Call, first: Resolved, rules: Redaction
         with fields.named(model=f"models[{number}]"):
             resolved = checked(inference.resolve(name, call, CAN["redact"]), "redact")
         if resolved.canonical in [model.canonical for model in models]:
-            message = f"models[{number}]: expected a further model, this one reads the texts already"
-            raise InvalidInput(message, reason="schema", param=f"models[{number}]")
+            raise InvalidInput.at(f"models[{number}]", "expected a further model, this one reads the texts already")
         models.append(resolved)
     return models[1:]
 
@@ -221,11 +220,11 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
     for index, item in enumerate(items):
         path = f"items[{index}]"
         if item.text is None or item.modalities:
-            message = f"{path}: expected a text and nothing else, only texts are redacted"
-            raise InvalidInput(message, reason="unsupported_modality", param=path)
+            message = "expected a text and nothing else, only texts are redacted"
+            raise InvalidInput.at(path, message, reason="unsupported_modality")
         if len(item.text) > MAX_TEXT:
-            message = f"{path}.text: it has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
-            raise InvalidInput(message, reason="too_long", param=f"{path}.text", extras={"limit": MAX_TEXT})
+            message = f"it has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
+            raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})
 
 
 async def _slots(
@@ -305,7 +304,7 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
         raise InferenceFailed("the model returned no list of entities")
     if outcome.truncated:
-        raise InvalidInput(f"{path}: longer than the model reads", reason="input_too_long", param=path)
+        raise InvalidInput.at(path, "longer than the model reads", reason="input_too_long")
     spans = []
     for entity in (outcome.data or {})["entities"]:
         start, end = entity.get("start"), entity.get("end")

@@ -181,7 +181,7 @@ class Fleet:
                     del self._statuses[status.model]
 
     def _join(self, beat: Heartbeat) -> None:
-        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        key = beat.lane
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = _LaneWorkers()
@@ -193,7 +193,7 @@ class Fleet:
         beat = self._healthy.pop(worker, None)
         if beat is None:
             return
-        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        key = beat.lane
         lane = self._lanes[key]
         lane.drop(beat)
         if not lane.beats:
@@ -252,7 +252,7 @@ class Fleet:
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
             if name not in self._healthy and beat.ready and not beat.leaving:
-                silent.setdefault(Lane(beat.pool, beat.machine_profile, beat.bundle), []).append(beat)
+                silent.setdefault(beat.lane, []).append(beat)
         return silent
 
     def worker_names(self) -> Collection[str]:
@@ -479,10 +479,10 @@ def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
 
 def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
     allowed = resolved.entry.machine_profiles
-    return InvalidInput(
-        f"{param}: {resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
+    return InvalidInput.at(
+        param,
+        f"{resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
         reason="machine_profile_excluded",
-        param=param,
         extras={"machine_profiles": list(allowed)},
     )
 
@@ -492,10 +492,10 @@ def _configured(requested: str, configured: tuple[str, ...]) -> str:
     key = requested.strip().lower()
     profile = names.get(key) or names.get(f"{key}-spot")
     if profile is None:
-        raise InvalidInput(
-            f"X-SIE-MACHINE-PROFILE: {key[:60]!r} is not configured",
+        raise InvalidInput.at(
+            "X-SIE-MACHINE-PROFILE",
+            f"{key[:60]!r} is not configured",
             reason="gpu_not_configured",
-            param="X-SIE-MACHINE-PROFILE",
             extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": list(configured)},
         )
     return profile

@@ -164,13 +164,10 @@ class Placer:
         """Update all tables until `stop`: each EVERY_S, and at once if a model without a host gets work."""
         trouble = Trouble(_logger, "not every placement table could be computed")
         while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
-            try:
+            with trouble.logged(BrokerError):
                 if trouble.lasting or self._record.is_stale:  # the broker may have lost the bucket
                     await self.start()
                 await self.step()
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""

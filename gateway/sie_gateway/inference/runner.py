@@ -89,7 +89,7 @@ class Runner:
             error = failed.error
             if error.param.startswith("query"):  # the message already names the query
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
-            raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
+            raise InvalidInput.at("query", f"{error.message}", reason=error.reason)
         refused = self.refused(request, takers)
         runnable = [index for index in range(len(request.items)) if index not in refused]
         if not runnable:

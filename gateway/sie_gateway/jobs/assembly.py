@@ -78,7 +78,7 @@ def assembled(
     engine = JobEngine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)
 
     def workers(job: JobRecord) -> int:
-        return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
+        return sum(str(beat.lane) == job.lane for beat in fleet.healthy())
 
     jobs = JobService(ledger, engine.check, workers, engine.remove, files.content, now_s)
     keeper = JobScheduler(

@@ -46,6 +46,7 @@ from sie_store.sinks.sink import (
     SinkUnsuitable,
 )
 
+PARSED_BY = "+"  # between the fingerprints of the model and of the parser
 SPAN_TOKENS = 16  # tokens assumed per chunk, to size shards, if the rows themselves have the spans of their chunks
 UNTRIMMED = 0.1  # share of the cache's size limit; after writing so many bytes, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
@@ -112,10 +113,11 @@ class NativeJob:
         self._preparing = asyncio.Lock()
         # by number, the answered shards that are not in the database or not in the store yet
         self._unwritten: dict[int, AnsweredShard] = {}
-        self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
+        model, _, parser = job.fingerprint.partition(PARSED_BY)
+        self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
         # another model has machines of its own, so the job's machine profile is not that of the parser
         self._documents = (
-            DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser) if job.parser else None
+            DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
 
     async def plan(self) -> Plan:
@@ -190,7 +192,7 @@ class NativeJob:
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
         if record is not None:  # an earlier leader wrote the part, and died before it wrote the record: use the part
-            self._values.check(record.fingerprint)
+            self._check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
         if record.rows != self._planned_rows[number]:
@@ -198,6 +200,18 @@ class NativeJob:
                 f"{name} exists with {record.rows} rows, but in this job it has {self._planned_rows[number]}"
             )
         return msgspec.structs.replace(record, source=_named(span))
+
+    def _fingerprint(self) -> str:
+        """Return the fingerprint of the answers; that of a job with documents has the fingerprint of the parser too."""
+        model = self._values.fingerprint
+        return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
+
+    def _check(self, fingerprint: str) -> None:
+        """Check that a part has the fingerprint of the job's earlier answers. Raises Halted."""
+        model, _, parser = fingerprint.partition(PARSED_BY)
+        self._values.check(model)
+        if self._documents is not None:
+            self._documents.check(parser)
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
         """Answer a shard, then send it to the database and write it. After an error, the next call for this shard
@@ -224,7 +238,7 @@ class NativeJob:
         if self._documents is not None:
             rows = await self._documents.parsed(rows)
         answers, reused = await self._answers(number, rows)
-        about = About(self._job.id, number, self._job.model, self._values.fingerprint, reused=reused)
+        about = About(self._job.id, number, self._job.model, self._fingerprint(), reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
         return AnsweredShard(
@@ -241,7 +255,7 @@ class NativeJob:
             answers[place] = results[unique_place]
         faults = len(rows) - len(places)
         self._progress.rows(number, faults, faults)
-        return answers, self._reused(number, once)
+        return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
         """Return the answers, which have only the errors of faulty rows yet, and the inputs of the other rows by the
@@ -258,9 +272,6 @@ class NativeJob:
                     fault = error.info()
             answers.append(RowAnswer(error=fault))
         return answers, inputs
-
-    def _reused(self, number: int, once: Unique) -> int:
-        return len(once.places) - self._computed.pop(number, len(once.inputs))
 
     async def _unique(self, number: int, once: Unique) -> list[RowAnswer]:
         weights = np.bincount(once.places, minlength=len(once.inputs)).tolist() if once.places else []
@@ -354,15 +365,14 @@ class NativeJob:
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Write the manifest of the shards that exist (see `run.JobWork`)."""
-        fields = dict[str, Any]()
         if not shards:
-            return fields
+            return {}
         plan = await self._workplace.plan()
         whole = await asyncio.to_thread(manifest, job, state, shards, plan.unread if plan else ())
         await manifests.write(self._places.output, whole)
         if self._cache_bytes:
             await self._trim()
-        return fields
+        return {}
 
     async def _trim(self) -> None:
         """Remove old segments of the cache. If the store fails, a later trim removes them."""

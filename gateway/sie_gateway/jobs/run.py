@@ -453,11 +453,9 @@ class JobRun:
     async def _claim(self) -> None:
         """Become the leader in the record. Raises Replaced if the job needs no leader; BrokerError, NotFound."""
 
-        def claim(job: JobRecord | None) -> JobRecord:
-            assert job is not None
-            return claimed_by(job, self._leader) if is_due(job, self._now_s()) else job
-
-        self._job = await self._ledger.change(self._id, claim)
+        self._job = await self._ledger.change(
+            self._id, lambda job: claimed_by(job, self._leader) if is_due(job, self._now_s()) else job
+        )
         self._require_lead(self._job)
 
     def _require_lead(self, job: JobRecord) -> None:
@@ -474,8 +472,7 @@ class JobRun:
         """Write the progress, and `fields(record)`, into the record of the job. Raises the errors of `_note`."""
         progress = self._progress_fields()
 
-        def noted(job: JobRecord | None) -> JobRecord:
-            assert job is not None
+        def noted(job: JobRecord) -> JobRecord:
             self._require_lead(job)
             return replace(job, **{**progress, "trouble": self._trouble, "updated_s": self._now_s(), **fields(job)})
 

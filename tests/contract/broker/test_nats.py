@@ -117,10 +117,14 @@ async def test_a_broker_in_memory_storage_is_noticed_to_be_new(nats: Callable[..
     await watch.stop()
 
 
-async def test_a_broker_that_falls_silent_is_left_and_found_again(nats: Callable[..., Awaitable[NatsHarness]]) -> None:
+async def test_a_broker_that_falls_silent_is_left_and_found_again(
+    nats: Callable[..., Awaitable[NatsHarness]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server stops answering with every connection open, more is sent than the socket takes, the connection counts
-    as lost in 30 s, the server goes on, what it hands to pulls of the lost connection comes again after the ack wait.
+    as lost after two pings, the server goes on, what it hands to pulls of the lost connection comes again after the
+    ack wait. With the real interval: test_broker_faults.py.
     """
+    monkeypatch.setattr("sie_broker.nats.connection.PING_S", 0.5)
     spec = consumer_of("a", ack_wait_s=1.0)
     box: Box[Delivery] = Box()
     harness = await nats()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sie.broker")
 
 _CLOSE_TIMEOUT_S = 2.0
+PING_S = 5.0  # seconds between two pings; a connection is lost if two of them have no answer
 _PERMISSION = re.compile(r"permissions violation for publish to \\?\"([^\"\\]+)", re.IGNORECASE)
 
 # Bytes of the client's send buffer. While it is full, a publisher waits. No burst within one iteration of the event
@@ -145,10 +146,9 @@ class NatsConnection:
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
-                    where = ", ".join(servers)
-                    raise BrokerUnavailable(
-                        f"{self.name}: no broker at {where} within {timeout_s} s: {reason!r}"
-                    ) from None
+                    where, cause = ", ".join(servers), str(reason) or type(reason).__name__
+                    message = f"{self.name}: no broker at {where} within {timeout_s:g} s ({cause})"
+                    raise BrokerUnavailable(message) from None
             except asyncio.CancelledError:
                 await self._hang_up()
                 raise
@@ -173,7 +173,7 @@ class NatsConnection:
             max_reconnect_attempts=1,
             reconnect_time_wait=FIRST_RETRY_S,
             connect_timeout=2,
-            ping_interval=5,
+            ping_interval=PING_S,
             max_outstanding_pings=2,
             pending_size=_SEND_BUFFER_BYTES,
             flush_timeout=2.0,

@@ -24,6 +24,7 @@ from sie_store.datasets.templates import Template
 # Side of a migration: `old` is the model in use before the migration and its vectors, `new` the new model and its
 # vectors
 Side = Literal["old", "new"]
+SIDES: tuple[Side, Side] = ("old", "new")
 
 
 def opposite(side: Side) -> Side:

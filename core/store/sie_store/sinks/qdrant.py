@@ -1,6 +1,7 @@
 """Qdrant over its REST API.
 
     PUT /collections/{name}                    create; 409 if it exists
+    GET /                                      version
     GET /collections/{name}                    dimensions and distance
     PUT /collections/{name}/index?wait=true    index a field of payloads
     PUT /collections/{name}/points?wait=true   replace points
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import ssl
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,6 +46,7 @@ DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
 # largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
 ANSWER_BYTES = 4 << 20
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})[\w.+-]{0,32}", re.ASCII)
 BODY_BYTES = 8 << 20  # largest number of bytes of a request body; Qdrant's default limit is 32 MiB
 
 
@@ -54,6 +57,7 @@ def point_id(row_id: str) -> str:
 
 class _QdrantReply(msgspec.Struct):
     result: Any = None
+    version: str = ""  # only in the reply to GET /
 
 
 class _QdrantPoint(msgspec.Struct):
@@ -79,6 +83,15 @@ class QdrantConnection:
     async def close(self) -> None:
         await self._client.aclose()
 
+    async def check_version(self, needed: tuple[int, int], purpose: str) -> None:
+        """Raise SinkUnsuitable if the server is older than `needed`, with the purpose for which it is needed."""
+        reply = await self._patience.repeated(functools.partial(self._once, "GET", "/", None, False))
+        version = _VERSION.match(reply.version)
+        if version is None:
+            raise SinkUnsuitable("the server does not answer as Qdrant does: it has no version")
+        if (int(version[1]), int(version[2])) < needed:
+            raise SinkUnsuitable(f"Qdrant is {version[0]}, and {purpose} needs {needed[0]}.{needed[1]} or later")
+
     async def send(
         self,
         method: str,
@@ -95,7 +108,7 @@ class QdrantConnection:
         """
         ask = functools.partial(self._once, method, path, content, completed)
         try:
-            return await self._patience.repeated(ask)
+            return (await self._patience.repeated(ask)).result
         except CollectionMissing:
             if not missing:
                 raise
@@ -104,7 +117,7 @@ class QdrantConnection:
                 raise
         return None
 
-    async def _once(self, method: str, path: str, content: bytes | None, completed: bool) -> Any:
+    async def _once(self, method: str, path: str, content: bytes | None, completed: bool) -> _QdrantReply:
         try:
             async with (
                 asyncio.timeout(self._patience.stall_s),
@@ -112,14 +125,14 @@ class QdrantConnection:
             ):
                 if response.status_code != 200:
                     raise _refusal(response, rows=completed)
-                result = _result(await _body(response, self._answer_bytes))
+                reply = _reply(await _body(response, self._answer_bytes))
         except (TimeoutError, httpx.TimeoutException):
             raise StoreError(f"Qdrant did not answer within {self._patience.stall_s:.3g} s") from None
         except httpx.HTTPError as error:
             raise StoreError(f"Qdrant cannot be reached ({type(error).__name__})") from None
-        if completed and (not isinstance(result, dict) or result.get("status") != "completed"):
+        if completed and (not isinstance(reply.result, dict) or reply.result.get("status") != "completed"):
             raise StoreError("Qdrant has not applied the rows yet")
-        return result
+        return reply
 
 
 class QdrantSink:
@@ -208,9 +221,9 @@ async def _body(response: httpx.Response, answer_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _result(body: bytes) -> Any:
+def _reply(body: bytes) -> _QdrantReply:
     try:
-        return msgspec.json.decode(body, type=_QdrantReply).result
+        return msgspec.json.decode(body, type=_QdrantReply)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise SinkUnsuitable("the server does not answer as Qdrant does") from None
 

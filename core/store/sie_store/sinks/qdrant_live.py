@@ -36,6 +36,7 @@ from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkUnsu
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
+CONDITIONS_SINCE = (1, 16)  # earlier versions ignore the condition of a write
 SCAN_POINTS = 256
 ANSWER_BYTES = 64 << 20  # largest number of bytes of a page of points
 # settings of a collection that the new one gets too, by their name in its description
@@ -125,6 +126,7 @@ class QdrantLive:
 
     async def open(self) -> LiveState:
         checked_name(self._alias)
+        await self._server.check_version(CONDITIONS_SINCE, "a migration (by conditional writes: update_filter)")
         aliases = await self._aliases()
         target = aliases.get(self._alias)
         if target is None:
