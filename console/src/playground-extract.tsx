@@ -1,6 +1,7 @@
 import { useState } from "preact/hooks";
 import { type Asked, Bars, pictureOf, short } from "./playground-parts";
 import { Values, valuesOf } from "./playground-values";
+import { Table } from "./table";
 import type { Entity, Found, Relation, Reply, Slot } from "./types";
 
 const COLOURS = 6;
