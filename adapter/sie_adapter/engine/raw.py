@@ -127,7 +127,7 @@ def run_raw(
 
 def _costs(message: RunBatch, lengths: Int64) -> list[int]:
     """Return the tokens of each text, and what its document costs."""
-    costs = lengths.tolist()
+    costs: list[int] = lengths.tolist()
     for row, document in enumerate(message.documents):
         if document is not None:
             costs[row] += documents.cost(len(document.data))
