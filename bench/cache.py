@@ -6,10 +6,12 @@ takes a fixed time and a time for each token, so that the ratio does not depend 
 2. Traffic without repeats: what the cache costs.
 3. One client, one text that is cached.
 4. Many distinct inputs, before an adapter that costs nothing: the memory of the gateway and the bound.
-5. `--policies`: hit shares of LRU, of segmented LRU and of packages with W-TinyLFU, if they are installed, on Zipf
+5. `--answers 10000000`: as many distinct inputs through the code of the cache alone: memory of the process, answers,
+   bytes that the cache counts.
+6. `--policies`: hit shares of LRU, of segmented LRU and of packages with W-TinyLFU, if they are installed, on Zipf
    traffic.
 
-    python bench/cache.py [--rounds 5 --requests 2000 --distinct 1000000] [--policies] [--out bench/results/cache.md]
+    python bench/cache.py [--rounds 5 --requests 2000 --distinct 1000000] [--answers N | --policies] [--out FILE]
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
+import psutil
 import uvloop
 from client import connect, percentile, request
 from report import Report, add_options, machine
@@ -41,6 +45,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from cluster import until
 from stack import Device, Plan, Stack
 from words import WORDS
+
+from sie_contracts.wire.messages import ArraySlice, Ok, RunOptions, WorkResult
+from sie_gateway.answers.keys import digests_of, space_of
+from sie_gateway.answers.memory import AnswerMemory, AnswerSpace
+from sie_gateway.answers.values import pack
+from sie_gateway.inference.body import RequestItem
 
 REPEATS = 0.37
 PATH = "/v1/encode/toy/one"
@@ -205,6 +215,37 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         say(f"\nThe cache had {limit >> 20} MiB.")
 
 
+def answers(count: int, say: Callable[[str], None]) -> None:
+    """Cache the answers to `count` distinct inputs. One in ten has options of its own, which tests the bound of spaces;
+    one in ten is asked for again at once, which tests the bound of protected answers.
+    """
+    limit, width, run = 64 << 20, 384, RunOptions(outputs=("dense",))
+    cache = AnswerMemory(limit, 3600.0)
+    outcome = Ok({"dense": ArraySlice("<f4", (width,), 0)}, 7)
+    result = WorkResult("r", 0, "w", (outcome,), bytes(range(256)) * (4 * width // 256))
+    shared = AnswerSpace(space_of("", "0123456789abcdef", "encode", run), "org/model", "")
+    process, steps = psutil.Process(), {0, *(count * step // 10 for step in range(1, 11))}
+    say("| distinct inputs | answers | bytes by the cache, MiB | RSS, MiB | seconds |\n|--:|--:|--:|--:|--:|")
+    began_s = time.perf_counter()
+    for number in range(count + 1):
+        if number in steps:
+            rss = process.memory_info().rss >> 20
+            seconds = time.perf_counter() - began_s
+            say(f"| {number:,} | {len(cache):,} | {cache.held_bytes / 2**20:.1f} | {rss} | {seconds:.0f} |")
+        space = shared
+        if number % 10 == 0:
+            own = msgspec.structs.replace(run, prefix=str(number))
+            space = shared._replace(name=space_of("", "0123456789abcdef", "encode", own))
+        (digest,) = digests_of((RequestItem(f"input {number:x}"),))
+        key = space.key(digest)
+        cache.keep(space, key, pack(result, outcome))
+        if number % 10 == 1 and cache.find(key) is None:
+            raise RuntimeError(f"the answer to input {number} is not cached")
+        if cache.held_bytes > limit:
+            raise RuntimeError(f"{cache.held_bytes} bytes are counted, the limit is {limit}")
+    say(f"\nThe cache had {limit >> 20} MiB; {cache.evictions:,} answers were removed for lack of room.")
+
+
 class Lru:
     """Least recently used leaves first."""
 
@@ -284,6 +325,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=2000, help="of each measurement")
     parser.add_argument("--distinct", type=int, default=1_000_000, help="inputs of the measurement of memory")
+    parser.add_argument("--answers", type=int, default=0, help="distinct inputs through the code of the cache alone")
     parser.add_argument("--policies", action="store_true", help="hit shares of policies alone")
     add_options(parser)
     options = parser.parse_args()
@@ -294,7 +336,9 @@ def main() -> None:
         f"{load} at the start. The device takes 5 ms for a batch and 15 us for a token; {options.rounds} rounds of "
         f"{options.requests} requests; {GOALS}.\n"
     )
-    if options.policies:
+    if options.answers:
+        answers(options.answers, say)
+    elif options.policies:
         policies(say)
     else:
         compare(options, say)

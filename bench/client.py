@@ -156,38 +156,23 @@ class Clients:
 
 
 class OpenLoop:
-    """Requests at a fixed rate, whatever happens to those before. Connections are kept and used again; `most` of them
-    at once.
+    """Requests at a fixed rate, whatever happens to those before. Connections are kept and used again."""
 
-    `late_s` is the longest that a request left after its time: above some ms the generator, not the server, was
-    measured. `unsent` counts those for which there was no connection.
-    """
-
-    def __init__(
-        self, host: str, port: int, requests: Iterator[bytes], *, rate: float, seconds: float, most: int = 4096
-    ) -> None:
+    def __init__(self, host: str, port: int, requests: Iterator[bytes], *, rate: float, seconds: float) -> None:
         self.answers: list[Answer] = []
-        self.late_s = 0.0
-        self.unsent = 0
         self._address = host, port
         self._requests = requests
-        self._rate, self._seconds, self._most = rate, seconds, most
+        self._rate, self._seconds = rate, seconds
         self._idle: list[Connection] = []
-        self._open = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> list[Answer]:
         """Send everything; returns when the last request is on its way. `finish` waits for the answers."""
         begin_s = time.perf_counter()
         for number in range(int(self._rate * self._seconds)):
-            due_s = begin_s + number / self._rate
-            ahead_s = due_s - time.perf_counter()
+            ahead_s = begin_s + number / self._rate - time.perf_counter()
             if ahead_s > 0.001:
                 await asyncio.sleep(ahead_s)
-            self.late_s = max(self.late_s, time.perf_counter() - due_s)
-            if not self._idle and self._open >= self._most:
-                self.unsent += 1
-                continue
             task = asyncio.create_task(self._one(self._idle.pop() if self._idle else None, next(self._requests)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -201,14 +186,11 @@ class OpenLoop:
 
     async def _one(self, connection: Connection | None, message: bytes) -> None:
         if connection is None or not connection.is_open:
-            self._open += connection is None
             connection = await connect(*self._address)
         answer = await _timed(connection, message)
         self.answers.append(answer)
         if answer.status:
             self._idle.append(connection)
-        else:
-            self._open -= 1
 
 
 async def _timed(connection: Connection, message: bytes) -> Answer:

@@ -5,9 +5,7 @@
 2. Beside the job: one interactive request a second, its latency with and without the job; the job's rate with and
    without it. The latency has the bound of docs/queue.md: twice the p99 without the job, and the batches at the
    adapter, SIE_RUST_PIPELINE_DEPTH of the largest size.
-3. Short texts on a device that is as fast as a card, of the fixed-cost adapter: there the way to the device decides. A
-   device that 8 clients keep busy leaves a job little to gain.
-4. `client.embed` of an iterator of many texts beside a job over them, in turn: texts a second, and the memory that the
+3. `client.embed` of an iterator of many texts beside a job over them, in turn: texts a second, and the memory that the
    client's process needs beside the array that it returns, for these texts and for a fifth of them.
 
     python bench/jobs.py [--texts 4000 --rounds 3 --embed-texts 100000]
@@ -30,12 +28,11 @@ import time
 from pathlib import Path
 
 import httpx
-import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from client import closed_loop, percentile, request
+from client import closed_loop, percentile
 from overhead import MODEL, SHORT, Alone, Cluster, texts_of
 from report import Report, add_options, machine
 from stack import Device, Plan, Stack
@@ -70,9 +67,7 @@ assert len(rows) == count
 print(json.dumps([count / seconds, peak - before - rows.nbytes]))
 """
 DEPTH = 2  # SIE_RUST_PIPELINE_DEPTH
-FAST = Device(batch_ms=2.0, token_us=1.0)
 STEADY = Device(batch_ms=2.0, token_us=100.0)  # takes little of a processor, whatever else runs on the machine
-SHORT_TEXTS = 100_000  # of 14 tokens
 TOY = "toy/one"
 
 
@@ -148,7 +143,6 @@ def main() -> None:
         finally:
             cluster.stop()
             alone.engine.stop(5)
-    measure_fast(options, say)
     measure_steady(options, say)
     say.save(options.out)
 
@@ -224,30 +218,6 @@ def measure_embed(url: str, model: str, texts: list[str], rounds: int, say: Repo
     say(f"{os.getloadavg()[1]:.1f}.")
     for count, peaks in memory.items():
         say(f"Memory beside the array for {count:,} texts: {statistics.median(peaks):.0f} MB. ")
-
-
-def measure_fast(options: argparse.Namespace, say: Report) -> None:
-    """A job against 8 clients on the fixed-cost adapter."""
-    texts = [f"short {number}" for number in range(SHORT_TEXTS)]
-    bodies = [msgspec.msgpack.encode({"items": texts[start : start + 32]}) for start in range(0, len(texts), 32)]
-    requests = [request(f"/v1/encode/{TOY}", body) for body in bodies]
-    clients: list[float] = []
-    job: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        environ = {"SIE_PAYLOAD_STORE_URL": f"{folder}/payloads"}
-        (Path(folder) / "stack").mkdir()
-        with Stack(Path(folder) / "stack", Plan(workers=(FAST,), environ=environ)) as stack:
-            jobs = Jobs(stack.urls[0], texts, TOY)
-            jobs.rate()
-            port = int(stack.urls[0].rpartition(":")[2])
-            for _ in range(options.rounds):
-                load = closed_loop("127.0.0.1", port, requests, clients=8, seconds=options.seconds)
-                answered, seconds, _ = asyncio.run(load)
-                clients.append(32 * answered / seconds)
-                job.append(jobs.rate())
-    ours, theirs = statistics.median(job), statistics.median(clients)
-    say(f"\n{SHORT_TEXTS:,} texts of 14 tokens, on a device that takes {FAST.batch_ms} ms for a batch and ")
-    say(f"{FAST.token_us} us for a token: job {ours:.0f} texts/s, 8 x 32 {theirs:.0f} texts/s, {ours / theirs:.2f}.")
 
 
 def measure_steady(options: argparse.Namespace, say: Report) -> None:

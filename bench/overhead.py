@@ -33,10 +33,8 @@ import numpy as np
 import psutil
 import torch
 import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from client import closed_loop, connect, request
+from client import closed_loop, connect, percentile, request
+from report import Report
 from words import WORDS
 
 from sie_adapter.engine.device_threads import DeviceJob
@@ -223,10 +221,6 @@ async def latency(alone: Alone, cluster: Cluster, pairs: int) -> tuple[list[floa
     return here, there
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=500)
@@ -235,12 +229,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "overhead.md")
     parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
     arguments = parser.parse_args()
-    lines: list[str] = []
-
-    def say(line: str = "") -> None:
-        print(line, flush=True)
-        lines.append(line)
-
+    say = Report()
     with torch.inference_mode():
         alone = Alone(dict(os.environ))
         cluster = Cluster(arguments.serve)
@@ -249,8 +238,7 @@ def main() -> None:
         finally:
             cluster.stop()
             alone.engine.stop(5)
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text("\n".join(lines) + "\n")
+    say.save(arguments.out)
 
 
 def measure(alone: Alone, cluster: Cluster, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:

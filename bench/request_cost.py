@@ -8,7 +8,7 @@
 
 Rates depend on what else the machine does; processor time per request much less. The generator is `wrk`.
 
-    python bench/request_cost.py [--long] [--profile FOLDER] [--code CHECKOUT]
+    python bench/request_cost.py [--long] [--code CHECKOUT]
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import argparse
 import json
 import os
 import platform
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -127,8 +125,6 @@ def by_models(options: argparse.Namespace, say: Callable[[str], None]) -> None:
                 ]
                 found.setdefault(count, middle(rounds))
                 say(row(f"{count} {name}".strip(), middle(rounds)))
-            if options.profile and count == options.models[0]:
-                profile(stack, models, options)
     first = found[options.models[0]]
     totals = {count: sum(each.cpu_us.values()) for count, each in found.items()}
     spread = (max(totals.values()) - min(totals.values())) / totals[options.models[0]]
@@ -170,33 +166,6 @@ def memory(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     )
 
 
-def profile(stack: Stack, models: Sequence[str], options: argparse.Namespace) -> None:
-    """Stacks of gateway and sidecar under the same load, by py-spy, as FOLDER/{gateway,sidecar}.txt (collapsed)."""
-    options.profile.mkdir(parents=True, exist_ok=True)
-    spy = str(Path(sys.executable).with_name("py-spy"))
-    for part in (stack.gateways[0], stack.workers[0].sidecar):
-        out = options.profile / f"{part.role}.txt"
-        argv = [
-            spy,
-            "record",
-            "--pid",
-            str(part.pid),
-            "--format",
-            "raw",
-            "--rate",
-            "250",
-            "--output",
-            str(out),
-            *options.spy,
-        ]
-        recording = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        sample(stack, models, clients=options.clients, seconds=options.seconds * 2)
-        recording.send_signal(signal.SIGINT)
-        _, errors = recording.communicate(timeout=60)
-        if not out.exists():
-            raise RuntimeError(errors.decode())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
@@ -206,8 +175,6 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=2)
     parser.add_argument("--long", action="store_true", help="also the memory over --requests requests")
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--profile", type=Path, help="folder for profiles of gateway and sidecar")
-    parser.add_argument("--spy", nargs="*", default=[], help="further arguments of py-spy record")
     add_options(parser)
     options = parser.parse_args()
     say = Report()

@@ -22,11 +22,8 @@ from pathlib import Path
 
 import httpx
 import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from client import closed_loop, request
-from overhead import MODEL, Cluster, percentile, texts_of
+from client import closed_loop, percentile, request
+from overhead import MODEL, Cluster, texts_of
 from report import Report, machine
 
 from sie_cli.serve.ports import free_port

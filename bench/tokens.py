@@ -1,11 +1,7 @@
-"""What tokenising costs: texts one by one against one batch and the pool, long texts against short ones. One run, in
-turn, medians.
+"""Where texts are tokenised: on the event loop or in a thread. One run, in turn, medians.
 
-1. Texts of 500 characters: one call each, one batch, and the pool (the same texts in as many groups as it has workers);
-   wall time and processor time of a text, and the share that goes to the ids' way from the library to numpy.
-2. A text of 10 kB and one of 10 MB, cut to 512 tokens at either end, and the 10 MB counted whole.
-3. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
-4. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a
+1. From how many characters on a thread answers sooner than the caller's own: both, for texts of growing length.
+2. Gathers of short texts that are tokenised one by one, because their options differ: all on the event loop, each in a
    thread of its own, and as the product does it. How long the gather takes, its processor time, and how late the loop's
    timers are meanwhile.
 
@@ -26,16 +22,14 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from sie_contracts.wire.ipc import Rows
-from sie_contracts.wire.messages import Input, RunOptions, Truncate
+from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import WorkItemInput
 from sie_sidecar.prepare.tokens import ModelTokenizer, TokenizerPool
 
-TEXTS = 256
 LIMIT = 512
 TICK_S = 0.0005
 
@@ -61,60 +55,6 @@ def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, tup
         name: (statistics.median(w for w, _ in each), statistics.median(c for _, c in each))
         for name, each in taken.items()
     }
-
-
-def batches(
-    ours: ModelTokenizer, library: Tokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int
-) -> None:
-    workers = os.cpu_count() or 1
-    pool = TokenizerPool(workers)
-    texts = [prose(words, 500, seed) for seed in range(TEXTS)]
-    groups = [texts[worker::workers] for worker in range(workers)]
-
-    async def pooled() -> None:
-        await asyncio.gather(
-            *(pool.run(sum(map(len, group)), partial(ours.encode, group, "END", 0)) for group in groups)
-        )
-
-    encodings = library.encode_batch_fast(texts)
-    found = medians(
-        {
-            "one call a text": lambda: [ours.encode([text], "END", 0) for text in texts],
-            "one batch": lambda: ours.encode(texts, "END", 0),
-            f"pool, {workers} groups at once": lambda: loop.run_until_complete(pooled()),
-            "ids to numpy alone": lambda: [np.array(encoding.ids, np.int32) for encoding in encodings],
-        },
-        rounds,
-    )
-    pool.close()
-    mean = sum(len(encoding) for encoding in encodings) / TEXTS
-    print(f"{TEXTS} texts of {mean:.0f} tokens: wall and CPU us a text, times as fast as one call a text")
-    base = found["one call a text"][0]
-    for name, (wall, cpu) in found.items():
-        print(f"  {name:24} {wall / TEXTS * 1e6:8.1f} {cpu / TEXTS * 1e6:8.1f} {base / wall:6.2f}")
-
-
-def long_texts(ours: ModelTokenizer, words: Sequence[str], rounds: int) -> None:
-    short, long = prose(words, 10_000, 1), prose(words, 10_000_000, 2)
-
-    def run(text: str, truncate: Truncate) -> Callable[[], object]:
-        return lambda: ours.encode([text], truncate, LIMIT)
-
-    cuts: tuple[Truncate, ...] = ("END", "START")
-    found = medians(
-        {
-            f"{truncate} {size}": run(text, truncate)
-            for truncate in cuts
-            for size, text in (("10 kB", short), ("10 MB", long))
-        },
-        rounds,
-    )
-    print(f"cut to {LIMIT} tokens: wall ms")
-    for truncate in cuts:
-        small, large = (found[f"{truncate} {size}"][0] for size in ("10 kB", "10 MB"))
-        print(f"  {truncate:6} 10 kB {small * 1e3:6.2f}  10 MB {large * 1e3:6.2f}  ratio {large / small:.2f}")
-    wall, cpu = medians({"NONE": run(long, "NONE")}, 1)["NONE"]
-    print(f"  NONE   10 MB counted whole, wall {wall:.2f} s, CPU {cpu:.2f} s")
 
 
 def inline(ours: ModelTokenizer, words: Sequence[str], loop: asyncio.AbstractEventLoop, rounds: int) -> None:
@@ -233,8 +173,6 @@ def main() -> None:
     spelt = sorted(token.lstrip("\u0120\u2581") for token in library.get_vocab())
     words = [word for word in spelt if word.isascii() and word.isalpha()]
     random.Random(0).shuffle(words)
-    batches(ours, library, words, loop, arguments.rounds)
-    long_texts(ours, words, arguments.rounds)
     inline(ours, words, loop, arguments.rounds)
     gathers(ours, words, loop, arguments.rounds)
     loop.close()

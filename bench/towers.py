@@ -112,11 +112,11 @@ def main() -> None:
         for number in range(1, arguments.rounds + 1):
             page = image(arguments.edge, arguments.edge, number)
             alone_ms, expected = ask(served, page)
-            before_bytes = engine.outputs.held_bytes
+            before_bytes = engine.outputs.use().held_bytes
             known_ms, found = ask(replace(served, asker="bench"), page)
             assert found == expected or arguments.device != "cpu", "the scores differ"
             print(f"round {number}: {sum(alone_ms):.0f} ms, {sum(known_ms):.0f} ms", file=sys.stderr, flush=True)
-            kept_bytes = max(kept_bytes, engine.outputs.held_bytes - before_bytes)
+            kept_bytes = max(kept_bytes, engine.outputs.use().held_bytes - before_bytes)
             each += alone_ms
             first.append(known_ms[0])
             later += known_ms[1:]

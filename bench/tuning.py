@@ -15,18 +15,14 @@ import contextlib
 import functools
 import os
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from client import closed_loop
-from overhead import Cluster, percentile, texts_of
+from client import closed_loop, percentile
+from overhead import Cluster, texts_of
 from report import Report
 
 ROOT = Path(__file__).parents[1]

@@ -1,16 +1,20 @@
-"""Vector databases as their own clients see them: PostgreSQL with pgvector, and Qdrant's engine behind the routes of
-qdrant_server.
+"""Vector databases as their own clients see them: PostgreSQL with pgvector, Qdrant's engine behind the routes of
+qdrant_server, and LanceDB in a folder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import uuid
 import warnings
+from pathlib import Path
 from typing import Any, Protocol
 
 import asyncpg
+import lancedb
+import pyarrow
 from postgres_server import PostgresServer
 from qdrant_server import QdrantServer
 
@@ -21,6 +25,15 @@ class Database(Protocol):
     async def create(self, collection: str, dims: int, distance: str) -> None: ...
     async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]: ...
     async def nearest(self, collection: str, vector: list[float]) -> str: ...
+    async def remove(self, collection: str) -> None: ...
+
+
+class Served(Database, Protocol):
+    """A database with a server that can be killed, and with vectors of several outputs."""
+
+    async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
+        """Vectors of each row by output: dense ones and multivectors as lists, sparse ones as weights by index."""
+
     async def kill(self) -> None: ...
     async def start(self) -> None: ...
 
@@ -52,6 +65,20 @@ class Postgres:
     async def nearest(self, collection: str, vector: list[float]) -> str:
         statement = f'SELECT id FROM "{collection}" ORDER BY embedding <=> $1::text::vector LIMIT 1'
         return str((await self._fetch(statement, json.dumps(vector)))[0]["id"])
+
+    async def remove(self, collection: str) -> None:
+        await self._fetch(f'DROP TABLE "{collection}"')
+
+    async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for row in await self._fetch(
+            f"SELECT id, to_jsonb(t) ->> 'embedding' AS dense, sparse::text FROM \"{collection}\" t"
+        ):
+            weights = row["sparse"].partition("}")[0].strip("{")
+            # its text counts from 1
+            sparse = {int(place) - 1: float(value) for place, value in (pair.split(":") for pair in weights.split(","))}
+            found[row["id"]] = {"sparse": sparse, **({"dense": json.loads(row["dense"])} if row["dense"] else {})}
+        return found
 
     async def kill(self) -> None:
         self.server.kill()
@@ -99,12 +126,57 @@ class Qdrant:
         client.close()
         return str(point.payload["_id"])
 
+    async def remove(self, collection: str) -> None:
+        client = self._client()
+        await asyncio.to_thread(client.delete_collection, collection)
+        client.close()
+
+    async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
+        client = self._client()
+        points, _ = client.scroll(collection, limit=1000, with_vectors=True)
+        client.close()
+        found: dict[str, dict[str, Any]] = {}
+        for point in points:
+            vectors = dict(point.vector)
+            if "sparse" in vectors:
+                vectors["sparse"] = dict(zip(vectors["sparse"].indices, vectors["sparse"].values, strict=True))
+            found[point.payload["_id"]] = vectors
+        return found
+
     async def kill(self) -> None:
         self.server.kill()
 
     async def start(self) -> None:
         self.server.begin()  # it ends with the thread that starts it
         await asyncio.to_thread(self.server.answers)
+
+
+class Lance:
+    """A folder or an address in an object store, without a server."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.url = f"lancedb://{folder}"
+        self._connect = functools.partial(lancedb.connect_async, folder, storage_options={"allow_http": "true"})
+
+    async def create(self, collection: str, dims: int, distance: str) -> None:
+        """A table has no distance."""
+        fields = [pyarrow.field("id", pyarrow.utf8()), pyarrow.field("vector", pyarrow.list_(pyarrow.float32(), dims))]
+        connection = await self._connect()
+        await connection.create_table(collection, schema=pyarrow.schema([*fields, ("payload", pyarrow.utf8())]))
+
+    async def found(self, collection: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
+        table = await (await self._connect()).open_table(collection)
+        found = await table.query().to_list()
+        assert len({row["id"] for row in found}) == len(found)
+        return {row["id"]: (row["vector"], json.loads(row["payload"])) for row in found}
+
+    async def nearest(self, collection: str, vector: list[float]) -> str:
+        table = await (await self._connect()).open_table(collection)
+        (row,) = await table.query().nearest_to(vector).distance_type("cosine").limit(1).to_list()
+        return str(row["id"])
+
+    async def remove(self, collection: str) -> None:
+        await (await self._connect()).drop_table(collection)
 
 
 async def with_extension(server: PostgresServer) -> None:

@@ -95,13 +95,13 @@ def families() -> str:
 def reasons() -> dict[str, set[str]]:
     """Every reason that the code gives an error of the tree, with the codes that have it."""
     names = {leaf.__name__: leaf.code for leaf in catalogue()}
-    call = rf"\b(?:{'|'.join(names)})\("
+    call = rf"\b(?:{'|'.join(names)})(?:\.at)?\("
     made = re.compile(rf'({call})(?:(?!\braise |\breturn |{call}).){{0,500}}?reason="([a-z_]+)"', re.DOTALL)
     found: dict[str, set[str]] = {}
     for folder in ("core/contracts", "core/broker", "core/runtime", "core/store", "gateway", "sidecar", "adapter"):
         for file in (ROOT / folder).rglob("*.py"):
             for name, reason in made.findall(file.read_text("utf-8")):
-                found.setdefault(reason, set()).add(names[name.removesuffix("(")])
+                found.setdefault(reason, set()).add(names[re.split(r"\W", name)[0]])
     return found
 
 

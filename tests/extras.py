@@ -47,6 +47,7 @@ FOR = {
     "evals": ("sie_cli.evals",),
     "mteb": ("sie_cli.evals.mteb_tasks",),
     "pgvector": ("sie_store.sinks.pgvector",),
+    "lancedb": ("sie_store.sinks.lance",),
     "openai-tokens": (),  # a folder of data, which the gateway looks for
     "serve": ("sie_cli",),
 }
@@ -54,10 +55,12 @@ FOR = {
 _HUB = ("sie_store.weights.hub", "sie_store.weights.listing", "sie_cli.airgap", "sie_cli.models.inspect")
 # commands that bring components into their own process
 _COMPONENTS = ("sie_cli.replay.bench", "sie_cli.replay.replay", "sie_cli.serve.standalone", "sie_cli.serve.processes")
+# databases whose clients are extras
+_SINKS = ("sie_store.sinks.pgvector", "sie_store.sinks.lance", "sie_store.sinks.lance_live")
 APART: dict[str, tuple[str, ...]] = {
     # the client reads no configuration, and cuts texts only with the extra for that
     "sdk": ("sie_client.watching", "sie_contracts.wire.configs", "sie_contracts.chunker"),
-    "gateway": ("sie_store.datasets", "sie_store.sinks.pgvector"),
+    "gateway": ("sie_store.datasets", *_SINKS),
     "adapter": (
         "sie_adapter.families.gliner",
         "sie_adapter.families.gliner_folder",
@@ -67,12 +70,12 @@ APART: dict[str, tuple[str, ...]] = {
         "sie_adapter.documents.docling_parser",
         "sie_adapter.engine.graph",
     ),
-    # with the extra jobs: a corpus in Parquet, the columns of an upload; with pgvector: an index in PostgreSQL
-    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets", "sie_store.sinks.pgvector"),
-    "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", "sie_store.sinks.pgvector"),
+    # with the extra jobs: a corpus in Parquet, the columns of an upload; with pgvector or lancedb: an index in it
+    "cli": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_cli.mcp", "sie_store.datasets", *_SINKS),
+    "mcp": (*_HUB, *_COMPONENTS, "sie_cli.evals", "sie_store.datasets", *_SINKS),
     "evals": (*_HUB, *_COMPONENTS, "sie_cli.evals.mteb_tasks", "sie_cli.mcp", "sie_store.datasets"),
     "mteb": (*_HUB, *_COMPONENTS, "sie_cli.mcp", "sie_store.datasets"),
-    "serve": ("sie_cli.evals", "sie_cli.mcp", "sie_store.sinks.pgvector"),
+    "serve": ("sie_cli.evals", "sie_cli.mcp", *_SINKS),
 }
 TRACING = "sie_runtime.spans"
 FROM_ELSEWHERE = {

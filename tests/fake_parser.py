@@ -50,4 +50,4 @@ class FakeParser:
 
 
 if __name__ == "__main__":
-    parser_worker.serve(FakeParser)
+    parser_worker.serve(lambda: FakeParser().parse)

@@ -1,4 +1,5 @@
-"""Applications that search and write a collection in use, each in its own words: PostgreSQL, and Qdrant's client.
+"""Applications that search and write a collection in use, each in its own words: PostgreSQL, Qdrant's client, and
+LanceDB.
 
 Application ──► rows of (text, vector)          stored_rows ──► what searches would see    other ──► what lies beside
 """
@@ -9,19 +10,24 @@ import asyncio
 import json
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import asyncpg
+import lancedb
 import numpy as np
+import pyarrow
 from postgres_server import PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_store.sinks.live import Side
+from sie_store.sinks.sink import Output
 
 Stored = Mapping[str, tuple[str | None, list[float] | None]]  # id -> text and vector
 
 
 class Application(Protocol):
+    output: Output
     url: str
     collection: str  # the name that it uses
 
@@ -39,8 +45,10 @@ class Application(Protocol):
 class Table:
     """A table of its own form: an integer as the key, columns that no migration knows."""
 
-    def __init__(self, server: PostgresServer, collection: str) -> None:
+    def __init__(self, server: PostgresServer, collection: str, output: Output = "dense") -> None:
         self.server = server
+        self.output = output
+        self._type = "sparsevec" if output == "sparse" else "vector"
         self.url = server.url()
         self.collection = collection
 
@@ -57,14 +65,15 @@ class Table:
     async def create(self, dims: int) -> None:
         await self.run(
             f'CREATE TABLE "{self.collection}" (number bigint PRIMARY KEY, body text, price numeric DEFAULT 1, '
-            f"embedding vector({dims}) NOT NULL)"
+            f"embedding {self._type}({dims}) NOT NULL)"
         )
 
     async def write(self, rows: Stored) -> None:
         connection = await asyncpg.connect(self.url)
         try:
             await connection.executemany(
-                f'INSERT INTO "{self.collection}" (number, body, embedding) VALUES ($1, $2, $3::text::vector) '
+                f'INSERT INTO "{self.collection}" (number, body, embedding) VALUES ($1, $2, $3::text::vector::'
+                f"{self._type}) "
                 "ON CONFLICT (number) DO UPDATE SET body = EXCLUDED.body, embedding = EXCLUDED.embedding",
                 [(int(row_id), text, vector and json.dumps(vector)) for row_id, (text, vector) in rows.items()],
             )
@@ -78,7 +87,7 @@ class Table:
         await self.run(f'DELETE FROM "{self.collection}" WHERE number = ANY($1::bigint[])', [*map(int, ids)])
 
     async def _rows(self, column: str) -> Stored:
-        rows = await self.run(f'SELECT number, body, {column}::text AS vector FROM "{self.collection}"')
+        rows = await self.run(f'SELECT number, body, {column}::vector::text AS vector FROM "{self.collection}"')
         return {str(row["number"]): (row["body"], row["vector"] and json.loads(row["vector"])) for row in rows}
 
     async def stored_rows(self) -> Stored:
@@ -108,7 +117,10 @@ class Table:
 class Points:
     """Points behind an alias, with a sparse vector that no migration changes if `is_hybrid`."""
 
-    def __init__(self, server: QdrantServer, collection: str, *, is_hybrid: bool = False) -> None:
+    def __init__(
+        self, server: QdrantServer, collection: str, *, is_hybrid: bool = False, output: Output = "dense"
+    ) -> None:
+        self.output = output
         self.server = server
         self.url = server.url
         self.collection = collection
@@ -144,7 +156,11 @@ class Points:
 
         client = self.client()
         vector = models.VectorParams(size=dims, distance=models.Distance.COSINE)
-        if self.is_hybrid:
+        if self.output == "multivector":
+            vector.multivector_config = models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM)
+        if self.output == "sparse":
+            client.create_collection(self.first, {}, sparse_vectors_config={"words": models.SparseVectorParams()})
+        elif self.is_hybrid:
             client.create_collection(
                 self.first, {"text": vector}, sparse_vectors_config={"words": models.SparseVectorParams()}
             )
@@ -162,7 +178,9 @@ class Points:
 
         points = []
         for row_id, (text, vector) in rows.items():
-            content: Any = vector
+            content: Any = [vector] if vector and self.output == "multivector" else vector
+            if vector and self.output == "sparse":
+                content = {"words": models.SparseVector(indices=[*range(len(vector))], values=vector)}
             if self.is_hybrid:
                 content = {"words": models.SparseVector(indices=[int(row_id), 7000], values=[0.5, 0.25])}
                 if vector is not None:
@@ -195,6 +213,10 @@ class Points:
                 if self.is_hybrid:
                     assert vector["words"].indices == sorted([point.id, 7000]), point
                     vector = vector.get("text")
+                elif vector and self.output == "sparse":
+                    vector = vector["words"].values if "words" in vector else None
+                elif vector and self.output == "multivector":
+                    (vector,) = vector
                 assert point.payload["price"] == point.id
                 rows[str(point.id)] = (point.payload.get("body"), vector or None)
             if following is None:
@@ -236,6 +258,79 @@ class Points:
             and not any("_sie" in point.payload for point in points)
             and f"{self.collection}--before" not in self.names()
         )
+
+
+class Rows:
+    """A table of LanceDB of its own form: an integer as the key, a column that no migration knows."""
+
+    output: Output = "dense"
+
+    def __init__(self, folder: Path, collection: str) -> None:
+        self.folder = folder
+        self.url = f"lancedb://{folder}"
+        self.collection = collection
+
+    def close(self) -> None:
+        """Do nothing: each call has a connection of its own."""
+
+    async def table(self) -> Any:
+        return await (await lancedb.connect_async(self.folder)).open_table(self.collection)
+
+    async def create(self, dims: int) -> None:
+        await self.create_of({"id": "int64", "body": "string", "price": "int64", "vector": dims})
+
+    async def create_of(self, columns: dict[str, str | int]) -> None:
+        """With columns by type, or by the width of their vectors."""
+        types = {
+            name: pyarrow.list_(pyarrow.float32(), type) if isinstance(type, int) else type
+            for name, type in columns.items()
+        }
+        connection = await lancedb.connect_async(self.folder)
+        await connection.create_table(self.collection, schema=pyarrow.schema(list(types.items())))
+
+    async def add(self, *rows: tuple[str | None, str]) -> None:
+        """Rows of an id and a text, whatever is there."""
+        records = [{"id": None if row_id is None else int(row_id), "body": text} for row_id, text in rows]
+        schema = pyarrow.schema([("id", pyarrow.int64()), ("body", pyarrow.utf8())])
+        await (await self.table()).add(pyarrow.Table.from_pylist(records, schema=schema))
+
+    async def write(self, rows: Stored) -> None:
+        table = await self.table()
+        schema = await table.schema()
+        fields = [schema.field(name) for name in ("id", "body", "price", "vector")]
+        records = [
+            {"id": int(row_id), "body": text, "price": int(row_id), "vector": vector}
+            for row_id, (text, vector) in rows.items()
+        ]
+        data = pyarrow.Table.from_pylist(records, schema=pyarrow.schema(fields))
+        await table.merge_insert("id").when_matched_update_all().when_not_matched_insert_all().execute(data)
+
+    async def change_text(self, row_id: str, text: str) -> None:
+        await (await self.table()).update({"body": text}, where=f"id = {row_id}")
+
+    async def delete(self, *ids: str) -> None:
+        await (await self.table()).delete(f"id IN ({', '.join(ids)})")
+
+    async def _rows(self, column: str) -> Stored:
+        rows = await (await self.table()).query().to_list()
+        assert all(row["price"] == row["id"] for row in rows)
+        assert len({row["id"] for row in rows}) == len(rows)
+        return {str(row["id"]): (row["body"], row[column]) for row in rows}
+
+    async def stored_rows(self) -> Stored:
+        return await self._rows("vector")
+
+    async def beside(self, side: Side) -> Stored:
+        return await self._rows("vector_next" if side == "new" else "vector_before")
+
+    async def new_vectors(self) -> int:
+        table = await self.table()
+        names = {field.name for field in await table.schema()}
+        return int(await table.count_rows("vector_next IS NOT NULL")) if "vector_next" in names else 0
+
+    async def is_clean(self) -> bool:
+        schema = await (await self.table()).schema()
+        return {field.name for field in schema} == {"id", "body", "price", "vector"}
 
 
 def is_close(stored: list[float] | None, vector: Any) -> bool:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from sie_adapter.engine.device_threads import DeviceJob, timed
 from sie_adapter.engine.engine import AdapterEngine
 from sie_adapter.memory.residency import Permission
@@ -93,6 +95,7 @@ class AdapterServer:
         threading.Thread(target=self._attend, args=(connection,), name="connection", daemon=True).start()
 
     def _attend(self, connection: socket.socket) -> None:
+        torch.set_num_threads(1)  # a new thread would take over what the device threads set last
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))

@@ -15,7 +15,7 @@ from sie_contracts.settings import public_url
 
 @click.group(cls=AnyPosition, short_help="Cached answers: how many there are; erase them.")
 def cache() -> None:
-    """The cache of answers (SIE_CACHE_BYTES). The commands need the scope admin.
+    """The cache of answers, which a gateway has if SIE_CACHE_BYTES is set. The commands need the scope admin.
 
     \b
     sie cache status                       what the cache of a gateway has
@@ -68,7 +68,7 @@ def erase(
     if is_all == bool(body):
         raise click.UsageError("give --model, --key or --text, or else --all")
     with AdminClient(cluster) as gateway:
-        reply = gateway.first("POST", "/v1/cache/erase", body={**body, **({"all": True} if is_all else {})})
+        reply = gateway.first("POST", "/v1/cache/erase", json={**body, **({"all": True} if is_all else {})})
     click.echo(
         f"{reply['answers']:,} answers erased at {public_url(cluster.gateway_urls[0])}, "
         f"the erasure was sent to {reply['gateways']} gateways"

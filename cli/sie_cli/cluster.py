@@ -189,10 +189,13 @@ class Cluster:
 
     def at_broker(self, name: str, work: Callable[[NatsBroker], Awaitable[T]]) -> T:
         """Call `work` with a connection to the broker; return its result. Exit with status 2 if no broker answers."""
-        from sie_broker import BrokerError
+        from sie_broker import BrokerError, BrokerUnavailable
 
         async def run() -> T:
-            broker = await self.open_broker(name)
+            try:
+                broker = await self.open_broker(name)
+            except BrokerUnavailable as error:
+                refuse(f"{error}: is it running, and is that its address? --nats-url names another one")
             try:
                 return await work(broker)
             finally:

@@ -16,7 +16,7 @@ from sie_cli.cluster import Cluster
 from sie_cli.display import printable
 from sie_cli.options import refuse
 from sie_cli.refusal import CommandRefused
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import client_options
 from sie_contracts.settings import public_url
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class AdminClient:
         self.url = cluster.gateway_urls[0]
         token = cluster.gateway_admin_token
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
-        transport = direct(self.url, httpx.HTTPTransport)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
+        options = client_options(self.url, httpx.HTTPTransport)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
 
     def __enter__(self) -> Self:
         return self
@@ -47,11 +47,11 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def request(
-        self, method: str, path: str, *, headers: dict[str, str] | None = None, body: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Send a request and return the decoded body of a success. Raises CommandRefused, httpx.TransportError."""
-        answer = self._client.request(method, path, headers=headers, json=body)
+    def request(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        """Send a request and return the decoded body of a success. `content`: as httpx takes it. Raises CommandRefused,
+        httpx.TransportError.
+        """
+        answer = self._client.request(method, path, **content)
         try:
             reply: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
         except msgspec.DecodeError as error:
@@ -65,12 +65,10 @@ class AdminClient:
         following = _NEXT.get(str(refusal.get("code")))
         raise CommandRefused(f"{message}\n{following}" if following else message)
 
-    def first(
-        self, method: str, path: str, *, headers: dict[str, str] | None = None, body: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def first(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         """Send the first request of a command. Raises CommandRefused, also if no gateway answers."""
         try:
-            return self.request(method, path, headers=headers, body=body)
+            return self.request(method, path, **content)
         except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise CommandRefused(self._cluster.without_gateway(self.url, error)) from error
 

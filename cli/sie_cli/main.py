@@ -25,6 +25,7 @@ from sie_cli.options import (
     Commands,
     ManyOptions,
     loaded,
+    port_option,
     refuse,
     settings_options,
 )
@@ -127,6 +128,8 @@ ELSEWHERE = {
 def main() -> None:
     """SIE: encode, score and extract with the small models behind search and RAG.
 
+    Begin with `sie serve`, and `sie run MODEL "text"` in another terminal. `sie COMMAND --help` explains a command.
+
     \b
     sie serve                  the whole cluster on this machine
     sie serve MODEL            the same, with a model: of the catalogue, of the Hugging Face Hub, or in a folder
@@ -171,19 +174,15 @@ def _run(json: bool, body: Callable[[Stop], Coroutine[Any, Any, int]]) -> None:
 
 @main.command(cls=ManyOptions)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=8080,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port of the API; 0 picks a free one.",
-)
+@port_option(8080, "Port of the API")
 @click.option("--nats-monitor-url", default=None, help="Monitor of the broker, shown in /health.")
 @click.option(
     "--drain-s", default=None, type=click.FloatRange(0), help=f"{DRAIN}  [default: SIE_GATEWAY_REQUEST_TIMEOUT]"
 )
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
-@click.option("--data-dir", default=None, type=click.Path(path_type=Path), help="Of the `sie serve` it is a part of.")
+@click.option(
+    "--data-dir", default=None, type=click.Path(path_type=Path), help="Data folder of the `sie serve` it is a part of."
+)
 @settings_options("gateway")
 def gateway(host: str, port: int, **values: Any) -> None:
     """Run the gateway. It validates HTTP requests, sends their work to workers over the queue, and returns the
@@ -198,13 +197,7 @@ def gateway(host: str, port: int, **values: Any) -> None:
 
 @main.command(cls=ManyOptions, short_help="The config service: writes the catalogue.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
-    "--port",
-    default=8081,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port of the config API; 0 picks a free one.",
-)
+@port_option(8081, "Port of the config API")
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @settings_options("config")
 def config(host: str, port: int, lame_duck_s: float, **values: Any) -> None:

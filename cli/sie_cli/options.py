@@ -16,19 +16,26 @@ from sie_runtime.process import EXIT_BAD_SETTING, own_stderr
 
 F = TypeVar("F", bound=Callable[..., Any])
 DATA_DIR = (
-    "That of a `sie serve` of this machine, whose addresses and passwords are used.  [default: ~/.local/share/sie]"
+    "Data folder of a `sie serve` on this machine, which has its addresses and passwords.  "
+    "[default: ~/.local/share/sie]"
 )
 DRAIN = "Longest wait for requests in progress at the end, seconds."
 LAME_DUCK = (
-    "Seconds after SIGTERM in which it serves on, unready, every connection's next answer its last: balancers learn "
-    "that it goes."
+    "Seconds after SIGTERM in which it still answers, but is not ready and closes each connection after an answer, so "
+    "that load balancers stop sending requests."
 )
 SPARE = (
-    "Serve in a child of a process that has done the imports: one that dies is replaced at once (Linux; some 100 MB a "
+    "Keep a process with the imported libraries, which replaces an adapter that dies at once (Linux; some 100 MB a "
     "worker)."
 )
 _WARNED = "Whoever started this process has told the warnings about its settings."
 ALIASES = {"SIE_PRELOAD_MODELS": "--preload"}
+
+
+def port_option(default: int, meaning: str) -> Callable[[F], F]:
+    """Return a decorator that adds the option --port of a process that listens."""
+    text = f"{meaning}; 0 picks a free one."
+    return click.option("--port", default=default, show_default=True, type=click.IntRange(0, 65535), help=text)
 
 
 def settings_options(*components: str, url: str = "") -> Callable[[F], F]:
@@ -55,7 +62,7 @@ def named_options(*names: str) -> Callable[[F], F]:
     return decorate
 
 
-URL = "Of the {what}.  [{name}; default: that of the local `sie serve`]"
+URL = "Address of the {what}.  [{name}; default: that of the local `sie serve`]"
 _ANYWHERE = ("--url", "--nats-url", "--gateway-url", "--config-service-url", "--data-dir", "--pool")
 
 
@@ -109,7 +116,7 @@ class ManyOptions(click.Command):
         sections: dict[str, dict[str, tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(param, click.Option):
                 sections.setdefault(self._heading(param), {})[param.opts[0]] = record
         is_short = bool(self._first) and not ctx.meta.get(_ALL)
         headings = [self.FIRST, self.OWN, *(() if is_short else dict.fromkeys(row.heading for row in ROWS))]

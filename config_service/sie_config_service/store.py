@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -458,7 +457,20 @@ class CatalogueStore:
         return await retry_conflicts(attempt, SEED_ATTEMPTS)
 
     async def to_seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
-        return _to_seed((await self.snapshot()).held, packaged)
+        """Return the changes that make the bucket equal to the folders (`packaged`), except models written over the
+        API.
+        """
+        present = (await self.snapshot()).held
+        changes: list[CatalogueChange] = []
+        for model, (entry, source) in packaged.items():
+            held, document = present.get(model, HeldModel()), normalised(entry)
+            if held.stored is None or (held.stored.source != "api" and held.entry != document):
+                changes.append(CatalogueChange(model, held, document, source, "seed"))
+        for model, held in present.items():
+            stored = held.stored
+            if model not in packaged and stored is not None and stored.source != "api" and held.entry is not None:
+                changes.append(CatalogueChange(model, held, None, stored.source, "seed"))
+        return changes
 
     async def seed(self, packaged: Mapping[str, tuple[ModelEntry | Alias, str]]) -> list[CatalogueChange]:
         """Write the models of the folders to the bucket, except models that were written over the API. Return the
@@ -484,21 +496,6 @@ class CatalogueStore:
 
         await retry_conflicts(attempt, SEED_ATTEMPTS)
         return done
-
-
-def _to_seed(
-    present: Mapping[str, HeldModel], packaged: Mapping[str, tuple[ModelEntry | Alias, str]]
-) -> list[CatalogueChange]:
-    """Return the changes that make `present` equal to the folders (`packaged`), except models written over the API."""
-    changes: list[CatalogueChange] = []
-    for model, (entry, source) in packaged.items():
-        held, document = present.get(model, HeldModel()), normalised(entry)
-        if held.stored is None or (held.stored.source != "api" and held.entry != document):
-            changes.append(CatalogueChange(model, held, document, source, "seed"))
-    for model, held in present.items():
-        if model not in packaged and held.stored is not None and held.stored.source != "api" and held.entry is not None:
-            changes.append(CatalogueChange(model, held, None, held.stored.source, "seed"))
-    return changes
 
 
 def _export(read: CatalogueSnapshot) -> ConfigExport:
@@ -543,10 +540,6 @@ def digest_of(*parts: bytes) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
-
-
-def reply_of(key: str, request: str, body: dict[str, Any]) -> RecordedReply:
-    return RecordedReply(key, request, time.time(), body)
 
 
 async def open_store(broker: Broker, settings: Settings) -> CatalogueStore:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -16,14 +16,14 @@ from sie_contracts.wire.heartbeats import GatewayBeat, Heartbeat, ModelStatus
 from sie_runtime.process import Stop, retry
 
 _logger = logging.getLogger("sie.config")
+B = TypeVar("B", Heartbeat, GatewayBeat)
 
 
 class CatalogueReaders:
     """Last heartbeat of each worker, and last announcement of each gateway, unless older than `timeout_s` seconds."""
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._clock = clock
         self._seen: dict[str, tuple[float, Heartbeat]] = {}
         self._gateways: dict[str, tuple[float, GatewayBeat]] = {}
         self.failed = asyncio.Event()  # set when a heartbeat reports a failed load of a model
@@ -55,46 +55,29 @@ class CatalogueReaders:
             _logger.warning("a gateway's announcement cannot be decoded and is ignored: %s", error)
 
     def note(self, beat: Heartbeat) -> None:
-        now_s = self._clock()
-        self._seen = {
-            worker: sighting for worker, sighting in self._seen.items() if now_s - sighting[0] < self._timeout_s
-        }
-        self._seen[beat.worker] = (now_s, beat)
+        self._seen = self._fresh(self._seen)
+        self._seen[beat.worker] = (time.monotonic(), beat)
         if any(status.state == "failed" for status in beat.models):
             self.failed.set()
 
     def note_gateway(self, beat: GatewayBeat) -> None:
-        now_s = self._clock()
-        self._gateways = {
-            name: sighting for name, sighting in self._gateways.items() if now_s - sighting[0] < self._timeout_s
-        }
+        self._gateways = self._fresh(self._gateways)
         self._gateways.pop(beat.gateway, None)
         if not beat.leaving:
-            self._gateways[beat.gateway] = (now_s, beat)
+            self._gateways[beat.gateway] = (time.monotonic(), beat)
+
+    def _fresh(self, sightings: dict[str, tuple[float, B]]) -> dict[str, tuple[float, B]]:
+        now_s = time.monotonic()
+        return {name: sighting for name, sighting in sightings.items() if now_s - sighting[0] < self._timeout_s}
 
     def statuses(self) -> list[ModelStatus]:
-        now_s = self._clock()
-        beats = (beat for seen_s, beat in self._seen.values() if now_s - seen_s < self._timeout_s)
-        return [status for beat in beats for status in beat.models]
+        return [status for _, beat in self._fresh(self._seen).values() for status in beat.models]
 
     def of_bundle(self, bundle: str) -> list[Heartbeat]:
         """Return the last heartbeats of a bundle's workers, without workers that accept no work."""
-        now_s = self._clock()
-        return [
-            beat
-            for seen_s, beat in self._seen.values()
-            if beat.bundle == bundle and beat.ready and not beat.leaving and now_s - seen_s < self._timeout_s
-        ]
+        beats = (beat for _, beat in self._fresh(self._seen).values())
+        return [beat for beat in beats if beat.bundle == bundle and beat.ready and not beat.leaving]
 
     def gateways(self) -> dict[str, str]:
         """Return the epoch of the catalogue that each gateway has, by the gateway's name."""
-        now_s = self._clock()
-        return {
-            name: beat.config_epoch
-            for name, (seen_s, beat) in self._gateways.items()
-            if now_s - seen_s < self._timeout_s
-        }
-
-    def epochs(self, bundle: str) -> dict[str, str]:
-        """Return the catalogue's epoch at each worker of a bundle that accepts work, by the worker's name."""
-        return {beat.worker: beat.config_epoch for beat in self.of_bundle(bundle)}
+        return {name: beat.config_epoch for name, (_, beat) in self._fresh(self._gateways).items()}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from sie_broker.record import retry_conflicts
 from sie_config_service.aliases import GuardedWrite, guard
 from sie_config_service.documents import ParsedDocument, checked, difference, invalid, merged
 from sie_config_service.mirror import HeldModel, bundles_of
-from sie_config_service.store import CatalogueChange, CatalogueStore, digest_of, normalised, reply_of
+from sie_config_service.store import CatalogueChange, CatalogueStore, RecordedReply, digest_of, normalised
 from sie_contracts.errors import (
     ContentConflict,
     IdempotencyMismatch,
@@ -133,7 +134,7 @@ class CatalogueWriter:
         created = bool(body["created_profiles"]) and request.operation == "create"
         if request.dry_run:
             return WriteReply(body, created)
-        reply = None if slot is None else slot.with_reply(reply_of(key, request.request, body))
+        reply = None if slot is None else slot.with_reply(RecordedReply(key, request.request, time.time(), body))
         if changes:
             sent, expected = await store.write(
                 [

@@ -8,6 +8,7 @@ import { save } from "./downloads";
 import { clock } from "./job-words";
 import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
 import { href } from "./routes";
+import { Table } from "./table";
 
 const PAGE = 10;
 const TIMES = ["created", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled", "expires"] as const;
@@ -24,24 +25,19 @@ export function Batches() {
       {trouble && <p class="bad" role="alert">{trouble}</p>}
       {value && value.data.length === 0 && <p class="dim">No batch is here. A client of OpenAI submits one, or POST /v1/batches.</p>}
       {value && value.data.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="Batches">
-          <table class="cards">
-            <thead><tr><th scope="col">batch</th><th scope="col">state</th><th scope="col">requests</th><th scope="col" class="number">failed</th><th scope="col">endpoint</th><th scope="col">window</th><th scope="col">submitted</th></tr></thead>
-            <tbody id="batches">
-              {value.data.map((batch) => (
-                  <tr key={batch.id}>
-                    <td class="name"><a href={href("jobs", ["batch", batch.id])}>{batch.id}</a></td>
-                    <td data-label="state"><span class={`state ${batch.status}`}>{batch.status}</span></td>
-                    <td data-label="requests"><Progress name={batch.id} done={batch.request_counts.completed + batch.request_counts.failed} of={batch.request_counts.total || null} /></td>
-                    <td data-label="failed" class="number">{batch.request_counts.failed}</td>
-                    <td data-label="endpoint">{batch.endpoint}</td>
-                    <td data-label="window">{batch.completion_window}</td>
-                    <td data-label="submitted">{clock(batch.created_at)}</td>
-                  </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label="Batches" class="cards" rows={{ id: "batches" }} columns={["batch", "state", "requests", { number: "failed" }, "endpoint", "window", "submitted"]}>
+          {value.data.map((batch) => (
+              <tr key={batch.id}>
+                <td class="name"><a href={href("jobs", ["batch", batch.id])}>{batch.id}</a></td>
+                <td data-label="state"><span class={`state ${batch.status}`}>{batch.status}</span></td>
+                <td data-label="requests"><Progress name={batch.id} done={batch.request_counts.completed + batch.request_counts.failed} of={batch.request_counts.total || null} /></td>
+                <td data-label="failed" class="number">{batch.request_counts.failed}</td>
+                <td data-label="endpoint">{batch.endpoint}</td>
+                <td data-label="window">{batch.completion_window}</td>
+                <td data-label="submitted">{clock(batch.created_at)}</td>
+              </tr>
+          ))}
+        </Table>
       )}
       <Pages what="batches" pages={pages} next={value?.has_more ? (value.last_id ?? "") : ""} />
     </>

@@ -8,6 +8,7 @@ import { Placement } from "./placement";
 import { RequestPage, Requests } from "./requests";
 import { Reservations } from "./reservations";
 import { href, type Route } from "./routes";
+import { Table } from "./table";
 import type { Cluster as State, History } from "./types";
 import { bytes } from "./units";
 import { Words } from "./words";
@@ -167,21 +168,16 @@ function Lanes({ state }: { state: State }) {
   const rows = (state.queues ?? []).filter((lane) => lane.messages);
   if (!rows.length) return <p class="dim">{state.queues ? "Nothing waits." : "What waits is not known: the broker did not answer."}</p>;
   return (
-    <div class="scroll" tabIndex={0} role="region" aria-label="Queue">
-      <table>
-        <thead><tr><th scope="col">lane</th><th scope="col">priority</th><th scope="col" class="number">messages</th><th scope="col" class="number">oldest, s</th></tr></thead>
-        <tbody>
-          {rows.map((lane) => (
-            <tr>
-              <td class="name">{`${lane.pool}.${lane.machine_profile}.${lane.bundle}`}</td>
-              <td>{lane.priority}</td>
-              <td class="number">{lane.messages}</td>
-              <td class="number">{lane.oldest_s.toFixed(1)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <Table label="Queue" columns={["lane", "priority", { number: "messages" }, { number: "oldest, s" }]}>
+      {rows.map((lane) => (
+        <tr>
+          <td class="name">{`${lane.pool}.${lane.machine_profile}.${lane.bundle}`}</td>
+          <td>{lane.priority}</td>
+          <td class="number">{lane.messages}</td>
+          <td class="number">{lane.oldest_s.toFixed(1)}</td>
+        </tr>
+      ))}
+    </Table>
   );
 }
 
@@ -211,40 +207,33 @@ function Workers({ state }: { state: State }) {
   if (!state.workers.length) return <p class="dim">No worker has announced itself. Requests wait until one does.</p>;
   return (
     <>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Workers">
-        <table class="cards">
-          <thead>
-            <tr><th scope="col">worker</th><th scope="col">state</th><th scope="col">pool</th><th scope="col">machine profile</th><th scope="col">bundle</th><th scope="col">device</th><th scope="col">memory</th><th scope="col" class="number">in flight</th><th scope="col">loaded models</th></tr>
-          </thead>
-          <tbody id="workers">
-            {shown.map((worker) => {
-              const health = worker.healthy ? "healthy" : "unhealthy";
-              return (
-                <tr key={worker.name}>
-                  <td class="name">{worker.name}</td>
-                  <td data-label="state"><span class={`state ${health}`}>{health}</span></td>
-                  <td data-label="pool">{worker.pool}</td>
-                  <td data-label="machine profile">{worker.gpu}</td>
-                  <td data-label="bundle">{worker.bundle}</td>
-                  <td data-label="device">
-                    {worker.devices?.length ? worker.devices.map((device) => <Device key={device.device} device={device} />) : worker.device}
-                  </td>
-                  <td data-label="memory">
-                    {worker.memory_total_bytes > 0 && (
-                      <span>
-                        <meter max={worker.memory_total_bytes} value={worker.memory_used_bytes} aria-label={`Memory of ${worker.name}`} />
-                        {` ${bytes(worker.memory_used_bytes)} of ${bytes(worker.memory_total_bytes)}`}
-                      </span>
-                    )}
-                  </td>
-                  <td data-label="in flight" class="number">{worker.queue_depth}</td>
-                  <td data-label="loaded models" class="wrap">{worker.loaded_models.join(", ")}</td>
-                </tr>
-              );
-            })}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Workers" class="cards" rows={{ id: "workers" }} columns={["worker", "state", "pool", "machine profile", "bundle", "device", "memory", { number: "in flight" }, "loaded models"]}>
+        {shown.map((worker) => {
+          const health = worker.healthy ? "healthy" : "unhealthy";
+          return (
+            <tr key={worker.name}>
+              <td class="name">{worker.name}</td>
+              <td data-label="state"><span class={`state ${health}`}>{health}</span></td>
+              <td data-label="pool">{worker.pool}</td>
+              <td data-label="machine profile">{worker.gpu}</td>
+              <td data-label="bundle">{worker.bundle}</td>
+              <td data-label="device">
+                {worker.devices?.length ? worker.devices.map((device) => <Device key={device.device} device={device} />) : worker.device}
+              </td>
+              <td data-label="memory">
+                {worker.memory_total_bytes > 0 && (
+                  <span>
+                    <meter max={worker.memory_total_bytes} value={worker.memory_used_bytes} aria-label={`Memory of ${worker.name}`} />
+                    {` ${bytes(worker.memory_used_bytes)} of ${bytes(worker.memory_total_bytes)}`}
+                  </span>
+                )}
+              </td>
+              <td data-label="in flight" class="number">{worker.queue_depth}</td>
+              <td data-label="loaded models" class="wrap">{worker.loaded_models.join(", ")}</td>
+            </tr>
+          );
+        })}
+      </Table>
       {rest > 0 && !showsAll && state.workers.length > WORKERS && <button type="button" class="link" onClick={() => setShowsAll(true)}>{`Show ${state.workers.length - WORKERS} more workers`}</button>}
       {rest > 0 && (showsAll || state.workers.length <= WORKERS) && <p class="dim">{`${rest} more workers`}</p>}
     </>
@@ -255,25 +244,20 @@ function Models({ state }: { state: State }) {
   const rest = state.counts.models - state.models.length;
   return (
     <>
-      <div class="scroll tall" tabIndex={0} role="region" aria-label="Models">
-        <table class="cards">
-          <thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col" class="number">workers</th><th scope="col">machine profiles</th><th scope="col" class="number">queue</th></tr></thead>
-          <tbody id="models">
-            {state.models.map((model) => (
-              <tr key={model.name}>
-                <td class="name"><a href={href("models", [model.name])}>{model.name}</a></td>
-                <td data-label="state" class="wrap">
-                  <span class={`state ${model.state}`}>{model.state === "available" ? "not loaded" : model.state}</span>
-                  {model.state === "failed" && <p class="dim failure">{state.failures[model.name] ?? ""}</p>}
-                </td>
-                <td data-label="workers" class="number">{model.worker_count}</td>
-                <td data-label="machine profiles">{model.gpu_types.join(", ")}</td>
-                <td data-label="queue" class="number">{model.total_queue_depth}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Models" class="cards" rows={{ id: "models" }} isTall columns={["model", "state", { number: "workers" }, "machine profiles", { number: "queue" }]}>
+        {state.models.map((model) => (
+          <tr key={model.name}>
+            <td class="name"><a href={href("models", [model.name])}>{model.name}</a></td>
+            <td data-label="state" class="wrap">
+              <span class={`state ${model.state}`}>{model.state === "available" ? "not loaded" : model.state}</span>
+              {model.state === "failed" && <p class="dim failure">{state.failures[model.name] ?? ""}</p>}
+            </td>
+            <td data-label="workers" class="number">{model.worker_count}</td>
+            <td data-label="machine profiles">{model.gpu_types.join(", ")}</td>
+            <td data-label="queue" class="number">{model.total_queue_depth}</td>
+          </tr>
+        ))}
+      </Table>
       {!state.models.length && <p class="dim">No model has this in its name.</p>}
       {rest > 0 && <p class="dim">{`${rest} more models`}</p>}
     </>

@@ -1,8 +1,9 @@
 import { useState } from "preact/hooks";
-import { SIEError } from "sie-client";
 import { ask, get } from "./api";
+import { useAttempts } from "./attempts";
 import { Confirm } from "./confirm";
 import { Lacking, useScope } from "./session";
+import { Table } from "./table";
 import type { DeadLetterPage, Purged, Replayed, ReplayedAll } from "./types";
 
 const PATH = "/v1/dead-letters";
@@ -16,23 +17,11 @@ export function DeadLetters() {
   const [chosen, setChosen] = useState<Record<string, string>>({ pool: "", code: "", reason: "", model: "", lane: "" });
   const [open, setOpen] = useState("");
   const [purging, setPurging] = useState(""); // an id, or "all"
-  const [said, setSaid] = useState("");
-  const [isBusy, setBusy] = useState(false);
-
-  async function attempt(work: () => Promise<string>) {
-    setBusy(true);
-    setSaid("");
+  const { isBusy, said, refusal, ...attempts } = useAttempts();
+  const attempt = (work: () => Promise<string>) => {
     setPurging("");
-    try {
-      setSaid(await work());
-    } catch (error) {
-      if (!(error instanceof SIEError)) throw error;
-      setSaid(error.message);
-    } finally {
-      setBusy(false);
-    }
-  }
-
+    return attempts.attempt(work);
+  };
   const query = (more: Record<string, string> = {}, filter = asked) => {
     const named = Object.entries({ ...filter, ...more }).map(([name, value]) => [name, value.trim()] as [string, string]);
     return new URLSearchParams(named.filter(([, value]) => value));
@@ -91,7 +80,7 @@ export function DeadLetters() {
           onNo={() => setPurging("")}
         />
       )}
-      <p role="status">{isBusy ? "working" : said}</p>
+      <p role="status">{isBusy ? "working" : said || refusal}</p>
       {page && (
         <>
           <p class="dim">{`${page.total} in pool ${page.pool}; of the ${page.examined} looked at: ${page.counts.map((each) => `${each.count} ${each.code} ${each.reason}`).join(", ") || "none fits"}`}</p>
@@ -102,25 +91,20 @@ export function DeadLetters() {
                 <button type="button" disabled={isBusy} onClick={() => setPurging("all")}>Purge all that fit</button>
                 {page.next !== null && <button type="button" disabled={isBusy} onClick={() => older(page.next ?? 0)}>Older</button>}
               </p>
-              <div class="scroll" tabIndex={0} role="region" aria-label="Dead letters">
-                <table>
-                  <thead><tr><th scope="col">time</th><th scope="col">id</th><th scope="col">model</th><th scope="col">lane</th><th scope="col">error</th><th scope="col" class="number">inputs</th><th scope="col" class="number">deliveries</th><th scope="col" class="number">deaths</th><th scope="col">actions</th></tr></thead>
-                  <tbody id="dead-letters">
-                    {page.letters.map((each) => (
-                      <tr key={each.id}>
-                        <td>{new Date(each.at * 1000).toLocaleString()}</td>
-                        <td><button type="button" class="link" aria-expanded={open === each.id} onClick={() => setOpen(open === each.id ? "" : each.id)}>{each.id}</button></td>
-                        <td class="name">{each.model}</td><td class="name">{each.lane}</td><td>{`${each.code} ${each.reason}`}</td>
-                        <td class="number">{each.inputs ?? "?"}</td><td class="number">{each.deliveries}</td><td class="number">{each.deaths}</td>
-                        <td>
-                          <button type="button" disabled={isBusy} aria-label={`Replay ${each.id}`} onClick={() => replay(one(each.id, "/replay"))}>Replay</button>{" "}
-                          <button type="button" disabled={isBusy} aria-label={`Purge ${each.id}`} onClick={() => setPurging(each.id)}>Purge</button>
-                        </td>
-                      </tr>
-                    ))}
-                  </tbody>
-                </table>
-              </div>
+              <Table label="Dead letters" rows={{ id: "dead-letters" }} columns={["time", "id", "model", "lane", "error", { number: "inputs" }, { number: "deliveries" }, { number: "deaths" }, "actions"]}>
+                {page.letters.map((each) => (
+                  <tr key={each.id}>
+                    <td>{new Date(each.at * 1000).toLocaleString()}</td>
+                    <td><button type="button" class="link" aria-expanded={open === each.id} onClick={() => setOpen(open === each.id ? "" : each.id)}>{each.id}</button></td>
+                    <td class="name">{each.model}</td><td class="name">{each.lane}</td><td>{`${each.code} ${each.reason}`}</td>
+                    <td class="number">{each.inputs ?? "?"}</td><td class="number">{each.deliveries}</td><td class="number">{each.deaths}</td>
+                    <td>
+                      <button type="button" disabled={isBusy} aria-label={`Replay ${each.id}`} onClick={() => replay(one(each.id, "/replay"))}>Replay</button>{" "}
+                      <button type="button" disabled={isBusy} aria-label={`Purge ${each.id}`} onClick={() => setPurging(each.id)}>Purge</button>
+                    </td>
+                  </tr>
+                ))}
+              </Table>
               {page.letters.filter((each) => each.id === open).map((each) => <pre class="code">{JSON.stringify(each, null, 2)}</pre>)}
             </>
           )}

@@ -1,6 +1,7 @@
 import { useState } from "preact/hooks";
 import { get } from "./api";
 import { useAttempts } from "./attempts";
+import { Table } from "./table";
 import type { Report } from "./types";
 import { Words } from "./words";
 
@@ -19,23 +20,18 @@ export function Doctor() {
       <button type="button" id="doctor" disabled={isBusy} onClick={run}>{isBusy ? "examining" : "Examine the cluster"}</button>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {report && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="Findings">
-          <table class="cards">
-            <thead><tr><th>check</th><th>state</th><th>finding and remedy</th></tr></thead>
-            <tbody id="findings">
-              {report.checks.map((each) => (
-                <tr key={each.check}>
-                  <td>{each.check}</td>
-                  <td data-label="state"><span class={`state ${CLASSES[each.state]}`}>{WORDS[each.state]}</span></td>
-                  <td class="wide">
-                    {each.says}
-                    {each.findings.map((finding) => <p><b><Words text={finding.wrong} /></b><br />Remedy: <Words text={finding.fix} /></p>)}
-                  </td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label="Findings" class="cards" rows={{ id: "findings" }} columns={["check", "state", "finding and remedy"]}>
+          {report.checks.map((each) => (
+            <tr key={each.check}>
+              <td>{each.check}</td>
+              <td data-label="state"><span class={`state ${CLASSES[each.state]}`}>{WORDS[each.state]}</span></td>
+              <td class="wide">
+                {each.says}
+                {each.findings.map((finding) => <p><b><Words text={finding.wrong} /></b><br />Remedy: <Words text={finding.fix} /></p>)}
+              </td>
+            </tr>
+          ))}
+        </Table>
       )}
     </>
   );

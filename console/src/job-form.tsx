@@ -9,6 +9,7 @@ import { Picker } from "./picker";
 import { AsJson, complaintsOf, Controls, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
 import { short } from "./playground-parts";
 import { type Preview, preview } from "./rows-preview";
+import { Table } from "./table";
 import type { Model } from "./types";
 
 type Operation = NonNullable<JobRequest["operation"]>;
@@ -113,7 +114,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
     setGiven((old) => (fitting.some((model) => model.id === old.model) ? old : { ...old, model: [...fitting].sort((one, two) => rank(one) - rank(two))[0]?.id ?? "" }));
   }, [fitting]);
   const model = fitting.find((each) => each.id === given.model);
-  const isSound = !Object.values(complaintsOf(given.operation, settings)).some(Boolean);
+  const isSound = !Object.values(complaintsOf(given.operation, settings, model)).some(Boolean);
   const hasData = Boolean(file) !== Boolean(given.url.trim());
   const isUnread = Boolean(unread) && !given.input; // whoever names the format knows better than the name of the file
   const isReady = !isBusy && isSound && Boolean(given.model) && hasData && !isUnread;
@@ -222,7 +223,7 @@ export function JobForm({ models, onDone, onFind }: { models: Model[]; onDone: (
         {!isImage && !isDocument && seen && <FirstText seen={seen} template={given[target].replaceAll("\\n", "\n")} />}
         {!isImage && given.operation === "score" && <>{written("query", "Query: columns in braces")}{written("document", "Document: columns in braces")}</>}
         <Controls prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
-        <AsJson prefix="job-with-" verb={given.operation} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
+        <AsJson prefix="job-with-" verb={given.operation} model={model} settings={settings} set={(name, value) => setSettings((old) => ({ ...old, [name]: value }))} />
       </fieldset>
       <fieldset class="panel">
         <legend>3. Destination</legend>
@@ -293,12 +294,9 @@ function Rows({ seen: { columns, rows, count }, onColumn }: { seen: Preview; onC
       <p class="dim">{[count === undefined ? "" : `${count} rows. `, "Columns", onColumn ? " (press one to put it into the text): " : ": "].join("")}</p>
       <p class="row">{columns.map((name) => <button type="button" class="chip" disabled={!onColumn} onClick={() => onColumn?.(name)}>{name}</button>)}</p>
       {rows.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="First rows">
-          <table>
-            <thead><tr>{columns.map((name) => <th scope="col">{name}</th>)}</tr></thead>
-            <tbody>{rows.map((row) => <tr>{row.map((value) => <td title={value}>{short(value, 60)}</td>)}</tr>)}</tbody>
-          </table>
-        </div>
+        <Table label="First rows" columns={columns}>
+          {rows.map((row) => <tr>{row.map((value) => <td title={value}>{short(value, 60)}</td>)}</tr>)}
+        </Table>
       )}
     </div>
   );

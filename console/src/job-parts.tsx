@@ -4,6 +4,7 @@ import { client, get } from "./api";
 import { useAttempts } from "./attempts";
 import { save } from "./downloads";
 import { hasEnded } from "./job-words";
+import { Table } from "./table";
 import { bytes } from "./units";
 
 const PAGE = 50; // parts
@@ -57,20 +58,15 @@ export function JobParts({ job }: { job: Job }) {
       {job.request.output?.url && <p class="dim">{`The files are at ${job.output_url || job.request.output.url}`}</p>}
       {manifest.parts.length === 0 && <p class="dim">No part is written yet.</p>}
       {manifest.parts.length > 0 && (
-        <div class="scroll tall" tabIndex={0} role="region" aria-label={`Output of ${job.id}`}>
-          <table class="parts">
-            <thead><tr><th scope="col">file</th><th scope="col" class="number">rows</th><th scope="col" class="number">failed</th><th scope="col" class="number">size</th><th scope="col">of the input</th><th scope="col">sha256</th></tr></thead>
-            <tbody>
-              {manifest.parts.map((part) => (
-                <tr key={part.name}>
-                  <td>{job.request.output?.url ? part.name : <button type="button" class="link" disabled={isBusy} aria-label={`Download ${part.name}`} onClick={() => download(part)}>{part.name}</button>}</td>
-                  <td class="number">{part.rows}</td><td class="number">{part.failed}</td><td class="number">{bytes(part.bytes)}</td>
-                  <td class="name">{part.source}</td><td title={part.sha256}>{part.sha256.slice(0, 12)}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label={`Output of ${job.id}`} class="parts" isTall columns={["file", { number: "rows" }, { number: "failed" }, { number: "size" }, "of the input", "sha256"]}>
+          {manifest.parts.map((part) => (
+            <tr key={part.name}>
+              <td>{job.request.output?.url ? part.name : <button type="button" class="link" disabled={isBusy} aria-label={`Download ${part.name}`} onClick={() => download(part)}>{part.name}</button>}</td>
+              <td class="number">{part.rows}</td><td class="number">{part.failed}</td><td class="number">{bytes(part.bytes)}</td>
+              <td class="name">{part.source}</td><td title={part.sha256}>{part.sha256.slice(0, 12)}</td>
+            </tr>
+          ))}
+        </Table>
       )}
       {(after > 0 || manifest.next != null) && (
         <p class="row">
@@ -104,16 +100,11 @@ export function JobRows({ job }: { job: Job }) {
       <p role="status">{isBusy ? "reading" : said}</p>
       {refusal && <p class="bad" role="alert">{refusal}</p>}
       {rows && rows.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label={`Rows of ${job.id}`}>
-          <table class="cards">
-            <thead><tr><th scope="col">row</th><th scope="col" class="number">tokens</th><th scope="col">error</th></tr></thead>
-            <tbody class="rows">
-              {rows.map((row) => (
-                <tr><td class="name">{row.id}</td><td data-label="tokens" class="number">{row.tokens}</td><td data-label="error" class="wide">{row.error && <span class="bad">{`${row.error.code} ${row.error.message}`}</span>}</td></tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label={`Rows of ${job.id}`} class="cards" rows={{ class: "rows" }} columns={["row", { number: "tokens" }, "error"]}>
+          {rows.map((row) => (
+            <tr><td class="name">{row.id}</td><td data-label="tokens" class="number">{row.tokens}</td><td data-label="error" class="wide">{row.error && <span class="bad">{`${row.error.code} ${row.error.message}`}</span>}</td></tr>
+          ))}
+        </Table>
       )}
     </>
   );

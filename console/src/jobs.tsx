@@ -8,6 +8,7 @@ import { EVERY_MS, Pages, Progress, usePages } from "./job-table";
 import { clock, forecastOf, hasEnded, nameOf, rateOf, troubleOf } from "./job-words";
 import { go, href } from "./routes";
 import { Lacking, useScope } from "./session";
+import { Table } from "./table";
 import type { Model } from "./types";
 
 const PAGE = 10;
@@ -72,28 +73,23 @@ function JobList() {
         <p class="dim">{state ? `No job is ${state}.` : "No job is here. A job encodes, scores or extracts a whole file: CSV, JSON Lines or Parquet. New job submits one."}</p>
       )}
       {value && value.data.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="Jobs">
-          <table class="cards">
-            <thead><tr><th scope="col">job</th><th scope="col">state</th><th scope="col">rows</th><th scope="col" class="number">failed</th><th scope="col" class="number">rate</th><th scope="col">forecast</th><th scope="col">model</th><th scope="col">submitted</th></tr></thead>
-            <tbody id="jobs">
-              {value.data.map((job) => {
-                const { words, isFailure } = troubleOf(job);
-                return (
-                  <tr key={job.id} data-job={job.id}>
-                    <td class="name"><a href={href("jobs", [job.id])} title={job.id}>{nameOf(job)}</a></td>
-                    <td data-label="state" class="wrap"><span class={`state ${job.state}`}>{job.state}</span>{words && <p class={`about ${isFailure ? "bad" : "warn"}`}>{words}</p>}</td>
-                    <td data-label="rows"><Progress name={nameOf(job)} done={job.counts.done ?? 0} of={job.counts.rows} isOver={hasEnded(job)} /></td>
-                    <td data-label="failed" class="number">{job.counts.failed}</td>
-                    <td data-label="rate" class="number">{rateOf(job)}</td>
-                    <td data-label="forecast" class="forecast">{forecastOf(job)}</td>
-                    <td data-label="model" class="name">{job.model}</td>
-                    <td data-label="submitted">{clock(job.created_at)}</td>
-                  </tr>
-                );
-              })}
-            </tbody>
-          </table>
-        </div>
+        <Table label="Jobs" class="cards" rows={{ id: "jobs" }} columns={["job", "state", "rows", { number: "failed" }, { number: "rate" }, "forecast", "model", "submitted"]}>
+          {value.data.map((job) => {
+            const { words, isFailure } = troubleOf(job);
+            return (
+              <tr key={job.id} data-job={job.id}>
+                <td class="name"><a href={href("jobs", [job.id])} title={job.id}>{nameOf(job)}</a></td>
+                <td data-label="state" class="wrap"><span class={`state ${job.state}`}>{job.state}</span>{words && <p class={`about ${isFailure ? "bad" : "warn"}`}>{words}</p>}</td>
+                <td data-label="rows"><Progress name={nameOf(job)} done={job.counts.done ?? 0} of={job.counts.rows} isOver={hasEnded(job)} /></td>
+                <td data-label="failed" class="number">{job.counts.failed}</td>
+                <td data-label="rate" class="number">{rateOf(job)}</td>
+                <td data-label="forecast" class="forecast">{forecastOf(job)}</td>
+                <td data-label="model" class="name">{job.model}</td>
+                <td data-label="submitted">{clock(job.created_at)}</td>
+              </tr>
+            );
+          })}
+        </Table>
       )}
       <Pages what="jobs" pages={pages} next={value?.next ?? ""} />
     </>

@@ -4,7 +4,7 @@ import { useAsked } from "./asked";
 import { useAttempts } from "./attempts";
 import { program, quoted } from "./code";
 import { Copies } from "./copies";
-import { complaint, parsed } from "./json-map";
+import { complaint, parsed } from "./json-fields";
 import { href } from "./routes";
 import { Lacking, useScope } from "./session";
 import type { Cluster, Model, Written } from "./types";

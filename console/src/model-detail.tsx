@@ -4,6 +4,7 @@ import { ModelHistory } from "./model-history";
 import { ModelResidency } from "./model-residency";
 import { base, stateOf } from "./model-words";
 import { href } from "./routes";
+import { Table } from "./table";
 import type { Model } from "./types";
 import { bytes, duration } from "./units";
 
@@ -56,22 +57,17 @@ const retry = ({ id, last_error }: Model): string =>
 function Hosts({ model, hosts }: { model: string; hosts: Model["hosts"] }) {
   return (
     <>
-      <div class="scroll" tabIndex={0} role="region" aria-label={`Workers of ${model}`}>
-        <table class="hosts">
-          <thead><tr><th>worker</th><th>state</th><th class="number">memory</th><th class="number">load time</th><th class="number">in flight</th></tr></thead>
-          <tbody>
-            {hosts.map((each) => (
-              <tr key={each.worker}>
-                <td>{each.worker}</td>
-                <td><span class={`state ${each.state}`}>{each.state}</span></td>
-                <td class="number">{each.memory_bytes ? bytes(each.memory_bytes) : ""}</td>
-                <td class="number">{each.load_s ? duration(each.load_s) : ""}</td>
-                <td class="number">{each.queued}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label={`Workers of ${model}`} class="hosts" columns={["worker", "state", { number: "memory" }, { number: "load time" }, { number: "in flight" }]}>
+        {hosts.map((each) => (
+          <tr key={each.worker}>
+            <td>{each.worker}</td>
+            <td><span class={`state ${each.state}`}>{each.state}</span></td>
+            <td class="number">{each.memory_bytes ? bytes(each.memory_bytes) : ""}</td>
+            <td class="number">{each.load_s ? duration(each.load_s) : ""}</td>
+            <td class="number">{each.queued}</td>
+          </tr>
+        ))}
+      </Table>
       {hosts.map(({ worker, error }) => error && <p key={worker} class="dim">{`Load on ${worker} failed, ${failure(error)}`}</p>)}
     </>
   );
@@ -171,16 +167,11 @@ function Alias({ alias: { targets, shadow } }: { alias: NonNullable<Model["alias
   return (
     <>
       <h3>An alias of</h3>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Targets of the alias">
-        <table class="targets">
-          <thead><tr><th>model</th><th class="number">weight</th><th class="number">share of keys</th></tr></thead>
-          <tbody>
-            {targets.map(({ model, weight }) => (
-              <tr key={model}><td class="wrap">{model}</td><td class="number">{weight}</td><td class="number">{`${((100 * weight) / all).toFixed(1)} %`}</td></tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Targets of the alias" class="targets" columns={["model", { number: "weight" }, { number: "share of keys" }]}>
+        {targets.map(({ model, weight }) => (
+          <tr key={model}><td class="wrap">{model}</td><td class="number">{weight}</td><td class="number">{`${((100 * weight) / all).toFixed(1)} %`}</td></tr>
+        ))}
+      </Table>
       {shadow && <Shadow shadow={shadow} />}
       {targets.length > 1 && <p class="dim">{`What follows is that of ${most.model}, which serves most keys.`}</p>}
     </>

@@ -2,6 +2,7 @@ import { useEffect, useState } from "preact/hooks";
 import { ask, get } from "./api";
 import { useAttempts } from "./attempts";
 import { Lacking, useScope } from "./session";
+import { Table } from "./table";
 import type { ModelDocument, ModelHistory as History, Written } from "./types";
 
 type Revision = History["revisions"][number];
@@ -58,32 +59,27 @@ export function ModelHistory({ model }: { model: string }) {
     <div class="history">
       <h3>History</h3>
       {revisions && (
-        <div class="scroll" tabIndex={0} role="region" aria-label={`History of ${model}`}>
-          <table class="cards">
-            <thead><tr><th class="number">revision</th><th>when</th><th>author</th><th>operation</th><th>what changed</th><th><span class="unseen">way back</span></th></tr></thead>
-            <tbody class="revisions">
-              {revisions.map((each, place) => (
-                <tr key={each.revision}>
-                  <td data-label="revision" class="number">{each.revision}</td>
-                  <td data-label="when">{new Date(each.created_at).toLocaleString()}</td>
-                  <td data-label="author">{AUTHORS[each.author] ?? each.author}</td>
-                  <td data-label="operation">{OPERATIONS[each.operation] ?? each.operation}</td>
-                  <td data-label="what changed" class="wide">{each.note}{each.changes.map((change) => <code>{line(change)}</code>)}</td>
-                  <td>
-                    {place > 0 && mayChange && (asking === each.revision ? (
-                      <>
-                        <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(each.revision)}>{`Make revision ${each.revision} the newest`}</button>
-                        <button type="button" onClick={() => setAsking(0)}>Keep as it is</button>
-                      </>
-                    ) : (
-                      <button type="button" class="rollback" onClick={() => setAsking(each.revision)}>Roll back</button>
-                    ))}
-                  </td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label={`History of ${model}`} class="cards" rows={{ class: "revisions" }} columns={[{ number: "revision" }, "when", "author", "operation", "what changed", <span class="unseen">way back</span>]}>
+          {revisions.map((each, place) => (
+            <tr key={each.revision}>
+              <td data-label="revision" class="number">{each.revision}</td>
+              <td data-label="when">{new Date(each.created_at).toLocaleString()}</td>
+              <td data-label="author">{AUTHORS[each.author] ?? each.author}</td>
+              <td data-label="operation">{OPERATIONS[each.operation] ?? each.operation}</td>
+              <td data-label="what changed" class="wide">{each.note}{each.changes.map((change) => <code>{line(change)}</code>)}</td>
+              <td>
+                {place > 0 && mayChange && (asking === each.revision ? (
+                  <>
+                    <button type="button" class="confirm" disabled={isBusy} onClick={() => rollback(each.revision)}>{`Make revision ${each.revision} the newest`}</button>
+                    <button type="button" onClick={() => setAsking(0)}>Keep as it is</button>
+                  </>
+                ) : (
+                  <button type="button" class="rollback" onClick={() => setAsking(each.revision)}>Roll back</button>
+                ))}
+              </td>
+            </tr>
+          ))}
+        </Table>
       )}
       <Lacking scope="config" what="To change it, or to go back to an earlier revision, takes" />
       <p role="status">{said}</p>

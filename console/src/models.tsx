@@ -4,6 +4,7 @@ import { ModelDetail } from "./model-detail";
 import { ModelAdd } from "./model-add";
 import { base, hasWords, isOfKind, kindsOf, pathOf, rank, sizeOf, stateOf } from "./model-words";
 import { href, type Route } from "./routes";
+import { Table } from "./table";
 import type { Model } from "./types";
 import { Words } from "./words";
 
@@ -94,12 +95,9 @@ function ModelList({ models, total, route, onFind }: Props) {
         </p>
       )}
       {groups.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="Models">
-          <table class="cards models">
-            <thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col">does</th><th scope="col">takes</th><th scope="col">gives</th><th scope="col" class="number">tokens</th><th scope="col" class="number">parameters</th></tr></thead>
-            <tbody id="catalogue">{groups.slice((page - 1) * PAGE, page * PAGE).map((group) => <Row key={group[0] && base(group[0])} group={group} />)}</tbody>
-          </table>
-        </div>
+        <Table label="Models" class="cards models" rows={{ id: "catalogue" }} columns={["model", "state", "does", "takes", "gives", { number: "tokens" }, { number: "parameters" }]}>
+          {groups.slice((page - 1) * PAGE, page * PAGE).map((group) => <Row key={group[0] && base(group[0])} group={group} />)}
+        </Table>
       )}
       {pages > 1 && (
         <p class="row">

@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
 import { useAsked } from "./asked";
+import { Table } from "./table";
 import type { Placed, Placement as Told } from "./types";
 import { bytes } from "./units";
 
@@ -36,26 +37,19 @@ export function Placement() {
       {value.lanes.map((lane) => (
         <div key={lane.lane}>
           <h3>{`${lane.lane}: healthy workers ${lane.workers}, models placed ${lane.models}`}</h3>
-          <div class="scroll" tabIndex={0} role="region" aria-label={`Placement of ${lane.lane}`}>
-            <table class="cards">
-              <thead>
-                <tr><th>model</th><th>workers</th><th class="number">device memory</th><th class="number">tokens/s</th><th class="number">waiting</th><th class="number">oldest, s</th><th>why there</th></tr>
-              </thead>
-              <tbody class="placed">
-                {lane.shown.map((row) => (
-                  <tr key={row.model}>
-                    <td class="name">{row.model}</td>
-                    <td data-label="workers">{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state === "-" ? "not loaded" : state} `}</span>)}</td>
-                    <td data-label="device memory" class="number">{row.memory_bytes ? bytes(row.memory_bytes) : ""}</td>
-                    <td data-label="tokens/s" class="number">{row.tokens_per_s.toFixed(0)}</td>
-                    <td data-label="waiting" class="number">{row.waiting}</td>
-                    <td data-label="oldest, s" class="number">{row.oldest_s ? row.oldest_s.toFixed(1) : ""}</td>
-                    <td data-label="why there" class="wide">{why(row, lane.workers)}</td>
-                  </tr>
-                ))}
-              </tbody>
-            </table>
-          </div>
+          <Table label={`Placement of ${lane.lane}`} class="cards" rows={{ class: "placed" }} columns={["model", "workers", { number: "device memory" }, { number: "tokens/s" }, { number: "waiting" }, { number: "oldest, s" }, "why there"]}>
+            {lane.shown.map((row) => (
+              <tr key={row.model}>
+                <td class="name">{row.model}</td>
+                <td data-label="workers">{Object.entries(row.hosts).map(([worker, state]) => <span class={`state ${state}`}>{`${worker} ${state === "-" ? "not loaded" : state} `}</span>)}</td>
+                <td data-label="device memory" class="number">{row.memory_bytes ? bytes(row.memory_bytes) : ""}</td>
+                <td data-label="tokens/s" class="number">{row.tokens_per_s.toFixed(0)}</td>
+                <td data-label="waiting" class="number">{row.waiting}</td>
+                <td data-label="oldest, s" class="number">{row.oldest_s ? row.oldest_s.toFixed(1) : ""}</td>
+                <td data-label="why there" class="wide">{why(row, lane.workers)}</td>
+              </tr>
+            ))}
+          </Table>
           {lane.models > lane.shown.length && <p class="dim">{`${lane.models - lane.shown.length} more`}</p>}
         </div>
       ))}

@@ -1,5 +1,6 @@
 import { type Asked, placeOf, short } from "./playground-parts";
 import type { Outcome } from "./playground-requests";
+import { Table } from "./table";
 import type { Reply, Score } from "./types";
 import { cosine, cosines } from "./vectors";
 
@@ -30,21 +31,16 @@ function Ranks({ one, other, asked }: { one: Reply; other: Reply; asked: Asked[]
     <article class="panel wide" id="compared">
       <h2>Ranks beside each other</h2>
       <p class="dim">{`${moved} of ${both.length} documents have another rank at ${other.model} than at ${one.model}.`}</p>
-      <div class="scroll" tabIndex={0} role="group" aria-label="Ranks">
-        <table class="ranks">
-          <thead><tr><th scope="col">document</th><th scope="col" class="number">{short(one.model)}</th><th scope="col" class="number">{short(other.model)}</th><th scope="col">change</th></tr></thead>
-          <tbody>
-            {both.map(({ place, from, to }) => (
-              <tr>
-                <th scope="row" title={asked[place]?.name}>{short(asked[place]?.name ?? "", 60)}</th>
-                <td class="number">{from}</td>
-                <td class="number">{to}</td>
-                <td class={to < from ? "good" : to > from ? "bad" : "dim"}>{to < from ? `▲ ${from - to} up` : to > from ? `▼ ${to - from} down` : "same"}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Ranks" class="ranks" role="group" columns={["document", { number: short(one.model) }, { number: short(other.model) }, "change"]}>
+        {both.map(({ place, from, to }) => (
+          <tr>
+            <th scope="row" title={asked[place]?.name}>{short(asked[place]?.name ?? "", 60)}</th>
+            <td class="number">{from}</td>
+            <td class="number">{to}</td>
+            <td class={to < from ? "good" : to > from ? "bad" : "dim"}>{to < from ? `▲ ${from - to} up` : to > from ? `▼ ${to - from} down` : "same"}</td>
+          </tr>
+        ))}
+      </Table>
     </article>
   );
 }

@@ -1,6 +1,8 @@
 /** What a request may say beside its inputs: controls for what people use, JSON for the rest. */
 
-import { complaint, parsed } from "./json-map";
+import type { SIEError } from "sie-client";
+import { complaint, parsed, parsedList } from "./json-fields";
+import { Answers, answerOf, type Faults, groupsOf, JsonField, schemaOf, takes } from "./playground-answers";
 import type { Verb } from "./playground-requests";
 import type { Model } from "./types";
 
@@ -12,11 +14,12 @@ export const outputsOf = (model: Model | undefined): string[] =>
   OUTPUTS.filter((name) => model && (model.outputs.includes(name) || name in model.dims));
 
 /** What is set. An empty text leaves it to the model. */
-export const UNSET = { output: "dense", side: "document", chunks: "", context: "true", dimensions: "", threshold: "", lora: "", json: "", metadata: "" };
-export type Settings = typeof UNSET & { labels?: string };
+export const UNSET = { output: "dense", side: "document", chunks: "", context: "true", dimensions: "", answer: "labels", threshold: "", thresholds: "", examples: "", lora: "", json: "", metadata: "" };
+export type Settings = typeof UNSET & { labels?: string; schema?: string; groups?: string };
 
 /** The labels of a request: those that were typed, else an example for a model that needs some. */
-const labelsOf = ({ labels }: Settings, model: Model | undefined): string => labels ?? (model?.needs_labels ? "person, place, date" : "");
+const labelsOf = (settings: Settings, model: Model | undefined): string =>
+  settings.labels ?? (model?.needs_labels && answerOf(settings, model) === "labels" ? "person, place, date" : "");
 
 export const outputOf = ({ output }: Settings, model: Model | undefined): string => {
   const own = outputsOf(model);
@@ -29,19 +32,52 @@ export const isLate = (verb: Verb, settings: Settings, model: Model | undefined)
 export const isChunked = (verb: Verb, settings: Settings, model: Model | undefined): boolean =>
   verb === "encode" && outputOf(settings, model) === "dense" && Boolean(settings.chunks) && Boolean(model?.inputs.includes("text"));
 
-export const complaintsOf = (verb: Verb, { json, metadata, threshold, chunks }: Settings): { json: string; metadata: string; threshold: string; chunks: string } => ({
-  chunks: verb === "encode" && chunks && !/^[1-9]\d{0,4}$/.test(chunks) ? "A chunk has a whole number of tokens." : "",
-  json: complaint(json),
-  metadata: verb === "extract" ? complaint(metadata) : "",
-  threshold: verb === "extract" && threshold && !(Number(threshold) >= 0 && Number(threshold) <= 1) ? "A threshold is from 0 to 1." : "",
-});
+const missing = (text: string, what: string): string => (text.trim() ? "" : `Expected ${what}.`);
+
+/** Why the fields that are shown cannot be sent, empty where they can. */
+export function complaintsOf(verb: Verb, settings: Settings, model: Model | undefined): Faults {
+  const { json, metadata, threshold, thresholds, examples, chunks } = settings;
+  const answer = answerOf(settings, model);
+  const [schema, groups] = [schemaOf(settings, model), groupsOf(settings)];
+  const own = {
+    encode: { chunks: chunks && !/^[1-9]\d{0,4}$/.test(chunks) ? "A chunk has a whole number of tokens." : "" },
+    score: {},
+    extract: {
+      schema: answer === "schema" ? missing(schema, "a JSON Schema") || complaint(schema) : "",
+      groups: answer === "groups" ? missing(groups, "a map of groups") || complaint(groups) : "",
+      thresholds: takes(model, "label_thresholds") ? complaint(thresholds) : "",
+      examples: takes(model, "examples") ? complaint(examples, parsedList) : "",
+      metadata: complaint(metadata),
+      threshold: threshold && !(Number(threshold) >= 0 && Number(threshold) <= 1) ? "A threshold is from 0 to 1." : "",
+    },
+  }[verb];
+  return Object.fromEntries(Object.entries({ ...own, json: complaint(json) }).filter(([, fault]) => fault));
+}
+
+// fields of the parameters that the server may refuse
+const FIELDS: Record<string, keyof Settings> = {
+  labels: "labels", threshold: "threshold", output_schema: "schema", label_groups: "groups", label_thresholds: "thresholds", examples: "examples",
+};
+
+/** What the server refused of each field that has not changed since. */
+export function refusalsOf(refusals: (SIEError | undefined)[], sent: Settings, settings: Settings): Faults {
+  const faults: Faults = {};
+  for (const refusal of refusals) {
+    const field = FIELDS[/^(?:params\.)?(\w+)/.exec(refusal?.param ?? "")?.[1] ?? ""];
+    if (refusal && field && sent[field] === settings[field]) faults[field] = refusal.message.replace(`${refusal.code}: `, "");
+  }
+  return faults;
+}
+
+const given = (name: string, value: unknown): Record<string, unknown> => (value === undefined ? {} : { [name]: value });
 
 /** The parameters of a request to a model. What is written as JSON comes last. */
 export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<string, unknown> {
-  const { side, dimensions, threshold, lora, json } = settings;
+  const { side, dimensions, threshold, thresholds, examples, lora, json } = settings;
   const output = outputOf(settings, model);
   const named = labelsOf(settings, model).split(",").map((label) => label.trim()).filter(Boolean);
   const takesWidth = output === "dense" && model.matryoshka_dims?.includes(Number(dimensions));
+  const answer = answerOf(settings, model);
   const own = {
     encode: {
       output_types: [output],
@@ -49,25 +85,39 @@ export function paramsOf(verb: Verb, settings: Settings, model: Model): Record<s
       ...(takesWidth ? { dimensions: Number(dimensions) } : {}),
     },
     score: {},
-    extract: { ...(named.length ? { labels: named } : {}), ...(threshold ? { threshold: Number(threshold) } : {}) },
+    extract: {
+      ...(named.length ? { labels: named } : {}),
+      ...(threshold ? { threshold: Number(threshold) } : {}),
+      ...given("output_schema", answer === "schema" ? parsed(schemaOf(settings, model)) : undefined),
+      ...given("label_groups", answer === "groups" ? parsed(groupsOf(settings)) : undefined),
+      ...given("label_thresholds", takes(model, "label_thresholds") ? parsed(thresholds) : undefined),
+      ...given("examples", takes(model, "examples") ? parsedList(examples) : undefined),
+    },
   }[verb];
   return { ...own, ...(lora.trim() && model.supports_lora ? { lora_id: lora.trim() } : {}), ...(parsed(json) ?? {}) };
 }
 
-type Set = (name: keyof Settings, value: string) => void;
+type Set = (name: keyof Settings, value: string | undefined) => void;
+
+// what a model may answer in place of labels, with the parameter that asks for it
+const ANSWERS: [string, string, string][] = [["schema", "values of a JSON Schema", "output_schema"], ["groups", "a label of each group", "label_groups"]];
 
 interface Props {
   verb: Verb;
   settings: Settings;
+  model: Model | undefined;
   set: Set;
+  /** What the server refused. */
+  refused?: Faults;
   /** Before the ids of the fields. */
   prefix?: string;
 }
 
-export function Controls({ verb, model, settings, set, prefix = "" }: Props & { model: Model | undefined }) {
+export function Controls({ verb, model, settings, set, refused, prefix = "" }: Props) {
   const outputs = outputsOf(model);
   const output = outputOf(settings, model);
-  const wrong = complaintsOf(verb, settings);
+  const wrong = { ...refused, ...complaintsOf(verb, settings, model) };
+  const answers = ANSWERS.filter(([, , option]) => takes(model, option));
   const choice = (name: keyof Settings, label: string, options: [string, string][], value = settings[name]) => (
     <label>
       {label}
@@ -91,10 +141,11 @@ export function Controls({ verb, model, settings, set, prefix = "" }: Props & { 
         {isChunked(verb, settings, model) && choice("context", "Context", [["true", "whole document"], ["false", "each chunk alone"]])}
         {verb === "encode" && output !== "multivector" && !isChunked(verb, settings, model) && choice("side", "Encode as", [["document", "document"], ["query", "query"]])}
         {verb === "encode" && output === "dense" && widths.length > 0 && choice("dimensions", "Dimensions", [["", `${model?.dims["dense"] ?? "all"}`], ...widths.filter((width) => width !== model?.dims["dense"]).map((width): [string, string] => [`${width}`, `${width}`])])}
+        {verb === "extract" && answers.length > 0 && choice("answer", "Answer", [["labels", "what has the labels"], ...answers.map(([name, words]): [string, string] => [name, words])], answerOf(settings, model))}
         {verb === "extract" && (
           <label class="grow">
             Labels, separated by commas
-            <input id={`${prefix}labels`} value={labelsOf(settings, model)} placeholder="those of the model" onInput={(event) => set("labels", event.currentTarget.value)} />
+            <input id={`${prefix}labels`} value={labelsOf(settings, model)} placeholder={answerOf(settings, model) === "labels" ? "those of the model" : "none"} aria-invalid={Boolean(wrong.labels)} onInput={(event) => set("labels", event.currentTarget.value)} />
           </label>
         )}
         {verb === "extract" && (
@@ -111,27 +162,23 @@ export function Controls({ verb, model, settings, set, prefix = "" }: Props & { 
           </label>
         )}
       </div>
-      {wrong.threshold && <p class="bad" role="alert">{wrong.threshold}</p>}
-      {wrong.chunks && <p class="bad" role="alert">{wrong.chunks}</p>}
+      {[wrong.labels, wrong.threshold, wrong.chunks].map((fault) => fault && <p class="bad" role="alert">{fault}</p>)}
+      {verb === "extract" && <Answers model={model} settings={settings} faults={wrong} prefix={prefix} set={set} />}
     </>
   );
 }
 
 /** The parameters that have no control. */
-export function AsJson({ verb, settings, set, prefix = "" }: Props) {
-  const wrong = complaintsOf(verb, settings);
-  const field = (name: "json" | "metadata", label: string, placeholder: string) => (
-    <>
-      <label>
-        {label}
-        <textarea id={prefix + (name === "json" ? "further" : name)} rows={2} spellcheck={false} placeholder={placeholder} value={settings[name]} aria-invalid={Boolean(wrong[name])} onInput={(event) => set(name, event.currentTarget.value)} />
-      </label>
-      {wrong[name] && <p class="bad" role="alert">{wrong[name]}</p>}
-    </>
+export function AsJson({ verb, model, settings, set, refused, prefix = "" }: Props) {
+  const wrong = { ...refused, ...complaintsOf(verb, settings, model) };
+  const field = (name: "json" | "metadata" | "thresholds" | "examples", label: string, placeholder: string) => (
+    <JsonField id={prefix + (name === "json" ? "further" : name)} label={label} placeholder={placeholder} value={settings[name]} fault={wrong[name]} onValue={(value) => set(name, value)} />
   );
   return (
-    <details>
+    <details open={Boolean(wrong.thresholds ?? wrong.examples) || undefined}>
       <summary>More parameters, as JSON</summary>
+      {verb === "extract" && takes(model, "label_thresholds") && field("thresholds", "Least score of each label, or of a value by its path", '{"person": 0.3, "lines.price": 0.7}')}
+      {verb === "extract" && takes(model, "examples") && field("examples", "Examples: texts with their labels, read before each text", '[{"text": "Now!", "labels": ["urgent"]}]')}
       {field("json", "Parameters", '{"max_seq_length": 128}')}
       {verb === "extract" && !prefix && field("metadata", "Metadata of each input", '{"entities": [{"label": "person", "start": 0, "end": 3}]}')}
     </details>

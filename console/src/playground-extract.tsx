@@ -1,17 +1,21 @@
 import { useState } from "preact/hooks";
 import { type Asked, Bars, pictureOf, short } from "./playground-parts";
+import { Values, valuesOf } from "./playground-values";
+import { Table } from "./table";
 import type { Entity, Found, Relation, Reply, Slot } from "./types";
 
 const COLOURS = 6;
 const MOST_LEAVES = 100; // of a list of the tree that are drawn
 
-/** `threshold`: of the request, undefined where the model's own applied. */
-export function Extracted({ reply, asked, threshold }: { reply: Reply; asked: Asked[]; threshold: unknown }) {
+/** `params`: of the request. */
+export function Extracted({ reply, asked, params }: { reply: Reply; asked: Asked[]; params: Record<string, unknown> }) {
+  const threshold = params["threshold"]; // undefined where the model's own applied
+  const isTyped = "output_schema" in params || "label_groups" in params;
   const nothing = `Nothing was found ${threshold === undefined ? "at the model's own threshold" : `at the threshold ${threshold}`}. A lower threshold or other labels may find something.`;
-  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} nothing={nothing} />)}</>;
+  return <>{reply.items?.map((item, place) => !item.error && <One item={item} asked={asked[place]} place={place} nothing={nothing} isTyped={isTyped} />)}</>;
 }
 
-function One({ item, asked, place, nothing }: { item: Slot; asked: Asked | undefined; place: number; nothing: string }) {
+function One({ item, asked, place, nothing, isTyped }: { item: Slot; asked: Asked | undefined; place: number; nothing: string; isTyped: boolean }) {
   const { entities = [], objects = [], relations = [], classifications = [], data = {} } = item;
   const picture = pictureOf(asked?.input);
   const spans = entities.filter((entity): entity is Span => entity.start !== null && entity.end !== null);
@@ -31,17 +35,15 @@ function One({ item, asked, place, nothing }: { item: Slot; asked: Asked | undef
       {loose.length > 0 && (
         <>
           <h3>Entities</h3>
-          <div class="scroll" tabIndex={0} role="group" aria-label="Entities">
-            <table class="entities">
-              <thead><tr><th scope="col">label</th><th scope="col">text</th><th scope="col" class="number">score</th></tr></thead>
-              <tbody>{loose.map((entity) => <tr><th scope="row">{entity.label}</th><td class="wrap">{entity.text}</td><td class="number">{entity.score.toFixed(4)}</td></tr>)}</tbody>
-            </table>
-          </div>
+          <Table label="Entities" class="entities" role="group" columns={["label", "text", { number: "score" }]}>
+            {loose.map((entity) => <tr><th scope="row">{entity.label}</th><td class="wrap">{entity.text}</td><td class="number">{entity.score.toFixed(4)}</td></tr>)}
+          </Table>
         </>
       )}
       {classifications.length > 0 && <><h3>Classes</h3><Bars label="Classes" least={0} most={1} rows={classifications.map(({ label, score }) => ({ name: label, value: score }))} /></>}
       {relations.length > 0 && <Relations relations={relations} />}
-      {Object.keys(data).length > 0 && <><h3>Data</h3><ul class="tree"><Tree name="data" value={data} open /></ul></>}
+      {isTyped && !empty && <Values values={valuesOf(item)} />}
+      {!isTyped && Object.keys(data).length > 0 && <><h3>Data</h3><ul class="tree"><Tree name="data" value={data} open /></ul></>}
     </div>
   );
 }
@@ -112,16 +114,11 @@ function Boxes({ picture, name, boxes, polygons }: { picture: string; name: stri
             {`Least score that is drawn: ${least.toFixed(2)} (${shown.length} of ${boxes.length} boxes)`}
             <input class="least" type="range" min={0} max={Math.ceil(top * 100) / 100} step={0.01} value={least} onInput={(event) => setLeast(Number(event.currentTarget.value))} />
           </label>
-          <div class="scroll tall" tabIndex={0} role="group" aria-label="Boxes">
-            <table class="found">
-              <thead><tr><th scope="col">box</th><th scope="col" class="number">score</th><th scope="col">x, y, width, height in pixels</th></tr></thead>
-              <tbody>
-                {shown.map(({ label, kind, score, bbox, place }) => (
-                  <tr><th scope="row" class="wrap"><span class={`swatch ${colour(kind)}`} aria-hidden="true" />{`${place + 1} ${label}`}</th><td class="number">{score.toFixed(4)}</td><td>{bbox.join(", ")}</td></tr>
-                ))}
-              </tbody>
-            </table>
-          </div>
+          <Table label="Boxes" class="found" role="group" isTall columns={["box", { number: "score" }, "x, y, width, height in pixels"]}>
+            {shown.map(({ label, kind, score, bbox, place }) => (
+              <tr><th scope="row" class="wrap"><span class={`swatch ${colour(kind)}`} aria-hidden="true" />{`${place + 1} ${label}`}</th><td class="number">{score.toFixed(4)}</td><td>{bbox.join(", ")}</td></tr>
+            ))}
+          </Table>
         </>
       )}
     </>
@@ -132,21 +129,16 @@ function Relations({ relations }: { relations: Relation[] }) {
   return (
     <>
       <h3>Relations</h3>
-      <div class="scroll" tabIndex={0} role="group" aria-label="Relations">
-        <table class="relations">
-          <thead><tr><th scope="col">head</th><th scope="col">relation</th><th scope="col">tail</th><th scope="col" class="number">score</th></tr></thead>
-          <tbody>
-            {relations.map((each) => (
-              <tr>
-                <td>{each.head}</td>
-                <td class="arrow"><span>{each.relation}</span></td>
-                <td>{each.tail}</td>
-                <td class="number">{each.score.toFixed(4)}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Relations" class="relations" role="group" columns={["head", "relation", "tail", { number: "score" }]}>
+        {relations.map((each) => (
+          <tr>
+            <td>{each.head}</td>
+            <td class="arrow"><span>{each.relation}</span></td>
+            <td>{each.tail}</td>
+            <td class="number">{each.score.toFixed(4)}</td>
+          </tr>
+        ))}
+      </Table>
     </>
   );
 }

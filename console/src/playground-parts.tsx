@@ -4,6 +4,7 @@ import { useEffect, useState } from "preact/hooks";
 import { SIEError } from "sie-client";
 import { ask } from "./api";
 import type { Input } from "./playground-requests";
+import { Table } from "./table";
 import type { Reply } from "./types";
 import { norm } from "./vectors";
 
@@ -82,26 +83,16 @@ export function Items({ reply, asked }: { reply: Reply; asked: Asked[] }) {
   return (
     <details class="items" open={slots.length <= 8}>
       <summary>Tokens{vectors ? " and vectors" : ""}</summary>
-      <div class="scroll" tabIndex={0} role="group" aria-label="Tokens of each input">
-        <table>
-          <thead>
-            <tr>
-              <th scope="col">input</th><th scope="col" class="number">tokens</th><th scope="col">truncated</th>
-              {vectors && <><th scope="col">shape</th><th scope="col" class="number">norm</th><th scope="col">dtype</th><th scope="col">first values</th></>}
-            </tr>
-          </thead>
-          <tbody>
-            {slots.map((slot, place) => (
-              <tr>
-                <th scope="row" title={asked[place]?.name}>{`${place + 1} ${short(asked[place]?.name ?? "", 28)}`}</th>
-                <td class="number">{slot.usage?.prompt_tokens ?? ""}</td>
-                <td>{slot.usage?.truncated ? <span class="warn">truncated</span> : "no"}</td>
-                {vectors && shape(reply.items?.[place]).map((cell, column) => <td class={column === 1 ? "number" : ""}>{cell}</td>)}
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Tokens of each input" role="group" columns={["input", { number: "tokens" }, "truncated", ...(vectors ? ["shape", { number: "norm" }, "dtype", "first values"] : [])]}>
+        {slots.map((slot, place) => (
+          <tr>
+            <th scope="row" title={asked[place]?.name}>{`${place + 1} ${short(asked[place]?.name ?? "", 28)}`}</th>
+            <td class="number">{slot.usage?.prompt_tokens ?? ""}</td>
+            <td>{slot.usage?.truncated ? <span class="warn">truncated</span> : "no"}</td>
+            {vectors && shape(reply.items?.[place]).map((cell, column) => <td class={column === 1 ? "number" : ""}>{cell}</td>)}
+          </tr>
+        ))}
+      </Table>
     </details>
   );
 }

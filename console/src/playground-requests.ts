@@ -79,7 +79,7 @@ function asCurl(call: Call): string {
 // parameters that the Python client names; others go through its `options`
 const NAMED = new Set([
   "instruction", "truncate", "max_seq_length", "profile", "lora_id", "on_item_error", "output_types", "output_dtype",
-  "is_query", "dimensions", "normalize", "labels", "threshold",
+  "is_query", "dimensions", "normalize", "labels", "threshold", "output_schema", "label_groups", "label_thresholds",
 ]);
 const PRINTED: Record<Verb, string[]> = {
   encode: ["for result in results:", '    print({name: result[name] for name in ("dense", "sparse", "multivector", "chunks") if name in result})'],

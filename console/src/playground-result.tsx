@@ -49,7 +49,7 @@ export function Result({ outcome, asked }: { outcome: Outcome; asked: Asked[] })
       {query?.multivector && <Late model={model} query={query} reply={reply} asked={asked} text={calls[0]?.body.items[0]?.text ?? ""} />}
       {query?.dense && reply.items?.map((item, place) => item.chunks && <Chunks key={place} chunks={item.chunks} query={query.dense?.values ?? []} text={last?.body.items[place]?.text ?? ""} />)}
       {reply.scores && <Scores scores={reply.scores} asked={asked} scale={model.score_scale} />}
-      {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} threshold={calls[0].body.params?.["threshold"]} />}
+      {calls[0]?.verb === "extract" && <Extracted reply={reply} asked={asked} params={calls[0].body.params ?? {}} />}
       <Items reply={reply} asked={asked} />
       {last?.verb === "encode" && <Cut model={model} call={last} reply={reply} asked={asked} />}
       <h3>Where the time went</h3>

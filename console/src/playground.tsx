@@ -2,13 +2,13 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { rank } from "./model-words";
 import { noteUse, Picker } from "./picker";
 import { Compared } from "./playground-compare";
-import { AsJson, complaintsOf, Controls, isChunked, isLate, outputOf, outputsOf, paramsOf, type Settings, UNSET } from "./playground-controls";
+import { AsJson, complaintsOf, Controls, isChunked, isLate, outputOf, outputsOf, paramsOf, refusalsOf, type Settings, UNSET } from "./playground-controls";
 import { Example, EXAMPLES, QUESTION } from "./playground-example";
 import { type Attached, attached, Files, inputOf, taken } from "./playground-files";
 import type { Asked } from "./playground-parts";
 import { type Call, type Input, type Outcome, run, type Verb } from "./playground-requests";
 import { Result } from "./playground-result";
-import { parsed } from "./json-map";
+import { parsed } from "./json-fields";
 import { go, href, type Route } from "./routes";
 import { Lacking, useScope } from "./session";
 import type { Model } from "./types";
@@ -48,9 +48,9 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   const [pictures, setPictures] = useState<Attached[]>([]);
   const [notPictures, setNotPictures] = useState<string[]>([]);
   const [settings, setSettings] = useState<Settings>(UNSET);
-  const [done, setDone] = useState<{ verb: Verb; outcomes: Outcome[]; asked: Asked[]; turn: number }>({ verb, outcomes: [], asked: [], turn: 0 });
+  const [done, setDone] = useState<{ verb: Verb; outcomes: Outcome[]; asked: Asked[]; settings: Settings; turn: number }>({ verb, outcomes: [], asked: [], settings: UNSET, turn: 0 });
   const [running, setRunning] = useState<AbortController>();
-  const set = (name: keyof Settings, value: string) => setSettings((old) => ({ ...old, [name]: value }));
+  const set = (name: keyof Settings, value: string | undefined) => setSettings((old) => ({ ...old, [name]: value }));
 
   const model = fitting.find((each) => each.id === first);
   const kinds = taken(model?.inputs ?? []);
@@ -62,7 +62,8 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
   const pictured = kinds.includes("image") && (late || (verb === "score" && !outputsOf(model).includes("multivector")));
   const sendable = chunked ? [] : files.filter((file) => kinds.includes(file.kind));
   const hasInput = sendable.length > 0 || (texts && Boolean(text.trim()));
-  const isSound = !Object.values(complaintsOf(verb, settings)).some(Boolean);
+  const isSound = !Object.keys(complaintsOf(verb, settings, model)).length;
+  const refusals = refusalsOf(done.outcomes.filter((each) => [first, second].includes(each.model.id)).map(({ refusal }) => refusal), done.settings, settings);
   const ready = !running && canInfer && model && hasInput && isSound;
 
   useEffect(() => setText((old) => (Object.values(EXAMPLES).includes(old) ? EXAMPLES[verb] : old)), [verb]); // own texts stay
@@ -105,7 +106,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
     try {
       const outcomes = await Promise.all(chosen.map((each) => run(each, callsOf(each, given.map(({ input }) => input)), controller.signal)));
       if (event) noteUse(chosen.map((each) => each.id));
-      setDone((old) => ({ verb, outcomes, asked: given, turn: old.turn + 1 }));
+      setDone((old) => ({ verb, outcomes, asked: given, settings, turn: old.turn + 1 }));
     } finally {
       setRunning(undefined);
     }
@@ -113,7 +114,7 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
 
   function change(next: Verb) {
     go(address({ verb: next }));
-    setDone({ verb: next, outcomes: [], asked: [], turn: 0 });
+    setDone({ verb: next, outcomes: [], asked: [], settings: UNSET, turn: 0 });
   }
 
   async function add(given: Iterable<File>) {
@@ -187,8 +188,8 @@ export function Playground({ models, route, onFind }: { models: Model[]; route: 
           )}
           </div>
           <div class="ask">
-          <Controls verb={verb} model={model} settings={settings} set={set} />
-          <AsJson verb={verb} settings={settings} set={set} />
+          <Controls verb={verb} model={model} settings={settings} set={set} refused={refusals} />
+          <AsJson verb={verb} model={model} settings={settings} set={set} refused={refusals} />
           <span class="row">
             <button id="run" type="submit" disabled={!ready}>{running ? "Running" : "Run"}</button>
             {running && <button type="button" id="stop" onClick={() => running.abort()}>Stop</button>}

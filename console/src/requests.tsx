@@ -3,6 +3,7 @@ import { SIEError } from "sie-client";
 import { get } from "./api";
 import { useAsked } from "./asked";
 import { go, href } from "./routes";
+import { Table } from "./table";
 import type { RequestLog, Slow, SlowRequests } from "./types";
 import { stagesOf } from "./stages";
 import { Waterfall } from "./waterfall";
@@ -41,12 +42,9 @@ export function Requests({ showsFailed }: { showsFailed: boolean }) {
       {value && !shown.length && <p class="dim">{onlyFailed ? "No failed request of the last hour is kept." : "No request of the last hour is kept: none was slow, and none failed."}</p>}
       <ByWorker requests={kept} />
       {shown.length > 0 && (
-        <div class="scroll" tabIndex={0} role="region" aria-label="Slow requests">
-          <table class="cards">
-            <thead><tr><th scope="col">request</th><th scope="col">time</th><th scope="col">verb, model</th><th scope="col">status</th><th scope="col" class="number">inputs</th><th scope="col" class="number">ms</th><th scope="col">mostly</th></tr></thead>
-            <tbody id="requests">{shown.map((each) => <Row key={each.id} request={each} />)}</tbody>
-          </table>
-        </div>
+        <Table label="Slow requests" class="cards" rows={{ id: "requests" }} columns={["request", "time", "verb, model", "status", { number: "inputs" }, { number: "ms" }, "mostly"]}>
+          {shown.map((each) => <Row key={each.id} request={each} />)}
+        </Table>
       )}
     </>
   );
@@ -99,20 +97,15 @@ function ByWorker({ requests }: { requests: Slow[] }) {
   });
   if (!rows.length) return null;
   return (
-    <div class="scroll" tabIndex={0} role="region" aria-label="These requests by worker">
-      <table class="narrow">
-        <thead><tr><th>model</th><th>worker</th><th class="number">of these requests</th><th class="number">mean time there, ms</th><th class="number">inference of 1,000 tokens, ms</th><th class="number">times that of the others</th></tr></thead>
-        <tbody id="by-worker">
-          {rows.map(({ model, worker, parts, workerMs, own, times }, place) => (
-            <tr key={`${model} ${worker}`}>
-              <td>{rows[place - 1]?.model === model ? "" : model}</td><td>{worker}</td><td class="number">{parts}</td>
-              <td class="number">{(workerMs / parts).toFixed(0)}</td><td class="number">{own ? own.toFixed(0) : ""}</td>
-              <td class={times >= SLOW ? "number bad" : "number"}>{times ? `${times.toFixed(1)}${times >= SLOW ? ", slow" : ""}` : ""}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+    <Table label="These requests by worker" class="narrow" rows={{ id: "by-worker" }} columns={["model", "worker", { number: "of these requests" }, { number: "mean time there, ms" }, { number: "inference of 1,000 tokens, ms" }, { number: "times that of the others" }]}>
+      {rows.map(({ model, worker, parts, workerMs, own, times }, place) => (
+        <tr key={`${model} ${worker}`}>
+          <td>{rows[place - 1]?.model === model ? "" : model}</td><td>{worker}</td><td class="number">{parts}</td>
+          <td class="number">{(workerMs / parts).toFixed(0)}</td><td class="number">{own ? own.toFixed(0) : ""}</td>
+          <td class={times >= SLOW ? "number bad" : "number"}>{times ? `${times.toFixed(1)}${times >= SLOW ? ", slow" : ""}` : ""}</td>
+        </tr>
+      ))}
+    </Table>
   );
 }
 

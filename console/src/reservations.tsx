@@ -1,6 +1,7 @@
 import type { CallOptions } from "sie-client";
 import { client } from "./api";
 import { useAsked } from "./asked";
+import { Table } from "./table";
 
 const EVERY_MS = 5000;
 
@@ -12,24 +13,17 @@ export function Reservations() {
   if (!pools) return null;
   if (!pools.length) return <p class="dim">No pool has announced itself.</p>;
   return (
-    <>
-      <div class="scroll" tabIndex={0} role="region" aria-label="Pools and reservations">
-        <table class="cards">
-          <thead><tr><th>pool</th><th>state</th><th>reserves</th><th>pinned models</th><th class="number">workers</th><th class="number">lease ends in, s</th></tr></thead>
-          <tbody id="pools">
-            {pools.map(({ name, spec, status }) => (
-              <tr key={name}>
-                <td class="name">{name}</td>
-                <td data-label="state">{status.state}</td>
-                <td data-label="reserves">{Object.entries(spec.gpus).map(([profile, count]) => `${count} ${profile}`).join(", ")}</td>
-                <td data-label="pinned models" class="name">{(spec.pinned_models ?? []).join(", ")}</td>
-                <td data-label="workers" class="number">{status.assigned_workers.length}</td>
-                <td data-label="lease ends in, s" class="number">{status.expires_at ? Math.max(0, Math.round(status.expires_at - Date.now() / 1000)) : ""}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
-    </>
+    <Table label="Pools and reservations" class="cards" rows={{ id: "pools" }} columns={["pool", "state", "reserves", "pinned models", { number: "workers" }, { number: "lease ends in, s" }]}>
+      {pools.map(({ name, spec, status }) => (
+        <tr key={name}>
+          <td class="name">{name}</td>
+          <td data-label="state">{status.state}</td>
+          <td data-label="reserves">{Object.entries(spec.gpus).map(([profile, count]) => `${count} ${profile}`).join(", ")}</td>
+          <td data-label="pinned models" class="name">{(spec.pinned_models ?? []).join(", ")}</td>
+          <td data-label="workers" class="number">{status.assigned_workers.length}</td>
+          <td data-label="lease ends in, s" class="number">{status.expires_at ? Math.max(0, Math.round(status.expires_at - Date.now() / 1000)) : ""}</td>
+        </tr>
+      ))}
+    </Table>
   );
 }

@@ -231,23 +231,19 @@ def manifest(job: str, session: Session) -> Plan[JobManifest]:
 
 
 def waited(
-    job: str,
-    timeout_s: float | None,
-    on_progress: Callable[[JobInfo], None] | None,
-    session: Session,
-    clock: Callable[[], float] = time.monotonic,
+    job: str, timeout_s: float | None, on_progress: Callable[[JobInfo], None] | None, session: Session
 ) -> Plan[JobInfo]:
     """Poll the job until it has ended, and return it in whatever state. `on_progress` is called with the job after each
     poll. Raises JobTimeoutError after `timeout_s`.
     """
-    started_s, pause_s = clock(), FIRST_PAUSE_S
+    started_s, pause_s = time.monotonic(), FIRST_PAUSE_S
     while True:
         info = yield from get(job, session)
         if on_progress is not None:
             on_progress(info)
         if info.has_ended:
             return info
-        left_s = MAX_PAUSE_S if timeout_s is None else timeout_s - (clock() - started_s)
+        left_s = MAX_PAUSE_S if timeout_s is None else timeout_s - (time.monotonic() - started_s)
         if left_s <= 0:
             raise JobTimeoutError(
                 f"{info.id} has not ended within {timeout_s:g} s: its state is {info.state}, and it goes on",

@@ -14,7 +14,7 @@ import httpx
 from sie_client.core import BodySink, Received, Send, Session, TransportFailed, UploadStream
 from sie_client.types import Item
 from sie_contracts import client_environment
-from sie_contracts.loopback import direct, is_local, is_refused
+from sie_contracts.loopback import client_options, is_local, is_refused
 
 CONNECT_S = 10.0
 PIECE_BYTES = 1 << 20  # bytes of a response's body that are given to a sink at once
@@ -37,7 +37,7 @@ def options(url: str, session: Session, transport: Callable[..., object]) -> dic
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=max(20, 2 * session.concurrency), keepalive_expiry=60.0
     )
-    return {"limits": limits, "transport": direct(url, transport, limits=limits)}
+    return client_options(url, transport, limits=limits)
 
 
 def with_key(options: Mapping[str, Any]) -> dict[str, Any]:

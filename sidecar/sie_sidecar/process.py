@@ -116,13 +116,8 @@ async def serve(
         tasks.start(_in_a_bundle(feed, settings.bundle), "bundle")
         links.for_every(lambda link: link.listeners.append(lambda _: health.changed()))
         tasks.start(links.run(stop), "adapter links")
-        await retry(
-            health.listen,
-            errors=(BrokerError,),
-            stop=stop,
-            logger=_logger,
-            task="listening for gateways that look for this worker",
-        )
+        with_broker = functools.partial(retry, errors=(BrokerError,), stop=stop, logger=_logger)
+        await with_broker(health.listen, task="listening for gateways that look for this worker")
         tasks.start(health.run(), "heartbeats")
         tasks.start(status.run(), "status")
         identity = WorkerIdentity(
@@ -144,29 +139,15 @@ async def serve(
             )
             health.asks = True
             hints = topology.assigned_subject(worker_id), admission.on_hint
-            await retry(
-                lambda: broker.subscribe(*hints),
-                errors=(BrokerError,),
-                stop=stop,
-                logger=_logger,
-                task="listening for hints",
-            )
+            await with_broker(lambda: broker.subscribe(*hints), task="listening for hints")
             tasks.start(admission.run(stop), "pool admission")
         stream = topology.stream_name(lane.pool)
-        await retry(
-            lambda: _verified(broker, stream),
-            errors=(BrokerError,),
-            stop=stop,
-            logger=_logger,
-            task=f"waiting for {stream}",
-        )
+        await with_broker(lambda: _verified(broker, stream), task=f"waiting for {stream}")
         try:
             if not stop.requested:
                 await worker.start(stop)
                 if admission is None:
-                    await retry(
-                        worker.source.pull, errors=(BrokerError,), stop=stop, logger=_logger, task="beginning to pull"
-                    )
+                    await with_broker(worker.source.pull, task="beginning to pull")
                 else:
                     await _unless_stopped(stop, admission.asked.wait())
                     following = tasks.start(_follow(admission, worker, health, stop), "pool assignment")

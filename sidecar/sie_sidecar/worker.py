@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sie_broker import Broker, BrokerError, Subscription
-from sie_contracts.errors import SIEError
 from sie_contracts.settings import Settings
 from sie_contracts.wire import topology
 from sie_contracts.wire.topology import Lane
@@ -104,9 +103,17 @@ class Worker:
         self._marks = PoisonMarks(broker, worker_id, broker_s)
         self._tokenizers = TokenizerPool(settings.preprocessor_workers)
         self._media = MediaPool(settings.image_workers, metrics.count_file)
-        self.inventory = Inventory(self.models, self._on_less, self._on_free, clock)
+        # functions that use `source`, which is created later
+        self.inventory = Inventory(
+            self.models,
+            on_less=lambda: self.source.refill_soon(),
+            on_free=lambda consumer: self.source.pulling.refill_one(consumer),
+            clock=clock,
+        )
         self.loading = Loading(feed, links, self.models, self.inventory, self._loras, self._work, clock)
-        self._residency = ResidencyRequests(self.loading, self._work, self._on_unloaded)
+        self._residency = ResidencyRequests(
+            self.loading, self._work, on_unloaded=lambda model: self.source.assignment.unloaded(model)
+        )
         self._residency_subject = topology.residency_subject(worker_id)
         self.queues = DeviceQueues(self.models, self.inventory, limits)
         self._quantum = quantum_of(settings)
@@ -134,7 +141,7 @@ class Worker:
         self._prepare = Prepare(
             self.source, self.loading, self.inventory, self._settle, fetching, self._tokenizers, self._media, clock
         )
-        broker.on_reconnect(self._on_reconnect)
+        broker.on_reconnect(lambda: self.source.pulling.refresh_consumers())
         links.for_every(self._add_device)
 
     def _add_device(self, link: AdapterLink) -> None:
@@ -144,10 +151,10 @@ class Worker:
                 self._clock,
                 self._on_change,
                 self._settings.swap_after_ms / 1000,
-                assigned=self._assigned_models,
+                assigned=lambda: self.source.assignment.models(),
                 on_loaded=self._on_loaded,
-                on_failed=self._on_load_failed,
-                on_role=self._on_role,
+                on_failed=lambda hosted, error: self._metrics.not_loaded(hosted.name, error),
+                on_role=lambda hosted: self.source.pulling.refill_all(),
                 device=link.number,
             )
         )
@@ -227,35 +234,8 @@ class Worker:
         """Return True if more work may soon be ready for a device."""
         return bool(self.intake.arrived or self._is_tokenising()) or self._has_more()
 
-    # callbacks of parts that are created before `source`
-
     def _has_more(self) -> bool:
         return self.source.pulling.more_expected()
-
-    def _assigned_models(self) -> frozenset[str] | None:
-        return self.source.assignment.models()
-
-    def _on_less(self) -> None:
-        """Let the consumers deliver more messages, because less work waits for a device."""
-        self.source.refill_soon()
-
-    def _on_free(self, consumer: str) -> None:
-        """Let one consumer deliver more messages, because a work item that held it up is gone."""
-        self.source.pulling.refill_one(consumer)
-
-    def _on_role(self, hosted: ModelState) -> None:
-        """Adjust how many messages consumers may deliver: a model was unloaded, closed to new work, or opened again."""
-        self.source.pulling.refill_all()
-
-    def _on_unloaded(self, model: str) -> None:
-        """Prevent loading a model in advance that an operator has just unloaded."""
-        self.source.assignment.unloaded(model)
-
-    async def _on_reconnect(self) -> None:
-        await self.source.pulling.refresh_consumers()
-
-    def _on_load_failed(self, hosted: ModelState, error: SIEError) -> None:
-        self._metrics.not_loaded(hosted.name, error)
 
     def _on_loaded(self, hosted: ModelState) -> None:
         self._metrics.loaded(hosted.name, certified=hosted.ready is not None and bool(hosted.ready.loaded.certificate))

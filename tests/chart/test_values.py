@@ -26,6 +26,7 @@ BESIDE = {
     ("nats", "maxUnavailable"): {"nats": {"replicas": 5}},
     ("payloadStore", "existingClaim"): {"payloadStore": {"url": ""}},
     ("catalogue", "configMap"): {"catalogue": {"url": ""}},
+    ("workers", "common", "bundle"): {"gateway": {"defaultMachineProfile": ""}},
     ("workers", "common", "gpu"): {"machineProfiles": {"l4": {"device": "auto", "gpu": None}}},
     ("machineProfiles", "cpu", "gpu"): {"machineProfiles": {"cpu": {"device": "auto"}}},
     ("machineProfiles", "l4", "gpu"): {"machineProfiles": {"l4": {"device": "auto"}}},

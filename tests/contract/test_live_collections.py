@@ -5,11 +5,13 @@ the way back, and what is left of it. The engines are those of test_sinks.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -17,16 +19,17 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from databases import with_extension
-from live_application import Application, Points, Table, is_close
+from lancedb.index import HnswSq
+from live_application import Application, Points, Rows, Table, is_close
 from postgres_server import PASSWORD, PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy
-from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, Side
-from sie_store.sinks.opening import opened_live
+from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
+from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector_live import PgvectorLive
-from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkUnsuitable
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkRows, SinkUnsuitable, SparseRow
 
 QUICK = RetryPolicy(stall_s=60.0, tries=3, pause_s=0.05)
 SECRET = "k3y-of-qdrant"
@@ -41,6 +44,14 @@ def vector_of(text: str | None, side: Side, widths: dict[Side, int] = WIDTHS) ->
     """The vector that the model of a side makes of a text."""
     seed = int.from_bytes(hashlib.sha256(f"{side} {text}".encode()).digest()[:8], "big")
     return [float(each) for each in np.random.default_rng(seed).standard_normal(widths[side], dtype=np.float32)]
+
+
+def as_written(vector: list[float], output: Output) -> Vector:
+    """A vector as one of another kind with the same numbers: all indices of a sparse one, one token."""
+    numbers = np.array(vector, np.float32)
+    if output == "sparse":
+        return SparseRow.from_arrays(np.arange(len(vector)), numbers)
+    return numbers[None, :] if output == "multivector" else numbers
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +73,24 @@ def qdrant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QdrantServer]:
     server.kill()
 
 
-@pytest.fixture(params=["postgres", "qdrant", "qdrant with sparse vectors"])
+# by name: the fixture of the engine, and the application over it
+APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
+    "postgres": ("postgres", Table),
+    "qdrant": ("qdrant", Points),
+    "qdrant with sparse vectors": ("qdrant", functools.partial(Points, is_hybrid=True)),
+    "sparse vectors of qdrant": ("qdrant", functools.partial(Points, output="sparse")),
+    "multivectors of qdrant": ("qdrant", functools.partial(Points, output="multivector")),
+    "sparse vectors of postgres": ("postgres", functools.partial(Table, output="sparse")),
+    "lancedb": ("tmp_path", Rows),
+}
+
+
+@pytest.fixture(params=APPLICATIONS)
 def application(request: pytest.FixtureRequest) -> Iterator[Application]:
-    collection = f"c-{uuid.uuid4().hex[:12]}"
-    if request.param == "postgres":
-        yield Table(request.getfixturevalue("postgres"), collection)
-        return
-    points = Points(request.getfixturevalue("qdrant"), collection, is_hybrid="sparse" in request.param)
-    yield points
-    points.close()
+    engine, opened_application = APPLICATIONS[request.param]
+    application = opened_application(request.getfixturevalue(engine), f"c-{uuid.uuid4().hex[:12]}")
+    yield application
+    application.close()
 
 
 @pytest.fixture
@@ -94,6 +114,7 @@ class Migrator:
     widths: dict[Side, int] = field(default_factory=lambda: dict(WIDTHS))
     embedded: int = 0
     gaps: int = 0
+    output: Output = "dense"
 
     async def scan(self, side: Side) -> int:
         """Rows that were embedded."""
@@ -114,7 +135,7 @@ class Migrator:
 
     async def write(self, side: Side, rows: list[LiveRow], texts: list[str]) -> None:
         if rows:
-            vectors = np.array([vector_of(text, side, self.widths) for text in texts], np.float32)
+            vectors = [as_written(vector_of(text, side, self.widths), self.output) for text in texts]
             await self.live.write(side, rows, vectors)
             self.embedded += len(rows)
 
@@ -122,7 +143,7 @@ class Migrator:
 @pytest_asyncio.fixture
 async def migrator(application: Application) -> AsyncIterator[Migrator]:
     live = opened_live(application.url, "SIE_JOBS_SINKS", source(application), QUICK)
-    yield Migrator(live)
+    yield Migrator(live, output=application.output)
     await live.close()
 
 
@@ -132,7 +153,8 @@ async def begun(application: Application, migrator: Migrator, count: int) -> Non
     texts = {str(number): f"text {number}" for number in range(count)}
     await application.write({key: (text, vector_of(text, "old", migrator.widths)) for key, text in texts.items()})
     state = await migrator.live.open()
-    assert (state.rows, state.dims, state.in_use, state.is_begun) == (count, migrator.widths["old"], "old", False)
+    width = 0 if isinstance(application, Points) and application.output == "sparse" else migrator.widths["old"]
+    assert state == LiveState(count, width, "old", False, migrator.output)
     await migrator.live.begin(migrator.widths["new"])
 
 
@@ -427,8 +449,8 @@ async def test_neighbours_and_samples_are_rows_of_the_index(application: Applica
     assert len({row.id for row in sample}) == 20
     for row in sample:
         assert row.columns["body"] == f"text {row.id}"
-    for side in ("old", "new"):
-        near = await migrator.live.nearest(side, np.array(vector_of("text 9", side), np.float32), 3)  # type: ignore[arg-type]
+    for side in SIDES:
+        near = await migrator.live.nearest(side, as_written(vector_of("text 9", side), migrator.output), 3)
         assert near[0] == "9"
         assert len(set(near)) == 3
 
@@ -691,3 +713,110 @@ async def test_the_new_collection_has_the_indexes_of_payloads(points: Points) ->
     client = points.client()
     assert list(client.get_collection(points.collection).payload_schema) == ["price"]
     await migrator.live.close()
+
+
+# ---- LanceDB
+
+
+@pytest.fixture
+def lance(tmp_path: Path) -> Rows:
+    return Rows(tmp_path, f"c-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "message"),
+    [
+        ({"body": "string"}, {}, "no column vector of vectors.* it has none"),
+        ({"id": "int64", "body": "string", "v": 3}, {}, "Name one with --vector: v"),
+        ({"id": "int64", "title": "string", "vector": 3}, {}, "no column body, which --text names"),
+        ({"id": "int64", "body": "binary", "vector": 3}, {}, "column body .* has no texts, numbers or times"),
+        ({"body": "string", "vector": 3}, {}, "no such column id. --id names one"),
+        ({"number": "double", "body": "string", "vector": 3}, {"id_column": "number"}, "no such column number"),
+        ({"id": "int64", "body": "string", "vector": 3, "vector_next": 3}, {}, "that no migration has created"),
+    ],
+)
+async def test_a_table_of_lancedb_that_cannot_be_migrated_is_refused(
+    lance: Rows, columns: dict[str, str | int], changes: dict[str, str], message: str
+) -> None:
+    await lance.create_of(columns)
+    live = opened_live(lance.url, "SINK", source(lance, **changes), QUICK)
+
+    async def begin() -> None:
+        await live.open()
+        await live.begin(24)
+
+    with pytest.raises(CollectionMismatch, match=message):
+        await begin()
+
+
+async def test_rows_of_lancedb_without_an_id_or_with_the_same_one_are_refused(lance: Rows) -> None:
+    await lance.create(16)
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    await lance.add(("1", "a"), ("1", "b"))
+    await migrator.live.open()
+    await migrator.live.begin(24)
+    with pytest.raises(CollectionMismatch, match=r"several rows of .* have the same id"):
+        await migrator.scan("new")
+    await lance.add((None, "c"))
+    with pytest.raises(CollectionMismatch, match=r"id of .* is null in a row"):
+        await migrator.live.open()
+
+
+async def test_another_model_never_takes_the_vectors_of_a_table_of_lancedb_for_its_own(lance: Rows) -> None:
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    await begun(lance, migrator, 20)
+    third = opened_live(lance.url, "SINK", source(lance, fingerprints={**PRINTS, "new": "c" * 16}), QUICK)
+    await third.open()
+    with pytest.raises(CollectionMismatch, match="vectors of another model"):
+        await third.begin(WIDTHS["new"])
+    await third.clean_up()
+    await third.begin(WIDTHS["new"])
+    await third.switch("new")
+    with pytest.raises(CollectionMismatch, match="another command has switched"):
+        await migrator.scan("new")
+    with pytest.raises(CollectionMismatch, match="drop the columns vector_before and vector_marker_cccccccc"):
+        await migrator.live.open()
+
+
+async def test_an_index_of_lancedb_is_built_as_the_old_one_is_and_has_all_rows(lance: Rows) -> None:
+    migrator = Migrator(opened_live(lance.url, "SINK", source(lance), QUICK))
+    await lance.create(16)
+    await lance.write({str(number): (f"text {number}", vector_of(f"text {number}", "old")) for number in range(300)})
+    await (await lance.table()).create_index("vector", config=HnswSq(distance_type="dot"))
+    await migrator.live.open()
+    await migrator.live.begin(24)
+    await migrator.scan("new")
+    for _ in range(2):
+        await migrator.live.build_indexes()
+    table = await lance.table()
+    indexes = {index.columns[0]: index for index in await table.list_indices()}
+    assert indexes.keys() == {"vector", "vector_next"}
+    for index in indexes.values():
+        assert (await table.index_stats(index.name)).distance_type == "dot"
+        assert (index.index_type, index.num_unindexed_rows) == ("IvfHnswSq", 0)
+    await migrator.live.switch("new")
+    await migrator.live.clean_up()
+    (index,) = await (await lance.table()).list_indices()
+    assert index.columns == ["vector"]
+
+
+async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:
+    url = f"lancedb://{tmp_path}"
+    sink = opened(url, "SINK", QUICK)
+    await sink.prepare("docs", {"dense": 16}, {})
+    vectors = np.ones((3, 16), np.float32)
+    await sink.upsert(SinkRows(["a", "b", "c"], vectors, [{"body": "it's \\ a"}, {}, {"body": "c"}]))
+    migrator = Migrator(opened_live(url, "SINK", LiveSource("docs", BODY, PRINTS), QUICK))
+    await migrator.live.open()
+    await migrator.live.begin(24)
+    assert await migrator.scan("new") == 2
+    assert migrator.gaps == 1
+    near = await migrator.live.nearest("new", np.array(vector_of("it's \\ a", "new"), np.float32), 2)
+    assert near[0] == "a"
+    await sink.prepare("docs", {"dense": 16}, {})
+    await sink.upsert(SinkRows(["c"], vectors[:1], [{"body": "changed"}]))
+    assert await migrator.scan("new") == 1
+    await migrator.live.switch("new")
+    await migrator.live.clean_up()
+    hits = await sink.search("docs", np.array(vector_of("changed", "new"), np.float32), 1)
+    assert [(hit.id, hit.payload) for hit in hits] == [("c", {"body": "changed"})]

@@ -137,7 +137,7 @@ def _heard(inputs: Sequence[Input], layout: Rows) -> dict[int, SoundFeatures]:
     assert layout.sounds is not None
     made = {index: sounds.prepare(file, layout.sounds) for index, file in given.items()}
     return {
-        index: SoundFeatures(each.values.tobytes(), each.shape, each.digest(), each.seconds)
+        index: SoundFeatures(1, *each.shape, each.seconds, each.digest(), each.values.tobytes())
         for index, each in made.items()
     }
 

@@ -33,6 +33,8 @@ from transformers import (
 from sie_adapter.detectors import owlv2
 from sie_adapter.detectors.detector import Detector
 from sie_adapter.engine.engine import AdapterEngine
+from sie_adapter.families import extraction
+from sie_adapter.families.extraction import LabelVectors
 from sie_adapter.packed.packing import Shown
 from sie_client import draw
 from sie_contracts.errors import ErrorInfo, ModelLoadFailed
@@ -434,11 +436,10 @@ def test_vectors_of_labels_are_kept(load: Load[Any], monkeypatch: pytest.MonkeyP
     served = load("owlv2").served
     kind: Any = served.weights._kind
     made: list[Sequence[str]] = []
-    original = kind._vectors
-    monkeypatch.setattr(kind, "_vectors", lambda labels: made.append(tuple(labels)) or original(labels))
-    monkeypatch.setattr(owlv2, "_KEPT_LABELS", 2)
+    vectors = LabelVectors(lambda labels: made.append(tuple(labels)) or kind._vectors(labels))
+    monkeypatch.setattr(kind, "_label_vectors", vectors)
+    monkeypatch.setattr(extraction, "_LABELS_CACHED", 2)
     file = png(PICTURES[0])
-    kind._cached.clear()
     found = [
         find(served, Asked([file], labels))[0] for labels in (("a", "b", "a"), ("b",), ("c", "b"), ("a", "b", "a"))
     ]

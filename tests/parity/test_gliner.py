@@ -23,6 +23,7 @@ from parity.gliner_checkpoints import GlinerKind, edit_weights, entry_of, gliner
 from parity.table import ParityTable, Scores, path_of
 from selection import long_but
 
+from sie_adapter.families import extraction
 from sie_adapter.families import gliner as family
 from sie_adapter.families.extraction import ExtractOptions, TextWindow
 from sie_adapter.families.gliner import GlinerModel
@@ -369,7 +370,7 @@ def test_label_vectors_are_computed_once(folders: dict[str, Path], monkeypatch: 
         assert calls == [3, 1, 3]
         for kept, computed in zip(first, afresh, strict=True):
             assert_equal(kept, computed)
-        monkeypatch.setattr(family, "_LABELS_KEPT", 2)
+        monkeypatch.setattr(extraction, "_LABELS_CACHED", 2)
         extract(model, texts, options("bi", ("bridge",)))
         extract(model, texts, options("bi", ("bridge", "Engine")))
         extract(model, texts, options("bi", ("vector",)))

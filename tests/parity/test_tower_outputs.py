@@ -281,13 +281,13 @@ def test_outputs_go_when_memory_ends_and_with_their_model(
     outputs.clear()
     outputs._paused_until_s = 0.0
     (expected,) = served.run("encode", [PAGE])
-    assert outputs.held_bytes > 0
+    assert outputs.use().held_bytes > 0
     assert equal(run_short(served, monkeypatch), expected)
-    assert outputs.held_bytes == 0
+    assert outputs.use().held_bytes == 0
     outputs._paused_until_s = 0.0
     served.run("encode", [OTHER])
-    assert outputs.held_bytes > 0
+    assert outputs.use().held_bytes > 0
     load.cache_clear()  # type: ignore[attr-defined]
     del served
     residency.release(name)
-    assert outputs.held_bytes == 0
+    assert outputs.use().held_bytes == 0

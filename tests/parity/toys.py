@@ -77,4 +77,4 @@ def seen(inputs: Sequence[Input], layout: Rows) -> dict[int, list[PreparedImage]
 def prepared(file: bytes, recipe: Recipe) -> PreparedImage:
     """The pixels of an image file, as a worker process makes them."""
     made = images.prepare(file, recipe)
-    return PreparedImage(made.pixels, *made.size, made.upright, made.digest())
+    return PreparedImage(1, *made.size, *made.upright, made.animated, made.digest(), made.pixels)

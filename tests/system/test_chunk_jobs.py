@@ -20,13 +20,17 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from cluster import MODEL, Cluster, running
+from cluster import MODEL, Cluster, running, until
 from databases import Qdrant
 from job_client import ENDED, JobClient, Rows, jsonl, parquet_file
 from qdrant_server import QdrantServer
+from shared import SERVED_S
+
+from sie_contracts.models.catalogue import packaged_folder
 
 RULE = {"max_tokens": 48, "min_tokens": 8}
 WORDS = ("river", "mill", "inn", "captain", "harbour", "flood", "bridge", "winter", "letter", "garden")
+PARSER_ENTRY = packaged_folder() / "models" / "docling.yaml"
 TOLERANCE = 2e-5  # between batches of other sizes, in float32
 DOCUMENTS = {"documents": "file", "id": "key", "chunks": RULE}
 # read by each process of Python at its start: a module in place of the one that imports docling. A document is JSON.
@@ -147,6 +151,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, database: Qdrant) -> Itera
     data = tmp_path_factory.mktemp("chunk-jobs")
     with running(data, *arguments, environ=environ) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def models(cluster: Cluster) -> Path:
+    """The folder of entries that the cluster reads."""
+    return Path(cluster.environ["SIE_MODELS_DIR"])
 
 
 def package(folder: Path) -> None:
@@ -308,6 +318,39 @@ def test_a_job_of_documents_that_could_never_run_is_refused(
 def test_a_job_of_documents_names_an_unknown_parser(jobs: JobClient) -> None:
     source = {"file": jobs.upload("a.jsonl", jsonl([{"key": "a", "file": "eA=="}])), **DOCUMENTS, "parser": "no/parser"}
     assert jobs.submit(MODEL, source, status=404)["error"]["code"] == "MODEL_NOT_FOUND"
+
+
+def test_a_job_whose_parser_changes_is_paused_and_goes_on_with_the_one_before(
+    cluster: Cluster, jobs: JobClient, models: Path
+) -> None:
+    rows = parsable(documents(24, 40, seed=11))
+    source = {"file": jobs.upload("a.jsonl", jsonl(rows)), **DOCUMENTS}
+    job = jobs.submit(MODEL, source, shard_rows=2, tokens_per_s=1500.0)["id"]
+    until(lambda: jobs.ask("GET", f"/v1/jobs/{job}")["counts"]["shards_done"], 60, "a shard is written", cluster.log)
+    jobs.steer(job, "pause")
+    assert 0 < jobs.reaches(job, "paused")["counts"]["done"] < 24
+    packaged = PARSER_ENTRY.read_text("utf-8")
+
+    def served(max_tokens: int) -> None:
+        (models / "docling.yaml").write_text(packaged.replace("max_tokens: 512", f"max_tokens: {max_tokens}"))
+        until(
+            lambda: jobs.ask("GET", "/v1/models/docling")["max_sequence_length"] == max_tokens,
+            SERVED_S,
+            "the entry of the parser is read",
+            cluster.log,
+        )
+
+    served(400)
+    jobs.steer(job, "resume")
+    error = jobs.reaches(job, "paused")["error"]
+    assert (error["code"], error["message"].partition(":")[0]) == ("MODEL_CHANGED", "docling changed while the job ran")
+    served(512)
+    jobs.steer(job, "resume")
+    done = jobs.done(job)
+    assert (done["counts"]["done"], done["counts"]["failed"]) == (24, 0)
+    prints = [jobs.ask("GET", f"/v1/models/{model}")["fingerprint"] for model in (MODEL, "docling")]
+    assert done["fingerprint"] == jobs.manifest(job)["fingerprint"] == "+".join(prints)
+    check_tiles(rows, jobs.rows(job), RULE["max_tokens"])
 
 
 def test_a_second_job_with_the_cache_computes_no_chunk(jobs: JobClient) -> None:

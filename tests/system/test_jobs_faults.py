@@ -207,7 +207,7 @@ def test_a_job_pauses_when_its_model_changes_and_completes_when_it_is_rolled_bac
         config(job_cluster, "PUT", "toy/changing", entry("toy/changing", max_tokens=400))
         paused = jobs.reaches(job["id"], "paused")
         assert paused["error"]["code"] == "MODEL_CHANGED"
-        assert "Roll the model back and resume" in shown(job_cluster, job["id"])
+        assert "toy/changing changed while the job ran" in shown(job_cluster, job["id"])
         assert fingerprint(jobs, "toy/changing") != before
         jobs.steer(job["id"], "resume")
         assert jobs.reaches(job["id"], "paused")["error"]["code"] == "MODEL_CHANGED", "it still is another model"

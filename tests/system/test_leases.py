@@ -1,4 +1,4 @@
-"""What a sidecar holds when it ends, by force or as asked: handed back at once, with real processes and signals."""
+"""What a worker holds when it ends, by force or as asked: who answers, and when, with real processes and signals."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cluster import until
 from fake_adapter import ids_of, vector_of
 from stack import Device, Plan, Stack
 
+from sie_gateway.fleet.lanes import LOST_S
 from sie_sidecar.process import DRAIN_S
 
 ACK_WAIT_S = 30.0
@@ -88,3 +89,47 @@ async def test_a_drain_finishes_what_the_device_has(tmp_path: Path) -> None:
         await asyncio.to_thread(until, lambda: worker.sidecar.status is not None, DRAIN_S + 5, "the end of the drain")
         assert worker.sidecar.status == 0, stack.log()
         assert not list(stack.folder.glob("*.leases"))
+
+
+HEARTBEATS_S = 2.0
+
+
+@pytest.mark.parametrize("holds", [False, True], ids=["the hold is over", "the hold ends later"])
+async def test_work_of_the_only_worker_is_refused_when_its_heartbeats_are_missed(tmp_path: Path, holds: bool) -> None:
+    """kill -9 of sidecar and adapter while the device has the work, and no worker comes: the request does not wait for
+    its deadline.
+    """
+    beats = {"SIE_HEALTH_PUBLISH_INTERVAL_MS": "500", "SIE_HEARTBEAT_TIMEOUT_MS": str(int(1000 * HEARTBEATS_S))}
+    hold_s = 3.0 if holds else 0.0
+    plan = Plan(workers=(Device(batch_ms=300_000.0),), environ={"SIE_LOAD_HOLD_S": str(hold_s), **beats})
+    with Stack(tmp_path / "stack", plan) as stack:
+        (worker,) = stack.workers
+        sending = asyncio.create_task(send(stack, ["a text"]))
+        await asyncio.to_thread(until, lambda: stack.held() == 1, 20, "a delivery in the ledger")
+        for part in worker.parts:
+            part.kill()
+        killed_s = time.monotonic()
+        (answer,) = await sending
+        took_s = time.monotonic() - killed_s
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "PROVISIONING"), answer.text
+    assert int(answer.headers["retry-after"]) >= 1
+    assert took_s < HEARTBEATS_S + LOST_S + hold_s + 5.0, f"{took_s:.1f} s of the 120 s that it has"
+
+
+async def test_work_of_a_killed_worker_goes_to_the_other_one_within_its_lease(tmp_path: Path) -> None:
+    """kill -9 of sidecar and adapter of one of two workers, for good."""
+    lease_s = 3.0
+    environ = {"SIE_ACK_WAIT_S": str(int(lease_s)), "SIE_HEARTBEAT_TIMEOUT_MS": "6000"}
+    plan = Plan(workers=(Device(batch_ms=500.0), Device(batch_ms=500.0)), environ=environ)
+    texts = [f"text {number}" for number in range(8)]
+    with Stack(tmp_path / "stack", plan) as stack:
+        sending = asyncio.create_task(send(stack, texts))
+        await asyncio.to_thread(until, lambda: stack.held() == len(texts), 20, "all deliveries in the ledgers")
+        ledgers = {file.name: file.read_bytes().count(b"$JS.ACK") for file in stack.folder.glob("*.leases")}
+        number = next(number for number in range(2) if ledgers.get(f"w{number}.sock.w{number}.leases"))
+        for part in stack.workers[number].parts:
+            part.kill()
+        killed_s = time.monotonic()
+        check(await sending, texts)
+        took_s = time.monotonic() - killed_s
+    assert took_s < lease_s + 7.0, f"{took_s:.1f} s"

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from sie_broker import BrokerError
 from sie_broker.memory import MemoryServer
-from sie_contracts.errors import QueueFull
+from sie_contracts.errors import NotProvisioned, QueueFull
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.settings import Settings
 from sie_contracts.wire import heartbeats, ipc, messages, topology
@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission, Peers, mean_cost
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
-from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.lanes import LOST_S, Fleet
 from sie_gateway.fleet.scaling import wanted_replicas
 from sie_gateway.http.routes import NATIVE
 from sie_gateway.inference.call import Call
@@ -488,6 +488,42 @@ def test_the_estimate_of_a_start_is_the_last_start_that_was_seen() -> None:
     now_s = 1000.0
     cold.requested(LANE)
     assert cold.start_left_s(LANE) == 40.0
+
+
+def test_work_at_a_worker_is_waited_for_until_no_worker_of_the_lane_is_left() -> None:
+    now_s = 0.0
+    server = MemoryServer()
+    fleet = Fleet(server.connect("x"), settings_of(), lambda: now_s)
+    demand = DemandRecords(server.connect("y"), lambda: now_s, storage="memory", replicas=1)
+    cold = ColdStarts(fleet, demand, Metrics(), lambda pool: "", lambda: now_s)
+    fleet.note(beat())
+    assert cold.check(LANE, "toy/one")
+    for again in (replace(beat(), ready=False), replace(beat(), leaving=True)):  # it starts again, another one comes
+        fleet.note(again)
+        assert cold.check(LANE, "toy/one", was_hosted=True)
+        with pytest.raises(NotProvisioned):
+            cold.check(LANE, "toy/one")
+    fleet.note(beat(state="loading"))  # it loads the model again
+    assert cold.check(LANE, "toy/one", was_hosted=True)
+    now_s = settings_of().heartbeat_timeout_ms / 1000 + LOST_S
+    with pytest.raises(NotProvisioned):
+        cold.check(LANE, "toy/one", was_hosted=True)
+
+
+def test_work_at_a_worker_is_waited_for_while_the_broker_is_away() -> None:
+    now_s = 0.0
+    broker = MemoryServer().connect("x")
+    fleet = Fleet(broker, settings_of(), lambda: now_s)
+    fleet.note(beat())
+    now_s = silent_s = settings_of().heartbeat_timeout_ms / 1000 + LOST_S
+    assert not fleet.is_lane_alive(LANE)
+    broker.disconnect()
+    assert fleet.is_lane_alive(LANE)
+    broker.reconnect()
+    now_s += silent_s - 1
+    assert fleet.is_lane_alive(LANE), "its next heartbeat may still come"
+    now_s += 1
+    assert not fleet.is_lane_alive(LANE)
 
 
 async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(tmp_path: Path) -> None:

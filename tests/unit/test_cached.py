@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import httpx
 import msgspec
@@ -21,6 +21,7 @@ from inprocess import GatewayProcess, InProcess, until, until_told
 
 from sie_cli.main import main
 from sie_contracts.errors import ErrorInfo, NotFound, QueueFull
+from sie_contracts.models.aliases import Alias, Target
 from sie_contracts.models.catalogue import Catalogue, answer_fingerprint, fingerprint, profile_fingerprint
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import RequestOptions
@@ -33,7 +34,7 @@ from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference import cached, reply
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.cached import CachedRuns, CachePolicy, OnChunk
-from sie_gateway.inference.call import Call
+from sie_gateway.inference.call import Call, EntryChanged
 from sie_gateway.inference.chunk import Chunk
 from sie_gateway.inference.results import PlannedRequest, RequestResult
 from sie_gateway.metrics import Metrics
@@ -89,8 +90,9 @@ class Cluster:
 
     def __init__(self, entry: ModelEntry | None = None, policy: CachePolicy = SEPARATE) -> None:
         self.worker = Worker(entry or toy_entry())
+        self.workers = {self.worker.entry.id: self.worker}
         self.memory = AnswerMemory(1 << 20, 60.0)
-        fleet = cast("Fleet", SimpleNamespace(loaded=lambda lane, residency: self.worker.reported))
+        fleet = cast("Fleet", SimpleNamespace(loaded=lambda lane, residency: self.workers[residency].reported))
         self.metrics = Metrics()
         self.expected_s: float | None = None  # expected wait in the queue
         self.runs = CachedRuns(self.memory, policy, fleet, self.metrics, lambda lane, priority: self.expected_s)
@@ -114,14 +116,15 @@ class Cluster:
         await self.go.wait()
         if self.errors:
             raise self.errors.pop(0)
-        signed = self.worker.signed(finished.request.options.run)
+        run = finished.request.options.run
+        signed = self.workers[finished.request.resolved.entry.id].signed(run)
         results = []
         for number, text in enumerate(texts):
             if text in self.held:
                 await self.held[text].wait()
             failure = self.failures.get(text)
             outcome = Failed(failure) if failure else Ok({"dense": ArraySlice("|u1", (32,), 0)}, 3)
-            block = vector(signed, text)
+            block = vector(signed, run.prefix + text)
             results.append(WorkResult(call.work_id, number, "w", (outcome,), block, fingerprint=signed))
             if on_chunk is not None:
                 on_chunk(number, results[-1])
@@ -455,69 +458,169 @@ async def test_cached_answers_do_not_stand_beside_those_of_a_worker_that_has_cha
 
 
 PROMPTS = ("query: ", "passage: ", "")
+PRECISIONS = ("float32", "bfloat16")
+DIGESTS = "123"
+ALIAS, OTHER = "search", "toy/two"
 
 
-@pytest.mark.parametrize("seed", range(40))
+class ChangingCluster(Cluster):
+    """Two models and an alias. The gateway's catalogue, the workers and their reports change one after the other, as
+    they do in a real cluster.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = {MODEL: self.worker, OTHER: Worker(toy_entry(OTHER))}
+        self.targets: list[str] = []
+        # by time and model: fingerprints in use at workers, and those that the entry of the gateway can have
+        self.in_use: list[dict[str, set[str]]] = []
+        self.of_entry: list[dict[str, set[str]]] = []
+        self.catalogue = Catalogue()
+        self.fingerprints: dict[str, set[str]] = {}  # by model: those of the gateway's entry
+        for worker in self.workers.values():
+            self.write(worker.entry)
+        self.write(Alias(ALIAS, (Target(MODEL),)))
+
+    def write(self, document: ModelEntry | Alias) -> None:
+        self.catalogue = self.catalogue.with_model(document.id, document, 1, "e:2")
+        if isinstance(document, ModelEntry):
+            self.fingerprints[document.id] = _fingerprints(document)
+
+    def note(self) -> None:
+        """Record the fingerprints of answers that workers compute now, and those that they have reported."""
+        in_use, of_entry = {}, {}
+        for model, worker in self.workers.items():
+            (status,) = worker.reported
+            reported = profile_fingerprint(status.fingerprint, worker.entry, "default")
+            in_use[model] = {worker.signed(RunOptions(lora=lora)) for lora in ("", "org/x")}
+            in_use[model] |= {reported, answer_fingerprint(reported, status.loras[0].digest, "")}
+            of_entry[model] = self.fingerprints[model]
+        self.in_use.append(in_use)
+        self.of_entry.append(of_entry)
+        self.targets.append(self.catalogue.resolve(ALIAS).entry.id)
+
+    async def compute(
+        self,
+        call: Call,
+        positions: list[int],
+        items: Sequence[RequestItem],
+        finished: RequestResult,
+        on_chunk: OnChunk | None,
+    ) -> list[WorkResult]:
+        entry = finished.request.resolved.entry
+        await self.go.wait()
+        if entry != self.workers[entry.id].entry:  # the worker has the entry before or after that of the request
+            raise EntryChanged(entry)
+        return await super().compute(call, positions, items, finished, on_chunk)
+
+    async def attempts(self, name: str, texts: Sequence[str], run: RunOptions, cache: str) -> RequestResult:
+        """Plan and run a request, and plan it again if the entry of its model changes, as `Inference` does."""
+        while True:
+            resolved = self.catalogue.resolve(name)
+            items = tuple(map(RequestItem, texts))
+            request = PlannedRequest("encode", resolved, RequestOptions(run), items, None, LANE, "interactive")
+            try:
+                return await self.run(request=request, cache=cache)
+            except EntryChanged:
+                await asyncio.sleep(0)
+
+
+def _fingerprints(entry: ModelEntry) -> set[str]:
+    """All fingerprints that answers with this entry can have."""
+    load = Catalogue.resolve_profile(entry, "default", entry.id).load
+    loaded = [fingerprint(entry, load, precision) for precision in PRECISIONS]
+    profiles = [profile_fingerprint(each, entry, "default") for each in loaded]
+    return {answer_fingerprint(profile, digest, "") for profile in profiles for digest in ("", *DIGESTS)}
+
+
+class ChangedRun(NamedTuple):
+    """A request and the time of its arrival, as an index of `ChangingCluster.in_use`."""
+
+    began: int
+    name: str
+    texts: list[str]
+    options: RunOptions
+    task: asyncio.Task[RequestResult]
+
+
+@pytest.mark.parametrize("seed", range(25))
 async def test_no_answer_is_stale_or_mixed_in_any_interleaving(seed: int) -> None:
-    """Entries, precisions, LoRAs and reports change while requests are under way. Each reply has the vectors of one
-    fingerprint, and this fingerprint was in use at some time between the request and its reply, or at the last report
-    before the request.
+    """Aliases, entries of the gateway, entries of workers, precisions, LoRAs and reports change while requests are
+    under way. Each reply has the vectors of one fingerprint and of the options of its request. Between the request and
+    its reply, a worker used or reported this fingerprint, and the gateway had an entry to which it belongs; of an
+    alias, the entry of a target that it had in this time.
     """
     draw = random.Random(seed)
-    cluster = Cluster()
-    worker = cluster.worker
-    history: list[set[str]] = []  # fingerprints by time, with each LoRA
-    runs: list[tuple[asyncio.Task[RequestResult], int, str, list[str]]] = []
+    cluster = ChangingCluster()
+    runs: list[ChangedRun] = []
+    ends: dict[asyncio.Task[RequestResult], int] = {}
+    changes = ("alias", "entry", "worker", "precision", "lora", "report", "report", "cancel", "erase")
+    steps = (*changes, *("request",) * 12, *("go",) * 4)
 
-    def state() -> None:
-        known = {worker.signed(RunOptions(lora=lora)) for lora in ("", "org/x")}
-        status = worker.reported[0]
-        reported = profile_fingerprint(status.fingerprint, worker.entry, "default")
-        known |= {reported, answer_fingerprint(reported, status.loras[0].digest, "")}
-        history.append(known)
+    def started(name: str, texts: list[str], options: RunOptions) -> ChangedRun:
+        cache = draw.choice(("", "", "", "no-store"))
+        task = asyncio.create_task(cluster.attempts(name, texts, options, cache))
+        task.add_done_callback(lambda task: ends.setdefault(task, len(cluster.in_use)))
+        return ChangedRun(len(cluster.in_use) - 1, name, texts, options, task)
 
-    async def one_by_one() -> None:
-        for _ in range(draw.randrange(6)):
-            await asyncio.sleep(0)
-
-    state()
-    for _ in range(120):
-        match draw.choice(("request", "request", "request", "entry", "precision", "lora", "report", "go", "cancel")):
+    cluster.note()
+    for _ in range(250):
+        model = draw.choice((MODEL, OTHER))
+        worker = cluster.workers[model]
+        match draw.choice(steps):
             case "request":
-                texts = [draw.choice("abcdef") for _ in range(draw.randint(1, 4))]
-                lora = draw.choice(("", "org/x"))
-                runs.append((cluster.start(*texts, lora=lora, key=draw.choice("kl")), len(history) - 1, lora, texts))
+                texts = [draw.choice("abcd") for _ in range(draw.randint(1, 4))]
+                options = RunOptions(lora=draw.choice(("", "org/x")), prefix=draw.choice(PROMPTS))
+                runs.append(started(draw.choice((ALIAS, model)), texts, options))
+            case "alias":
+                cluster.write(Alias(ALIAS, (Target(model),)))
             case "entry":
                 prompts = {"query": draw.choice(PROMPTS)}
-                worker.entry = msgspec.structs.replace(worker.entry, prompts=prompts)
-                worker.report()
+                cluster.write(msgspec.structs.replace(worker.entry, prompts=prompts))
+            case "worker":
+                worker.entry = cluster.catalogue.entries[model]
+                if draw.random() < 0.5:
+                    worker.report()
             case "precision":
-                worker.precision = draw.choice(("float32", "bfloat16"))
+                worker.precision = draw.choice(PRECISIONS)
             case "lora":
-                worker.loras["org/x"] = draw.choice("123")
+                worker.loras["org/x"] = draw.choice(DIGESTS)
             case "report":
                 worker.report()
             case "go":
                 cluster.go.set()
-                await one_by_one()
+                await turns(draw.randrange(8))
                 cluster.go.clear()
             case "cancel" if runs:
-                draw.choice(runs)[0].cancel()
-        state()
-        await one_by_one()
+                draw.choice(runs).task.cancel()
+            case "erase":
+                await cluster.memory.erase(AnswerErasure(model=model))
+        cluster.note()
+        await turns(draw.randrange(6))
+    for model, worker in cluster.workers.items():
+        worker.entry = cluster.catalogue.entries[model]
+    cluster.note()
     cluster.go.set()
-    await asyncio.gather(*(run for run, *_ in runs), return_exceptions=True)
+    await asyncio.gather(*(run.task for run in runs), return_exceptions=True)
     hits = 0
-    for run, began, lora, texts in runs:
-        if run.cancelled():
+    for began, name, texts, options, task in runs:
+        if task.cancelled():
             continue
-        finished = run.result()
+        finished = task.result()
         hits += finished.cached_items
-        signed = finished.fingerprint
-        assert vectors(finished) == [vector(signed, text) for text in texts], "mixed"
-        assert any(signed in known for known in history[began:]), ("stale", lora)
+        signed, during = finished.fingerprint, slice(began, ends[task] + 1)
+        assert vectors(finished) == [vector(signed, options.prefix + text) for text in texts], "mixed"
+        targets = set(cluster.targets[during]) if name == ALIAS else {name}
+        for known in (cluster.in_use, cluster.of_entry):
+            assert any(signed in at[target] for at in known[during] for target in targets), "stale"
     assert hits
     assert not cluster.runs._flights
+
+
+async def turns(count: int) -> None:
+    """Let the event loop run some iterations."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 # ---- a whole cluster

@@ -4,6 +4,7 @@ broker in memory.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from sie_broker import CoreMessage, Write
 from sie_broker.memory import MemoryServer
 from sie_config_service.mirror import HeldModel, bundle_key
 from sie_config_service.state import ConfigService
-from sie_config_service.store import CatalogueChange, model_key, open_store, reply_of
+from sie_config_service.store import CatalogueChange, RecordedReply, model_key, open_store
 from sie_contracts.errors import NotReady
 from sie_contracts.models.bundles import BundleEntry
 from sie_contracts.wire import configs, topology
@@ -59,7 +60,7 @@ class Replica:
 
     async def keep_reply(self) -> None:
         slot = await self.store.slot("0" * 64)
-        await self.store.remember(slot.with_reply(reply_of("0" * 64, "", {})))
+        await self.store.remember(slot.with_reply(RecordedReply("0" * 64, "", time.time(), {})))
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import RowSpan
 from sie_store.datasets import plans, rows
 from sie_store.datasets.places import Place
-from sie_store.object_stores import RetryPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -121,5 +120,5 @@ async def test_a_folder_lists_its_own_objects_alone(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"0")
     place = Place.opened(f"{tmp_path}/in/", (str(tmp_path),))
-    listed = await plans.images(place, RetryPolicy())
+    listed = await plans.images(place)
     assert [entry.source for entry in listed] == ["a.png", "sub/b.png"]

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -490,7 +491,7 @@ async def test_a_stream_that_is_cut_short_goes_on_where_it_ended(
         return await get_async(store, path, options={"range": (start, end)})
 
     monkeypatch.setattr(obstore, "get_async", cut_short)
-    planned = [each async for each in plan(place, TEXT, 100, RetryPolicy(pause_s=0.001))]
+    planned = [each async for each in plan(replace(place, patience=RetryPolicy(pause_s=0.001)), TEXT, 100)]
     monkeypatch.undo()
     assert cuts == 2
     (spans,) = planned

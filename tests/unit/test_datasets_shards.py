@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ async def test_a_put_whose_answer_is_lost_is_taken_over(url: str, monkeypatch: p
 
     monkeypatch.setattr(obstore, "put_async", put_and_lose)
     data = part()
-    record = await put_once(output(url), NAME, data, "parquet", FAST)
+    record = await put_once(replace(output(url), patience=FAST), NAME, data, "parquet")
     assert (lost, record.sha256) == (1, hashlib.sha256(data).hexdigest())
 
 
@@ -107,7 +108,7 @@ async def test_a_put_that_fails_is_an_error_and_leaves_no_part(url: str, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr(obstore, "put_async", refused)
         with pytest.raises(StoreError):
-            await put_once(output(url), NAME, part(), "parquet", FAST)
+            await put_once(replace(output(url), patience=FAST), NAME, part(), "parquet")
     assert await existing(output(url), NAME, "parquet") is None
 
 
@@ -215,7 +216,7 @@ async def test_a_store_that_refuses_is_an_error_of_the_store_and_not_of_an_objec
 
     monkeypatch.setattr(obstore, "head_async", refused)
     with pytest.raises(AccessRefused):
-        _ = [each async for each in plans.plan(place, JobInput(url="u/", text="{t}"), 10, FAST)]
+        _ = [each async for each in plans.plan(replace(place, patience=FAST), JobInput(url="u/", text="{t}"), 10)]
 
 
 @pytest.fixture
@@ -251,12 +252,12 @@ async def test_a_full_disk_is_an_error_and_leaves_nothing_under_the_name_of_a_pa
     )
     assert len(large) > 250_000
     with pytest.raises(StoreError):
-        await put_once(place, NAME, large, "parquet", FAST)
+        await put_once(replace(place, patience=FAST), NAME, large, "parquet")
     assert files(small_disk) == {"filler"}
     assert await existing(place, NAME, "parquet") is None
-    await put_once(place, "part-00001.parquet", data, "parquet", FAST)
+    await put_once(replace(place, patience=FAST), "part-00001.parquet", data, "parquet")
     filler.unlink()
-    record = await put_once(place, NAME, large, "parquet", FAST)
+    record = await put_once(replace(place, patience=FAST), NAME, large, "parquet")
     assert record.sha256 == hashlib.sha256((small_disk / "out" / NAME).read_bytes()).hexdigest()
 
 
@@ -264,5 +265,5 @@ async def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) ->
     place = output(str(tmp_path))
     (tmp_path / "out").write_text("in its place")
     with pytest.raises(StoreError) as caught:
-        await put_once(place, NAME, part(), "parquet", FAST)
+        await put_once(replace(place, patience=FAST), NAME, part(), "parquet")
     assert not isinstance(caught.value, ObjectMissing)

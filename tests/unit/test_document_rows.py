@@ -17,10 +17,10 @@ from sie_contracts.media import documents
 from sie_contracts.media.documents import DocumentFile, DocumentLimits
 from sie_contracts.models.entries import ModelEntry, Weights
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
-from sie_contracts.wire.messages import Failed, Input, Ok, RunOptions, WorkResult
+from sie_contracts.wire.messages import Input, Ok, RunOptions
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference import images
-from sie_gateway.inference.chunk import ChunkLimits, document_tokens, plan
+from sie_gateway.inference.chunk import ChunkLimits, plan
 from sie_sidecar.prepare import layouts
 from sie_sidecar.prepare.rows import BatchPart, WorkItemInput, to_batch
 from sie_sidecar.prepare.tokens import ModelTokenizer
@@ -100,16 +100,6 @@ def test_documents_are_split_by_what_their_bytes_cost() -> None:
         (2, 3, 10_002),
         (3, 4, documents.MIN_TOKENS + 2),
     ]
-
-
-def test_a_parsed_document_is_charged_by_its_bytes_and_a_refused_one_is_free() -> None:
-    parsed, refused, text = bodies.items(
-        {"items": [{"document": FILE * 4000}, {"document": FILE}, {"text": "river"}]}, limit=3
-    )
-    failure = Failed(InvalidInput("undecodable", reason="invalid_media").info())
-    results = [WorkResult("r", 0, "w", (Ok({}), failure)), WorkResult("r", 1, "w", (Ok({}, tokens=3),))]
-    assert document_tokens([parsed, refused, text], results) == documents.cost(len(FILE) * 4000) > 256
-    assert document_tokens([text], results[1:]) == 0
 
 
 # the sidecar
@@ -193,6 +183,16 @@ def test_the_files_of_a_batch_reach_the_model_in_their_places(tokenizer: ModelTo
         {"text": "river", "bytes": -1, "format": ""},
         {"text": "", "bytes": len(FILE), "format": ""},
     ]
+
+
+def test_a_parsed_document_counts_as_tokens_by_its_bytes(tokenizer: ModelTokenizer) -> None:
+    large = DocumentFile(FILE * 4000)
+    item = work(Input(document=large), Input("river"), Input(document=DocumentFile(FILE)))
+    (made,) = layouts.make(tokenizer, LAYOUT, [item])
+    message = to_batch("b", "org/parser", "extract", "raw", [BatchPart(made.rows, item)])
+    outcomes = run_raw(Parser(), message).outcomes
+    tokens = [outcome.tokens for outcome in outcomes if isinstance(outcome, Ok)]
+    assert tokens == [documents.cost(len(large.data)), 1, documents.MIN_TOKENS]
 
 
 def test_a_batch_without_documents_names_none(tokenizer: ModelTokenizer) -> None:

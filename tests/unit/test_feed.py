@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import uvloop
 from inprocess import until
 
 from sie_broker.memory import MemoryServer
@@ -14,6 +15,7 @@ from sie_contracts.errors import ValidationFailed
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.configs import ConfigDelta, ConfigEpoch, ConfigExport, ConfigModel
+from sie_runtime import feed
 from sie_runtime.feed import CatalogueFeed, ConfigUnavailable, snapshot
 from sie_runtime.process import Stop
 
@@ -130,6 +132,24 @@ async def test_deltas_chain_and_a_gap_is_read_again(follow: Follow) -> None:
     await reader.counted("put", "gap")
     await until(lambda: reader.now.epoch == "a:9", "the export")
     assert (reader.now.entries["a/one"].max_tokens, set(reader.now.entries), reader.config.exports) == (9, {"a/one"}, 2)
+
+
+def test_each_gap_is_read_again_with_the_event_loop_of_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop returns no TimerHandle for a pause that rounds to 0 ms."""
+    monkeypatch.setattr(feed.secrets, "randbelow", lambda limit: 0)
+
+    async def gaps() -> None:
+        reader = Reader(MemoryServer(), Config())
+        await until(lambda: reader.feed.first.is_set(), "the first snapshot")
+        for number in (5, 9):
+            reader.config.number = number
+            await reader.send(number - 1, number)
+            await until(lambda: reader.now.epoch == reader.config.at, f"the export after the gap before {number}")
+        assert reader.feed.deltas["put", "gap"] == 2
+        reader.stop.request()
+        await asyncio.wait_for(reader.task, 10)
+
+    uvloop.run(gaps())
 
 
 async def test_a_delta_before_the_first_snapshot_is_a_gap() -> None:

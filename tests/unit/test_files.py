@@ -499,12 +499,12 @@ async def test_an_expired_file_is_not_served_and_then_removed(
     assert made["expires_at"] == pytest.approx(made["created_at"] + 100, abs=1)
     owner = next(record.owner for record in records(cluster.server))
     store = await store_of(cluster, tmp_path / "store")
-    assert (await store.find(made["id"], owner)).expires_s
+    assert (await store.find(made["id"], owner.__eq__)).expires_s
     assert await store.clean() == 0
     later = await store_of(cluster, tmp_path / "store", 101)
     with pytest.raises(NotFound):
-        await later.find(made["id"], owner)
-    assert [each.id for each in later.page(owner, limit=9, newest_first=True).files] == [kept["id"]]
+        await later.find(made["id"], owner.__eq__)
+    assert [each.id for each in later.page(owner.__eq__, limit=9, newest_first=True).files] == [kept["id"]]
     assert await later.clean() == 1
     assert objects(tmp_path) == [f"files/{kept['id']}"]
     assert [record.id for record in records(cluster.server)] == [kept["id"]]
@@ -551,7 +551,7 @@ async def test_a_removal_that_stops_half_way_is_completed(cluster: InProcess, tm
     (path / "a").touch()  # a folder cannot be removed as an object
     await store.remove(record)
     with pytest.raises(NotFound):
-        await store.find(record.id, "one")
+        await store.find(record.id, "one".__eq__)
     assert [each.state for each in records(cluster.server)] == ["removing"]
     (path / "a").unlink()
     path.rmdir()

@@ -83,7 +83,7 @@ class Plain:
         ]
 
     def of_lane(self, lane: Lane, now_s: float) -> list[Heartbeat]:
-        return [beat for beat in self.healthy(now_s) if Lane(beat.pool, beat.machine_profile, beat.bundle) == lane]
+        return [beat for beat in self.healthy(now_s) if beat.lane == lane]
 
     def hosts(self, lane: Lane, model: str, now_s: float) -> list[Heartbeat]:
         return [

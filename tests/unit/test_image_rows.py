@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from sie_adapter.packed.packing import MalformedBatch, images, items
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media.images import ImageTokens, Recipe, Size
+from sie_contracts.media.images import ImageTokens, Recipe
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Input, RunOptions
 from sie_sidecar.prepare import layouts
@@ -32,7 +32,7 @@ def tokenizer() -> ModelTokenizer:
 
 def prepared(seed: int, height: int = 4, width: int = 6) -> PreparedImage:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8).tobytes()
-    return PreparedImage(pixels, height, width, Size(100 + seed, 50), hashlib.sha256(pixels).digest())
+    return PreparedImage(1, height, width, 100 + seed, 50, False, hashlib.sha256(pixels).digest(), pixels)
 
 
 def work(*inputs: Input, **seen: list[PreparedImage] | InvalidInput) -> WorkItemInput:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -18,7 +19,7 @@ from websockets.asyncio.server import serve
 
 from sie_cli.models.service import ConfigServiceClient
 from sie_client import SIEAsyncClient, SIEClient
-from sie_contracts.loopback import bypass_proxies, is_local
+from sie_contracts.loopback import bypass_proxies, is_local, verification
 from sie_store.object_stores import opened, within
 
 NOBODY = "http://127.0.0.1:9"
@@ -113,6 +114,27 @@ def test_any_other_host_is_reached_by_the_proxy(call: Callable[[str], Any], prox
         proxied(url)
         assert [model["name"] for model in call("http://sie.example:8080")] == ["/v1/models"]
         assert targets == ["http://sie.example:8080/v1/models"]
+
+
+@pytest.mark.parametrize(("scheme", "reads"), [("http", 0), ("https", 2)])
+@pytest.mark.parametrize("host", ["127.0.0.1", "sie.example"])
+def test_clients_read_certificates_for_https_alone(
+    scheme: str, reads: int, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = []
+    own = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda *given, **named: contexts.append(own(*given, **named)))
+    url = f"{scheme}://{host}:8080"
+    SIEClient(url).close()
+    with ConfigServiceClient(url, ""):
+        assert len(contexts) == reads
+
+
+def test_a_client_of_http_trusts_no_server_with_tls() -> None:
+    context = verification("http://sie.example")
+    assert isinstance(context, ssl.SSLContext)
+    assert (context.verify_mode, context.check_hostname, context.get_ca_certs()) == (ssl.CERT_REQUIRED, True, [])
+    assert verification("https://sie.example") is True
 
 
 @contextlib.asynccontextmanager

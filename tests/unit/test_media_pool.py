@@ -84,7 +84,9 @@ async def test_a_sound_becomes_the_features_that_the_function_makes_beside_image
         heard, seen, wrong = await asyncio.gather(*files, return_exceptions=True)
         assert len(pool.pids) <= 2
     expected = sounds.prepare(sound, recipe)
-    assert heard == SoundFeatures(expected.values.tobytes(), recipe.shape, expected.digest(), 0.4)
+    assert isinstance(heard, SoundFeatures)
+    features = SoundFeatures(heard.number, *recipe.shape, 0.4, expected.digest(), expected.values.tobytes())
+    assert heard == features
     assert isinstance(seen, PreparedImage)
     assert isinstance(wrong, InvalidInput)
     assert wrong.message.startswith("undecodable: the first bytes are of no sound format")
@@ -271,8 +273,8 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
     """A worker that a file has taken over answers whatever it likes: it ends, and its image is unusable."""
-    made = media_frames.MadeImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
-    message = {"type": "MadeImage", **msgspec.structs.asdict(made)}
+    made = PreparedImage(1, 16, 16, 4, 4, False, bytes(32), bytes(768))
+    message = {"type": "PreparedImage", **msgspec.structs.asdict(made)}
     answer = msgspec.msgpack.encode({**message, **LIES[name]})
     hello = msgspec.msgpack.encode({"type": "Hello", "pid": 1})
     frames = b"".join(len(each).to_bytes(4, "big") + each for each in (hello, answer))
@@ -288,7 +290,7 @@ async def test_what_a_worker_says_is_checked(name: str, tmp_path: Path) -> None:
 def test_what_a_worker_says_is_data() -> None:
     for body in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Other"}), b"\x81\xa4type\xa1\xff", bytes(50)):
         with pytest.raises(msgspec.DecodeError):
-            media_frames.answer(body)
+            media_frames.FRAMES.answer(body)
 
 
 OF_A_SIDECAR = """
@@ -394,5 +396,4 @@ def test_mutated_files_leave_nothing_on_the_heap() -> None:
 
 
 def test_a_size_is_told_as_height_and_width() -> None:
-    made = media_frames.MadeImage(1, 2, 3, 4, 5, False, bytes(32), b"")
-    assert (made.size, made.upright) == (Size(2, 3), Size(4, 5))
+    assert PreparedImage(1, 2, 3, 4, 5, False, bytes(32), b"").upright == Size(4, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -385,7 +386,10 @@ def live_steps(texts: list[str | None], *, accepts: bool = False) -> tuple[Any, 
     template = Template.parsed("{body}", "--text")
     queries = ["good", ""]
     plan = LivePlan("a", "new", "main", "", "docs", template, "", "", 0, 0.0, queries, accepts, "flip")
-    models: dict[Side, LiveModel] = {"old": LiveModel("old", 2, "old"), "new": LiveModel("new", 2, "new")}
+    models: dict[Side, LiveModel] = {
+        "old": LiveModel("old", {"dense": 2}, "old"),
+        "new": LiveModel("new", {"dense": 2}, "new"),
+    }
     store, report = RecordedWrites(texts), MigrationReport(lambda _: None, live.LIVE_STEPS)
     state = LiveState(len(texts), 2, "old", True)
     encoder: Any = RefusingEncoder()
@@ -463,10 +467,13 @@ class AliasService:
 
 
 class SwitchedCollection:
-    """A collection without pending rows. `on_scan`: called in each scan. `on_switch`: called after the switch."""
+    """A collection without pending rows. `on_scan`: called in each scan. `on_switch`: called after the switch.
+    `scans`: sides of the scans.
+    """
 
     def __init__(self, events: list[str], state: LiveState) -> None:
         self.events, self.state = events, state
+        self.scans: list[Side] = []
         self.on_scan: Callable[[], None] = lambda: None
         self.on_switch: Callable[[], None] = lambda: None
 
@@ -483,6 +490,7 @@ class SwitchedCollection:
         pass
 
     async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
+        self.scans.append(side)
         self.on_scan()
         yield ScannedPage(1, [])
 
@@ -503,8 +511,8 @@ class LiveRun:
     def run(self, monkeypatch: pytest.MonkeyPatch, until: LiveUntil = "flip") -> None:
         widths = {"old": 2, "new": 3}
         monkeypatch.setattr(live, "opened_live", lambda *_: self.collection)
-        monkeypatch.setattr(live, "check_encoder", lambda *_: None)
-        monkeypatch.setattr(live, "probe", lambda _, name: (widths[name], name))
+        monkeypatch.setattr(live, "vector_widths", lambda _, name: {"dense": widths[name]})
+        monkeypatch.setattr(live, "probe", lambda _, name, output: (widths[name], name))
         monkeypatch.setattr(live, "DRAIN_S", 0.0)
         template = Template.parsed("{body}", "--text")
         plan = LivePlan("a", "new", "main", "", "docs", template, "", "", 0, 0.0, [], False, until)
@@ -536,6 +544,46 @@ def test_the_change_of_the_alias_is_tried_before_the_index_is_switched(
     run = LiveRun(target, state)
     run.run(monkeypatch, until)
     assert run.events == events
+
+
+def test_the_way_back_that_was_killed_after_the_alias_moved_runs_its_last_scans_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = LiveRun("new", BEFORE)
+    run.service.set_target("old")  # as the killed run left it
+    run.run(monkeypatch, "back")
+    assert run.collection.scans == ["old", "old"]
+    assert run.events == []
+
+
+@pytest.mark.parametrize("state", [BEFORE, dataclasses.replace(BEFORE, is_begun=False)], ids=["begun", "cleaned up"])
+def test_a_way_back_without_an_earlier_switch_is_refused(monkeypatch: pytest.MonkeyPatch, state: LiveState) -> None:
+    run = LiveRun("old", state)
+    if not state.is_begun:
+        run.service.targets = ["old", "new", "old"]
+    with pytest.raises(CommandRefused, match="nothing to go back from"):
+        run.run(monkeypatch, "back")
+    assert run.collection.scans == []
+
+
+def test_an_alias_that_changes_while_it_is_read_has_the_earlier_revision_so_a_write_is_refused() -> None:
+    service = AliasService([], "old")
+    read = service.read
+
+    def read_and_change(path: str, body_type: Any = Any) -> ServiceReply:
+        reply = read(path, body_type)
+        if len(service.targets) == 1:
+            service.set_target("third")
+        return reply
+
+    service.read = read_and_change  # type: ignore[method-assign]
+    client: Any = service
+    cluster: Any = None
+    aliases = Aliases(client, WriteOptions(cluster))
+    alias = aliases.read("a")
+    assert (alias.target, alias.revision) == ("third", 1)
+    with pytest.raises(CommandRefused, match="another revision"):
+        aliases.flip(alias, "new")
 
 
 @pytest.mark.parametrize(("until", "target", "state"), [("flip", "old", BEFORE), ("back", "new", AFTER)])

@@ -179,7 +179,10 @@ async def test_model_with_its_own_kinds_redacts_all_of_them_with_a_warning(
     assert "warnings" not in answer
 
 
-async def test_what_any_of_several_models_finds_is_replaced(cluster: InProcess, gateway: GatewayProcess) -> None:
+async def test_what_any_of_several_models_finds_is_replaced(
+    cluster: InProcess, gateway: GatewayProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     text = f"Ada Lovelace, {EMAIL}"
     body = {"items": [text], "kinds": ["person", "email"], "models": [FIXED], "style": "tag", "threshold": 0.4}
     reply = asyncio.create_task(post(gateway, LABELLED, body))
@@ -194,6 +197,7 @@ async def test_what_any_of_several_models_finds_is_replaced(cluster: InProcess, 
     assert slot["text"] == "[NAME_1], [EMAIL_1]"
     assert slot["usage"]["total_tokens"] == told["usage"]["total_tokens"] == 6
     assert answer.headers["x-sie-units-input-tokens"] == "6"
+    assert any(" tokens=6 " in record.getMessage() for record in caplog.records)
     assert told["model"] == LABELLED
     assert told["warnings"] == [
         f"kinds: chooses patterns only, {FIXED} has kinds of its own and all of them are redacted"

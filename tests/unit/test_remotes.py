@@ -268,6 +268,43 @@ async def test_a_remote_server_that_dies_is_out_within_two_requests_and_comes_ba
     assert (await fallback.gateway.encode("a text")).headers["x-sie-served-by"] == "spare"
 
 
+@pytest.mark.parametrize(("kind", "field"), [("sie", "fingerprint"), ("openai", "model")])
+async def test_an_answer_of_another_model_than_in_the_proof_is_not_used(
+    start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, field: str
+) -> None:
+    """The server is replaced by one with another model of the same width, then by the first one."""
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
+    fallback = await proven(start, kind)
+    fallback.relay.change = lambda raw: json.dumps({**json.loads(moved(0.0, -1.0)(raw)), field: "another"}).encode()
+    assert (await fallback.gateway.encode("a text")).status_code == 503
+    await fallback.finding("its vectors are not those of")
+    monkeypatch.setattr(module, "DEVIATES_S", 0.1)
+    assert (await fallback.gateway.encode("a text")).status_code == 503
+
+
+async def test_replicas_that_report_several_models_are_proven_one_after_the_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
+    fallback = await proven(start)
+    report = {"fingerprint": "of a replica"}
+    fallback.relay.change = lambda raw: json.dumps({**json.loads(raw), **report}).encode()
+    assert (await fallback.gateway.encode("a text")).status_code == 503
+    await fallback.ready()
+    for change in (fallback.relay.change, bytes):
+        fallback.relay.change = change
+        assert (await fallback.gateway.encode("a text")).headers["x-sie-served-by"] == "spare"
+
+
+async def test_one_failed_call_brings_a_probe(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AGAIN_S", 0.0)
+    fallback = await proven(start, "tei")
+    fallback.relay.status = 500
+    assert (await fallback.gateway.encode("a text")).status_code == 503
+    fallback.relay.status, fallback.relay.change = 0, moved(0.0, -1.0)
+    await fallback.finding("its vectors are not those of")
+
+
 async def test_a_changed_entry_voids_the_proof(start: Start) -> None:
     fallback = await proven(start)
     fallback.here.source.put(toy_entry(MODEL, max_tokens=256))

@@ -100,7 +100,7 @@ class Scheduling(RuleBasedStateMachine):
         """Or dies with its adapter: then its jobs come back, older than what arrived meanwhile."""
         batch = self.at_device.pop(0)
         for entry in batch.entries if again else ():
-            self.waiting.put_back(entry)
+            self.waiting.add(entry, back=True)
             self.here.append(entry)
             self.due[entry.bulk] = None  # another one is the oldest now
         self.here.sort(key=lambda entry: entry.arrived_s)

@@ -64,7 +64,7 @@ def test_work_that_comes_back_takes_its_place_in_the_order_of_arrival() -> None:
     key = BatchKey("m", "r", "encode", "", "")
     waiting.add(BatchEntry(key, 1, 10.0, 10))
     for number in (2, 0, 3, 1):
-        waiting.put_back(BatchEntry(key, 1, float(number), number))
+        waiting.add(BatchEntry(key, 1, float(number), number), back=True)
     assert [job.work for job in waiting] == [0, 1, 2, 3, 10]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import struct
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from sie_contracts.settings import SettingError
 from sie_store.datasets.templates import Template
 from sie_store.object_stores import RetryPolicy, StoreError
+from sie_store.sinks.lance import LanceSink
 from sie_store.sinks.live import LiveSource
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector import PgvectorSink
@@ -21,6 +24,7 @@ from sie_store.sinks.qdrant import QdrantSink
 from sie_store.sinks.sink import CollectionMismatch, RowsRefused, SinkRows, SinkUnsuitable
 
 SECRET = "s3cr3t"
+SOURCE = LiveSource("docs", Template.parsed("{body}", "--text"), {"old": "a", "new": "b"})
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,9 @@ SECRET = "s3cr3t"
         (f"qdrants://{SECRET}%2F@[::1]:443", QdrantSink),
         (f"postgresql://me:{SECRET}@db:5432/vectors?sslmode=verify-full", PgvectorSink),
         ("postgresql://db/vectors", PgvectorSink),
+        ("lancedb:///var/lib/vectors", LanceSink),
+        ("lancedb+s3://bucket", LanceSink),
+        ("lancedb+gs://bucket/some/prefix", LanceSink),
     ],
 )
 async def test_a_url_names_a_database(url: str, kind: type[object]) -> None:
@@ -54,6 +61,13 @@ async def test_a_url_names_a_database(url: str, kind: type[object]) -> None:
         f"postgresql://me:{SECRET}@db",
         f"postgresql:///{SECRET}",
         f"mysql://me:{SECRET}@db/vectors",
+        "lancedb://",
+        "lancedb:///",
+        "lancedb://folder/more",
+        "lancedb+s3:///prefix",
+        f"lancedb+s3://{SECRET}@bucket/prefix",
+        f"lancedb+s3://bucket?key={SECRET}",
+        f"lancedb+https://{SECRET}",
     ],
 )
 def test_what_names_none_is_refused_without_its_secret(url: str) -> None:
@@ -61,28 +75,48 @@ def test_what_names_none_is_refused_without_its_secret(url: str) -> None:
         opened(url, "SIE_JOBS_SINKS")
     assert SECRET not in str(refused.value)
     assert refused.value.__cause__ is None
-    source = LiveSource("docs", Template.parsed("{body}", "--text"), {"old": "a", "new": "b"})
     with pytest.raises(SettingError, match=r"^SIE_JOBS_SINKS: ") as refused:
-        opened_live(url, "SIE_JOBS_SINKS", source)
+        opened_live(url, "SIE_JOBS_SINKS", SOURCE)
     assert SECRET not in str(refused.value)
 
 
 def test_no_library_of_a_database_is_imported_before_one_is_opened() -> None:
-    code = "import sys, sie_store.sinks.opening; print(sorted({'httpx', 'asyncpg'} & sys.modules.keys()))"
+    code = (
+        "import sys, sie_store.sinks.opening; "
+        "print(sorted({'httpx', 'asyncpg', 'lancedb', 'pyarrow'} & sys.modules.keys()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_the_last_row_of_each_id_is_written() -> None:
     rows = SinkRows(["a", "b", "a"], np.arange(6, dtype=np.float32).reshape(3, 2), [{"n": 0}, {"n": 1}, {"n": 2}])
-    latest = rows.latest(2)
+    latest = rows.latest({"dense": 2})
     assert (latest.ids, latest.payloads) == (["b", "a"], [{"n": 1}, {"n": 2}])
     assert latest.vectors.tolist() == [[2.0, 3.0], [4.0, 5.0]]
     with pytest.raises(RowsRefused, match=r"the shape \(3, 3\)"):
-        rows.latest(3)
+        rows.latest({"dense": 3})
 
 
-async def refused(answer: bytes, again: bytes, url: str) -> tuple[StoreError, int]:
+async def prepared(url: str, patience: RetryPolicy) -> None:
+    sink = opened(url, "SIE_JOBS_SINKS", patience)
+    try:
+        await sink.prepare("rows", {"dense": 2}, {})
+    finally:
+        await sink.close()
+
+
+async def opened_alive(url: str, patience: RetryPolicy) -> None:
+    live = opened_live(url, "SIE_JOBS_SINKS", SOURCE, patience)
+    try:
+        await live.open()
+    finally:
+        await live.close()
+
+
+async def refused(
+    answer: bytes, again: bytes, url: str, use: Callable[[str, RetryPolicy], Awaitable[None]] = prepared
+) -> tuple[StoreError, int]:
     """What a sink makes of a server that answers with this, and then with `again` until nobody listens; and the bytes
     that were taken from it.
     """
@@ -103,12 +137,8 @@ async def refused(answer: bytes, again: bytes, url: str) -> tuple[StoreError, in
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        sink = opened(url.format(port), "SIE_JOBS_SINKS", RetryPolicy(stall_s=20.0, tries=2, pause_s=0.01))
-        try:
-            with pytest.raises(StoreError) as raised:
-                await sink.prepare("rows", 2, {})
-        finally:
-            await sink.close()
+        with pytest.raises(StoreError) as raised:
+            await use(url.format(port), RetryPolicy(stall_s=20.0, tries=2, pause_s=0.01))
     return raised.value, sent
 
 
@@ -134,6 +164,24 @@ async def test_answers_that_are_not_qdrant_s_are_named_in_our_words(body: bytes,
     error, _ = await refused(head + body, b"", f"qdrant://{SECRET}@127.0.0.1:{{}}")
     assert type(error) is kind
     assert len(str(error)) < 200
+    assert SECRET not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("1.15.3", r"Qdrant is 1\.15\.3, and a migration .* needs 1\.16 or later"),
+        ("0.99.0-dev", r"Qdrant is 0\.99\.0-dev"),
+        ("", "it has no version"),
+        (f"v{SECRET}", "it has no version"),
+    ],
+)
+async def test_a_qdrant_that_ignores_the_condition_of_a_write_is_not_migrated(version: str, message: str) -> None:
+    body = json.dumps({"title": "qdrant - vector search engine", "version": version}).encode()
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+    error, _ = await refused(head + body, b"", "qdrant://127.0.0.1:{}", opened_alive)
+    assert type(error) is SinkUnsuitable
+    assert re.search(message, str(error))
     assert SECRET not in str(error)
 
 

@@ -38,7 +38,7 @@ def tokenizer() -> ModelTokenizer:
 
 def heard(seed: int) -> SoundFeatures:
     features = np.random.default_rng(seed).normal(size=RECIPE.shape).astype(np.float32).tobytes()
-    return SoundFeatures(features, RECIPE.shape, hashlib.sha256(features).digest(), 0.4)
+    return SoundFeatures(1, *RECIPE.shape, 0.4, hashlib.sha256(features).digest(), features)
 
 
 def work(*inputs: Input, **made: SoundFeatures | InvalidInput) -> WorkItemInput:
@@ -116,7 +116,7 @@ def test_a_model_that_reads_sounds_by_itself_gets_them_beside_the_texts(tokenize
     """A sound that is read whole costs as much as there is of it."""
     whole = SoundRecipe(1000, 400, 40, 20, 8, 50, high=500.0, filling="pad", levels="relative", whole=True)
     values = np.zeros((1, 90, 8), np.float32).tobytes()
-    long = SoundFeatures(values, Shape(1, 90, 8), hashlib.sha256(values).digest(), 1.8)
+    long = SoundFeatures(1, 1, 90, 8, 1.8, hashlib.sha256(values).digest(), values)
     layout = Rows("raw", sounds=whole)
     asked = work(Input("river"), Input(audio=FILE), _1=long)
     (made,) = layouts.make(tokenizer, layout, [asked])

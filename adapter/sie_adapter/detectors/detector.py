@@ -21,13 +21,12 @@ from sie_adapter.packed.packing import Shown
 from sie_contracts.errors import InferenceFailed, InvalidInput
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
-# largest number of images in one pass, by type of device; a CPU is not faster with more (bench/images.py)
-_IMAGES_PER_PASS = {"cpu": 1}
-_IMAGES_PER_PASS_ELSEWHERE = 8
+# largest number of images in one pass; a CPU is not faster with more (bench/images.py)
+_IMAGES_PER_PASS = 8
 
 
 class _DetectorKind(Protocol):
@@ -83,12 +82,11 @@ class Detector:
         with torch.inference_mode():
             self._kind: _DetectorKind = _kind(folder, entry)(folder, entry, load, compute)
         if entry.max_tokens > self._kind.max_tokens:
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"{entry.id}: max_tokens is {entry.max_tokens}, the model reads at most "
                 f"{self._kind.max_tokens} tokens of labels",
             )
-        self._most = _IMAGES_PER_PASS.get(compute.device.type, _IMAGES_PER_PASS_ELSEWHERE)
+        self._most = 1 if compute.device.type == "cpu" else _IMAGES_PER_PASS
         self.rows = {"extract": Rows("raw", images=self._kind.recipe)}
         self.precision = self._kind.precision
         self.tokenizer: bytes = self._kind.tokenizer.to_str().encode()
@@ -182,5 +180,5 @@ def _kind(folder: Path, entry: ModelEntry) -> type[GroundingDino] | type[Owlv2]:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in _KINDS:
         listed = ", ".join(_KINDS)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a detector is one of {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a detector is one of {listed}")
     return _KINDS[model_type]

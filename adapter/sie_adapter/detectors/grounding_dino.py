@@ -31,12 +31,12 @@ from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
-from sie_adapter.packed.images import processor_of
+from sie_adapter.packed.images import Levels, processor_of
 from sie_adapter.packed.packing import Shown
 from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 
 # Ids at which the model itself splits a prompt into labels (transformers, SPECIAL_TOKENS).
 _DELIMITERS = {"[CLS]": 101, "[SEP]": 102, ".": 1012, "?": 1029}
@@ -117,11 +117,7 @@ class GroundingDino:
         self._strides = _strides(entry, config)
         places = _places(recipe.shorter, recipe.longest, self._strides)
         self.recipe = msgspec.structs.replace(recipe, tokens=max(1, places // _PLACES_PER_TOKEN))
-        self._rescale = normalisation.rescale
-        self._mean, self._std = (
-            torch.tensor(values, dtype=torch.float32, device=compute.device).view(3, 1, 1)
-            for values in (normalisation.mean, normalisation.std)
-        )
+        self._levels = Levels(normalisation, compute.device)
 
     def prompt(self, labels: Sequence[str]) -> _LabelPrompt:
         """Return one prompt with all labels, and the tokens of each label in it. Raises InvalidInput with the reason
@@ -180,8 +176,8 @@ class GroundingDino:
 
     def _read(self, images: Sequence[Shown]) -> list[Output]:
         """Return the feature maps of each image, [channels, rows, columns] each."""
-        levels = to_device(np.stack([image.pixels for image in images]), self._device).permute(0, 3, 1, 2).float()
-        output = self._backbone.own((levels * self._rescale - self._mean) / self._std, return_dict=True)
+        levels = self._levels.normalised(np.stack([image.pixels for image in images]))
+        output = self._backbone.own(levels.permute(0, 3, 1, 2), return_dict=True)
         return list(zip(*output.feature_maps, strict=True))
 
     def frame(self, image: Shown) -> ImageFrame:
@@ -201,7 +197,7 @@ def _strides(entry: ModelEntry, config: Any) -> list[int]:
     """
     backbone = config.backbone_config
     if backbone.model_type != "swin":
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: its backbone is {backbone.model_type}, expected swin")
+        raise incompatible(f"{entry.id}: its backbone is {backbone.model_type}, expected swin")
     strides = [backbone.patch_size << (stage - 1) for stage in backbone.out_indices]
     return [*strides, *(strides[-1] << more + 1 for more in range(config.num_feature_levels - len(strides)))]
 

@@ -10,8 +10,6 @@ edge.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +22,7 @@ from transformers import AutoModelForZeroShotObjectDetection
 
 from sie_adapter.detectors.boxes import Float32, ImageFrame, Sight
 from sie_adapter.engine.device import Compute, to_device
-from sie_adapter.families.extraction import bytes_of, labels_refused
+from sie_adapter.families.extraction import LabelVectors, bytes_of, labels_refused
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fault, fitted, load_tokenizer
 from sie_adapter.packed.images import PROCESSOR, read_processor
@@ -34,7 +32,7 @@ from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Largest edge of a submitted image, as a multiple of the edge of the model's images. The sidecar scales a larger image
@@ -42,8 +40,6 @@ _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27
 # tests/parity/test_detector.py).
 _OVERSAMPLED = 3
 _TRUNCATED_AT = 4.0  # radius at which the Gaussian blur is truncated, in standard deviations
-_KEPT_LABELS = 4096
-_LABELS_PER_PASS = 64
 
 
 class Owlv2:
@@ -73,14 +69,12 @@ class Owlv2:
             torch.tensor(values, dtype=torch.float32, device=compute.device).view(3, 1, 1) for values in (mean, std)
         )
         self._outputs = compute.outputs.of_tower()
-        if compute.device.type == "cpu":
-            block_linears(model.owlv2.vision_model)
+        block_linears(model.owlv2.vision_model)
         self.vocabulary: int = model.owlv2.text_model.embeddings.token_embedding.num_embeddings
         self.max_tokens: int = text.max_position_embeddings
         self.tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
         self._words = _cutting(self.tokenizer, min(entry.max_tokens, self.max_tokens))
-        self._cached: OrderedDict[str, Tensor] = OrderedDict()
-        self._caching = threading.Lock()
+        self._label_vectors = LabelVectors(self._vectors)
         patches = (self._side // vision.patch_size) ** 2
         self.recipe = Recipe("fit", longest=_OVERSAMPLED * self._side, multiple=1, resample="bicubic", tokens=patches)
 
@@ -90,19 +84,7 @@ class Owlv2:
         """
         if not labels:
             raise labels_refused("expected at least one")
-        with self._caching:
-            cached = {label: self._cached[label] for label in labels if label in self._cached}
-        lacking = list(dict.fromkeys(label for label in labels if label not in cached))
-        for start in range(0, len(lacking), _LABELS_PER_PASS):
-            some = lacking[start : start + _LABELS_PER_PASS]
-            cached.update(zip(some, self._vectors(some).unbind(), strict=True))
-        with self._caching:
-            for label in labels:
-                self._cached[label] = cached[label]
-                self._cached.move_to_end(label)
-            while len(self._cached) > _KEPT_LABELS:
-                self._cached.popitem(last=False)
-        return torch.stack([cached[label] for label in labels])
+        return self._label_vectors.encode(labels)
 
     def _vectors(self, labels: Sequence[str]) -> Tensor:
         """Return the states of the labels' end tokens, [labels, width]. A truncated label keeps its end token."""
@@ -110,7 +92,7 @@ class Owlv2:
         ids = to_device(np.array([encoding.ids for encoding in encodings], np.int64), self._device)
         mask = to_device(np.array([encoding.attention_mask for encoding in encodings], np.int64), self._device)
         vectors = self._model.owlv2.get_text_features(input_ids=ids, attention_mask=mask).pooler_output.float()
-        return F.normalize(vectors, dim=-1).clone()
+        return F.normalize(vectors, dim=-1)
 
     def misfit(self, image: Shown) -> InvalidInput | None:
         return None
@@ -177,9 +159,7 @@ def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Seque
     """Return the factor by which uint8 pixels are multiplied (rescale_factor), and the mean and standard deviation of
     each channel. Raises ModelLoadFailed for a processor that this module does not reproduce.
     """
-    config = read_processor(folder, "image_processor")
-    if not config:
-        raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
+    config = read_processor(folder, entry, "image_processor")
     off = [f"do_{step}" for step in ("pad", "resize", "rescale", "normalize") if config.get(f"do_{step}") is False]
     size = config.get("size") or {"height": 960, "width": 960}
     if not str(config.get("image_processor_type")).startswith("Owlv2ImageProcessor"):
@@ -191,4 +171,4 @@ def _processor(folder: Path, entry: ModelEntry, side: int) -> tuple[float, Seque
     else:
         mean, std = config.get("image_mean") or _MEAN, config.get("image_std") or _STD
         return float(config.get("rescale_factor") or 1 / 255), mean, std
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {cause}")
+    raise incompatible(f"{entry.id}: {PROCESSOR}: {cause}")

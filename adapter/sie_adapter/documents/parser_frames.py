@@ -36,5 +36,4 @@ class Parsed(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Hello | Parsed | Unusable
-_FRAMES: ChildFrames[ParseJob, Answer] = ChildFrames(ParseJob, Answer)
-frame, job, answer = _FRAMES.frame, _FRAMES.job, _FRAMES.answer
+FRAMES: ChildFrames[ParseJob, Answer] = ChildFrames(ParseJob, Answer)

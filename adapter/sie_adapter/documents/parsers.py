@@ -67,7 +67,7 @@ class Parsers:
         self._arguments = (module, str(os.getpid()), str(memory_bytes))
         # thread id -> parser process of this thread
         self._processes: dict[int, _ParserProcess] = {}
-        # A process ends with the thread that started it (`confined.die_with`), so only the threads of the pool start
+        # A process ends with the thread that started it (`confined`), so only the threads of the pool start
         # processes.
         self._threads = ThreadPoolExecutor(most, "parser")
         try:
@@ -164,7 +164,7 @@ class Parsers:
             self._dismiss()
         if isinstance(answer, Unusable):
             _logger.debug("a document cannot be parsed, cause %s (%s)", answer.cause, answer.raised or "by its content")
-            raise fault(answer.cause, answer.what)
+            raise fault(answer.cause, answer.message)
         return answer
 
 
@@ -259,7 +259,7 @@ class _ParserProcess:
         """Return the answer for a document. Raises _ParserLost if the process ended, _Late after the deadline."""
         self._number += 1
         job = msgspec.structs.replace(job, number=self._number)
-        answer = self._waited(deadline_s, parser_frames.frame(job))
+        answer = self._waited(deadline_s, parser_frames.FRAMES.frame(job))
         if isinstance(answer, Hello) or answer.number != job.number:
             raise _ParserLost("its answer belongs to another document")
         return answer
@@ -273,7 +273,7 @@ class _ParserProcess:
             self._socket.settimeout(None)
             for part in parts:
                 self._socket.sendall(part)
-            return parser_frames.answer(receive_frame(self._socket, parser_frames.MAX_ANSWER_BYTES))
+            return parser_frames.FRAMES.answer(receive_frame(self._socket, parser_frames.MAX_ANSWER_BYTES))
         except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
             raise (_Late if self._late else _ParserLost)(str(error)) from error
         finally:

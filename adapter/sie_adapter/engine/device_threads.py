@@ -3,7 +3,7 @@ time to wake another thread.
 
     submit(Job) ──► queue ──► thread: started, run, answer
 
-The queue needs no limit: it has at most one job per connection.
+The queue needs no limit: it has at most one job per connection. If the first thread is idle, it takes the next job.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from sie_adapter.memory.oom import thread_state
 from sie_contracts.errors import InternalFailure, ShuttingDown
 from sie_contracts.wire.ipc import BatchStarted, Refused, Reply, RunBatch
 from sie_runtime.failpoints import failpoint
+
+_MOST_TORCH_THREADS = 8  # small operations gain nothing from more
 
 _logger = logging.getLogger("sie.adapter")
 _thread = threading.local()
@@ -54,15 +56,22 @@ def is_alone() -> bool:
 
 
 class DeviceThreads:
-    """`count` threads that run `execute`, which returns a reply and does not raise, for queued batches until `stop`."""
+    """`count` threads that run `execute`, which returns a reply and does not raise, for queued batches until `stop`.
 
-    def __init__(self, count: int, execute: Callable[[RunBatch], Reply], *, torch_threads: int = 1) -> None:
+    Torch computes a batch with one thread. A batch beside which no other runs or waits has a thread for each core. Only
+    the first thread runs such batches: libgomp puts its threads to sleep at each barrier as soon as all together are
+    more than the cores.
+    """
+
+    def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:
         self.listeners: list[
             Callable[[DeviceJob, Reply, int, int], None]
         ] = []  # called after each batch, with its reply, and with begin and end of its run in ns since 1970
         self._execute = execute
-        self._torch_threads = torch_threads
         self._jobs: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
+        self._job_of_first: queue.SimpleQueue[DeviceJob | None] = queue.SimpleQueue()
+        self._is_first_idle = False
+        self._choice = threading.Lock()
         self._busy_since = [0.0] * count
         self._batches = [0] * count
         self._stopping = threading.Event()
@@ -70,14 +79,12 @@ class DeviceThreads:
 
     def submit(self, job: DeviceJob) -> None:
         """Queue a job. A device thread runs and answers it. After `stop` was called, the answer is ShuttingDown."""
-        self._jobs.put(job)
+        with self._choice:
+            (self._job_of_first if self._is_first_idle else self._jobs).put(job)
+            self._is_first_idle = False
 
     def __len__(self) -> int:
         return len(self._threads)
-
-    @property
-    def waiting(self) -> int:
-        return self._jobs.qsize()
 
     @property
     def busy(self) -> int:
@@ -95,6 +102,7 @@ class DeviceThreads:
     def stop(self, timeout_s: float) -> bool:
         """Let running batches end, and refuse waiting ones. Return whether all threads ended within the time limit."""
         self._stopping.set()
+        self._job_of_first.put(None)
         for _ in self._threads:
             self._jobs.put(None)
         deadline_s = time.monotonic() + timeout_s
@@ -112,13 +120,22 @@ class DeviceThreads:
         return thread
 
     def _run(self, number: int) -> None:
-        torch.set_num_threads(self._torch_threads)
         _thread.owner = self
         with torch.inference_mode():
-            while (job := self._jobs.get()) is not None:
+            while (job := self._next(number)) is not None:
                 self._serve(number, job)
                 if thread_state.is_unusable and self._is_replaced(number):
                     return
+
+    def _next(self, number: int) -> DeviceJob | None:
+        if number:
+            return self._jobs.get()
+        with self._choice:
+            try:
+                return self._jobs.get_nowait()
+            except queue.Empty:
+                self._is_first_idle = True
+        return self._job_of_first.get()
 
     def _is_replaced(self, number: int) -> bool:
         try:
@@ -144,6 +161,8 @@ class DeviceThreads:
             if not job.is_started:
                 job.answer(BatchStarted(job.message.batch))
             failpoint("adapter.batch_started")
+            is_only = number == 0 and self.busy == 1 and self._jobs.empty()
+            torch.set_num_threads(min(len(self), _MOST_TORCH_THREADS) if is_only else 1)
             answer, began_ns, ended_ns = timed(lambda: (job.run or self._execute)(job.message))
             self._busy_since[number] = 0.0
             self._batches[number] += 1

@@ -19,13 +19,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from sie_adapter.engine import device as devices
 from sie_adapter.engine import engines
@@ -35,15 +34,14 @@ from sie_adapter.engine.instrumentation import Instrumentation
 from sie_adapter.engine.item_results import ClientVectors, ItemResult, ItemResults, batch_reply, check_groups
 from sie_adapter.engine.late_chunks import LateChunks, results_of
 from sie_adapter.engine.raw import extract_options, run_raw
-from sie_adapter.heads import Head, Row, States
+from sie_adapter.heads import Row, States
 from sie_adapter.loading.loading import Loader, classed
 from sie_adapter.memory import oom
 from sie_adapter.memory.batch_limits import DeviceLimits, PassRecords, limits_key, split_off
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_adapter.memory.oom import OomCounters, OomRecovery, Relief, Remedy, on_new_thread
 from sie_adapter.memory.residency import DeviceMemory, Permission, ResidentModels
-from sie_adapter.packed.lora import ModelLoras
-from sie_adapter.packed.packing import Int64, Items, MalformedBatch, PackedBatch, images, items, sounds
+from sie_adapter.packed.packing import Int64, Items, MalformedBatch, images, items, sounds
 from sie_adapter.packed.pass_graphs import drop_graphs
 from sie_adapter.packed.tower_outputs import SHARE, TowerOutputs
 from sie_adapter.readers.reading import Readings
@@ -52,10 +50,12 @@ from sie_contracts.models.catalogue import Resolved
 from sie_contracts.models.load_errors import lora_failed, lora_of_entry, lora_rejected
 from sie_contracts.settings import Settings
 from sie_contracts.wire import ipc
-from sie_contracts.wire.ipc import BatchDone, Group, Layout, Refused, Reply, Rows, RunBatch
-from sie_contracts.wire.messages import Operation, RunOptions
+from sie_contracts.wire.ipc import BatchDone, Group, Layout, Refused, Reply, RunBatch
 from sie_store.configured import weight_sources
 from sie_store.weights.sources import named_loras
+
+if TYPE_CHECKING:
+    from sie_adapter.families.text_encoder import PackedModel
 
 _logger = logging.getLogger("sie.adapter")
 DEVICE_LOST_STATUS = 70
@@ -223,7 +223,7 @@ class AdapterEngine:
     ) -> BatchDone | Refused:
         try:
             with self.residency.use(message.model, message.fingerprint) as resident:
-                # a TextModel, or a model with the methods encode, score or extract (`raw.VerbModel`)
+                # a PackedModel, or a model with the methods encode, score or extract (`raw.VerbModel`)
                 weights: Any = resident.weights
                 count_remedy = functools.partial(self.oom_counters.count, message.model)
                 rows = weights.rows.get(message.operation)
@@ -320,8 +320,8 @@ class AdapterEngine:
 
 
 def prepare_process() -> None:
-    """Set the state of the whole process: one torch thread per operation, because the device threads already run in
-    parallel; the allocator; small caches of oneDNN; no telemetry.
+    """Set the state of the whole process: one torch thread per operation, because the device threads run in parallel
+    (a batch that is alone gets more); the allocator; small caches of oneDNN; no telemetry.
     """
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
@@ -336,46 +336,12 @@ def prepare_process() -> None:
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
 
 
-class TextModel(Protocol):
-    max_tokens: int
-    vocabulary: int
-    rows: Mapping[str, Rows]
-    heads: Mapping[str, Head]
-    loras: ModelLoras
-    engine_choice: engines.Choice
-
-    def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
-        """Return the names of the heads (output layers) whose results `answer` needs."""
-
-    def prepare(self, batch: Items, queries: np.ndarray) -> Items:
-        """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
-
-    def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
-        """Return the result of a head for these ids if it needs no forward pass, else None."""
-
-    def pack(self, batch: Items, chosen: Int64) -> PackedBatch: ...
-
-    def forward(self, packed: PackedBatch) -> Tensor: ...
-
-    def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
-    ) -> ItemResults:
-        """Return one answer per input, in order, from the results of the heads for its rows. `places`: the indices of
-        these rows in the batch.
-        """
-
-
 class BatchRun:
     """Forward passes and results of one batch, on the thread that calls `run`, under inference mode."""
 
     def __init__(
         self,
-        model: TextModel,
+        model: PackedModel,
         device: torch.device,
         message: RunBatch,
         make_room: Callable[[], Relief | None] = lambda: None,
@@ -671,7 +637,7 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
     return dict(zip(rows.tolist(), parts, strict=True))
 
 
-def _unfit(batch: Items, model: TextModel) -> dict[int, SIEError]:
+def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
     """Return an error for each row that must not reach the device: an id out of range would break the device context, a
     wrong length would read rows of other inputs.
     """

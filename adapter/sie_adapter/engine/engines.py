@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from sie_contracts.models.entries import Engine, ModelEntry
 from sie_contracts.models.families import FAMILIES, TEXT_ENCODER
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import RunBatch
 
 
@@ -163,7 +163,7 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
     if requested is not None:
         rule = RULES[requested]
         if lacks := rule.obstacle(facts):
-            raise load_failed("INCOMPATIBLE", f"load.engine is {requested}: {lacks}")
+            raise incompatible(f"load.engine is {requested}: {lacks}")
         if rule.package and missing(rule.package):
             raise load_failed("DEPENDENCY", f"load.engine is {requested}: {_install(rule.package)}")
         return Choice(requested, "load.engine of its entry", f"load.engine is {requested}")
@@ -175,7 +175,7 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
         if not lacks:
             return Choice(engine, "; ".join([*lacking, rule.why]), _INT8 if facts.int8 else "")
         lacking.append(f"not {engine}: {lacks}")
-    raise load_failed("INCOMPATIBLE", f"{_INT8}: {'; '.join(lacking)}")
+    raise incompatible(f"{_INT8}: {'; '.join(lacking)}")
 
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:

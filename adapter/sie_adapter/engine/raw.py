@@ -21,6 +21,7 @@ from sie_adapter.families.extraction import ExtractOptions, Preparation
 from sie_adapter.memory.oom import OomRecovery, Relief, Remedy, exhausted
 from sie_adapter.packed.packing import BatchFiles, Int64, MalformedBatch, images, sounds
 from sie_contracts.errors import InferenceFailed, InternalFailure, InvalidInput, SIEError
+from sie_contracts.media import documents
 from sie_contracts.models.output_schemas import parts_of
 from sie_contracts.wire.ipc import BatchDone, Group, RunBatch
 from sie_contracts.wire.messages import RunOptions
@@ -108,10 +109,11 @@ def run_raw(
     else:
         group_results = [_run(run, message, group, fitting) for group in message.groups]
     ended = time.perf_counter()
+    costs = _costs(message, lengths)
     counted = (
         (
             answer,
-            int(lengths[row]) + (int(lengths[group.start]) if row == group.stop - len(answered) > group.start else 0),
+            costs[row] + (costs[group.start] if row == group.stop - len(answered) > group.start else 0),
         )
         for group, answered in zip(message.groups, group_results, strict=True)
         for row, answer in enumerate(answered, group.stop - len(answered))
@@ -121,6 +123,15 @@ def run_raw(
     inference_s = ended - started - (preparation.seconds - before_s)
     done = item_results.batch_reply(message.batch, counted, 1e3 * inference_s, ended, padding=preparation.padding)
     return msgspec.structs.replace(done, preprocess_ms=1e3 * preparation.seconds)
+
+
+def _costs(message: RunBatch, lengths: Int64) -> list[int]:
+    """Return the tokens of each text, and what its document costs."""
+    costs: list[int] = lengths.tolist()
+    for row, document in enumerate(message.documents):
+        if document is not None:
+            costs[row] += documents.cost(len(document.data))
+    return costs
 
 
 Call = Callable[[Sequence[int]], Sequence[Any]]  # returns the results of the texts with these indices

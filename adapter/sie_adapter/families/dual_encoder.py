@@ -29,6 +29,7 @@ from transformers import AutoModel
 from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer
+from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Reduced, States
 from sie_adapter.loading import open_clip
 from sie_adapter.loading.checkpoint import empty_model, load_model
@@ -40,7 +41,7 @@ from sie_adapter.packed.packing import BatchFiles, Int64, Items, PackedBatch, Sh
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
@@ -181,9 +182,7 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     def _check_positions(entry: ModelEntry, limit: int) -> None:
         if entry.max_tokens > limit:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions"
-            )
+            raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the text tower has {limit} positions")
 
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
         """Pad texts to the length with which the model was trained, if it needs that."""
@@ -256,13 +255,12 @@ class DualEncoder(TwoTowers):
             self.memory_bytes = bytes_of(model)
             towers: _ImageTextTowers = _TOWERS[kind](model)
             self._towers = towers
-            if compute.device.type == "cpu":
-                block_linears(model.vision_model)
+            block_linears(model.vision_model)
             self._check_positions(entry, model.config.text_config.max_position_embeddings)
             model.text_model.embeddings = _TextEmbeddings(model.text_model.embeddings)
             self._run_on(Backbone(model.text_model, compute, entry.max_tokens), model.text_model, compute)
         self.width = self._towers.width
-        self._check_width(entry, "dense", self.width)
+        check_width(entry, "dense", self.width)
         self.tokenizer = fitted(tokenizer, self.vocabulary)[0].to_str().encode()
         patch = model.config.vision_config.patch_size
         patches = (recipe.height // patch) * (recipe.width // patch)
@@ -328,5 +326,5 @@ def _model_type(folder: Path, entry: ModelEntry) -> str:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in _TOWERS:
         listed = ", ".join(_TOWERS)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a dual-encoder is one of {listed}")
     return model_type

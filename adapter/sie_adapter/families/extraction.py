@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -32,7 +34,7 @@ from sie_adapter.loading.tokenizer import fault
 from sie_adapter.memory.device_errors import is_device_fatal, is_out_of_memory
 from sie_contracts.errors import InferenceFailed, InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import Decision, SchemaPart, TextRecord
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import Mention
@@ -46,6 +48,7 @@ _WASTE = 1.25  # largest number of positions in a pass, padding included, per to
 # divisor: at least one eighth of the tokens of a forward pass are for the text, the others may be for labels
 _MIN_ROOM = 8
 _WORDS_PER_COUNT = 8192
+_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64
 _OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
 
 
@@ -77,6 +80,35 @@ class ExtractOptions:
         """Return a key of these options: equal bytes for equal options."""
         named = (self.labels, self.threshold, self.parameters, self.mentions, self.instruction, self.parts, self.part)
         return msgspec.json.encode(named, order="deterministic")
+
+
+class LabelVectors:
+    """Cache of the vectors of labels; the least recently used are dropped. `encode` returns the vectors of at most
+    _LABELS_PER_PASS labels, [labels, width]. Thread-safe.
+    """
+
+    def __init__(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
+        self._encode = encode
+        self._lock = threading.Lock()
+        self._cached: OrderedDict[str, Tensor] = OrderedDict()
+
+    def encode(self, labels: Sequence[str], *, keep: bool = True) -> Tensor:
+        """Return the vectors of labels, [labels, width]. Without `keep`, the cache is not used."""
+        with self._lock:
+            vectors = {label: self._cached[label] for label in labels if keep and label in self._cached}
+        missing = [label for label in dict.fromkeys(labels) if label not in vectors]
+        for start in range(0, len(missing), _LABELS_PER_PASS):
+            some = missing[start : start + _LABELS_PER_PASS]
+            # clone, because a cached view of one vector would keep the memory of all vectors of its batch
+            vectors.update(zip(some, (vector.clone() for vector in self._encode(some)), strict=True))
+        if keep:
+            with self._lock:
+                for label in labels:
+                    self._cached[label] = vectors[label]
+                    self._cached.move_to_end(label)
+                while len(self._cached) > _LABELS_CACHED:
+                    self._cached.popitem(last=False)
+        return torch.stack([vectors[label] for label in labels])
 
 
 class PreparedTexts(Protocol):
@@ -455,7 +487,7 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
         return
     without_remote_code(config, trusted=load.trust_remote_code)
     if (kind := config.get("model_type", "deberta-v2")) not in CONFIG_MAPPING:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: transformers knows no encoder {kind}")
+        raise incompatible(f"{entry.id}: transformers knows no encoder {kind}")
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
@@ -469,9 +501,9 @@ def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
         try:
             weights = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: pytorch_model.bin holds more than tensors") from error
+            raise incompatible(f"{entry.id}: pytorch_model.bin holds more than tensors") from error
         return weights
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: its folder has neither model.safetensors nor pytorch_model.bin")
+    raise incompatible(f"{entry.id}: its folder has neither model.safetensors nor pytorch_model.bin")
 
 
 def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) -> None:
@@ -497,9 +529,7 @@ def refuse_misfits(entry: ModelEntry, misfit: str, names: Iterable[str]) -> None
     or to position ids. `misfit`: the fault of the keys, for the message.
     """
     if misfits := sorted(name for name in names if not any(part in name for part in _HARMLESS)):
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}"
-        )
+        raise incompatible(f"{entry.id}: the weights have {len(misfits)} {misfit} keys: {', '.join(misfits[:5])}")
 
 
 def tokenizer_fault(tokenizer: Tokenizer, encoder: Any) -> str:

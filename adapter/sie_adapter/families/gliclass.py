@@ -35,13 +35,13 @@ from sie_adapter.families.extraction import (
     refuse_misfits,
     tokenizer_fault,
 )
-from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
-_TOKENS_PER_PASS = {"cpu": 4096}
+_TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut of a long text before it is tokenised
 
@@ -213,9 +213,8 @@ class GliclassModel(Extractor[GliclassTexts]):
 
 
 def _load(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
-    model = _from_files(folder, entry, load, {"attn_implementation": "eager"} if compute.backend == "eager" else {})
-    _cast(model, compute.dtype)
-    return model.eval().requires_grad_(False).to(compute.device)
+    options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
+    return for_inference(_from_files(folder, entry, load, options), compute)
 
 
 def empty_gliclass(folder: Path, entry: ModelEntry, load: LoadOptions) -> Any:
@@ -228,11 +227,9 @@ def _from_files(folder: Path, entry: ModelEntry, load: LoadOptions, options: dic
 
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
     if (kind := raw.get("architecture_type", "uni-encoder")) != "uni-encoder":
-        raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
+        raise incompatible(f"{entry.id} is a GLiClass {kind}, the family gliclass runs the uni-encoder")
     if raw.get("squeeze_layers"):
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id} sums the states of all layers (squeeze_layers), which its package cannot run"
-        )
+        raise incompatible(f"{entry.id} sums the states of all layers (squeeze_layers), which its package cannot run")
     encoder = raw.get("encoder_config") or {}
     check_encoder(encoder, entry, load)
     raw["encoder_model"] = str(folder)  # the package looks for a PEFT adapter of the encoder in this folder

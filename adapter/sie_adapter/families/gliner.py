@@ -13,7 +13,6 @@ again for each batch. For texts in which these cases do not occur, the results a
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import (
     ExtractOptions,
     Extractor,
+    LabelVectors,
     Result,
     TextWindow,
     bound_length,
@@ -47,7 +47,7 @@ from sie_contracts.models.load_errors import load_failed
 
 # limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
 # about 0.2 MB per word at a width of 512
-_TOKENS_PER_PASS = {"cpu": 2048}
+_TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 # The longest word in characters is this number times `max_tokens`. The rest is cut, since the model reads only the
 # first token of a word.
@@ -59,8 +59,6 @@ _CANDIDATES = 2048
 # compare
 _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024
-_LABELS_KEPT = 4096
-_LABELS_PER_PASS = 64
 
 Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
 
@@ -140,15 +138,24 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
         # a fast tokenizer raises if a second thread calls it while its padding or truncation is being set
         self._tokenizing = threading.Lock()
-        self._label_vectors: _LabelVectors | None = None
+        self._label_vectors: LabelVectors | None = None
         if hasattr(layers, "labels_encoder"):
             bound_length(self._processor.labels_tokenizer, layers.labels_encoder.model, 512)
             rows = layers.labels_encoder.model.get_input_embeddings().num_embeddings
             if cause := fault(bare_tokenizer(self._processor.labels_tokenizer), rows):
                 raise load_failed("CERTIFICATE", f"{entry.id}, encoder of labels: {cause}")
-            self._label_vectors = _LabelVectors(
-                layers, self._processor.labels_tokenizer, self._tokenizing, self._device
+            self._label_vectors = LabelVectors(self._encode_labels)
+
+    def _encode_labels(self, labels: Sequence[str]) -> Tensor:
+        """Return the vectors of labels, [labels, width], as they are before the model combines them with the text."""
+        with self._tokenizing:
+            tokens = self._processor.labels_tokenizer(
+                list(labels), return_tensors="pt", truncation=True, padding="longest"
             )
+        vectors: Tensor = self._gliner.model.token_rep_layer.encode_labels(
+            tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
+        )
+        return vectors
 
     def _make(self, texts: Sequence[str], options: ExtractOptions) -> GlinerTexts:
         labels = list(dict.fromkeys(options.labels))
@@ -293,43 +300,6 @@ class GlinerModel(Extractor[GlinerTexts]):
             joined += last
             last = own
         return joined + last
-
-
-class _LabelVectors:
-    def __init__(self, layers: Any, tokenizer: Any, tokenizing: threading.Lock, device: torch.device) -> None:
-        self._layers = layers
-        self._tokenizer = tokenizer
-        self._tokenizing = tokenizing
-        self._device = device
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def encode(self, labels: list[str], *, keep: bool) -> Tensor:
-        """Return the vectors of labels, [labels, width], as they are before the model combines them with the text.
-        Without `keep`, the cache is not used.
-        """
-        with self._lock:
-            vectors = {label: self._kept[label] for label in labels if label in self._kept} if keep else {}
-            missing = [label for label in labels if label not in vectors]
-            for begin in range(0, len(missing), _LABELS_PER_PASS):
-                some = missing[begin : begin + _LABELS_PER_PASS]
-                vectors.update(zip(some, self._encode(some), strict=True))
-            if keep:
-                for label in labels:
-                    self._kept[label] = vectors[label]
-                    self._kept.move_to_end(label)
-                while len(self._kept) > _LABELS_KEPT:
-                    self._kept.popitem(last=False)
-        return torch.stack([vectors[label] for label in labels])
-
-    def _encode(self, labels: list[str]) -> list[Tensor]:
-        with self._tokenizing:
-            tokens = self._tokenizer(labels, return_tensors="pt", truncation=True, padding="longest")
-        vectors: Tensor = self._layers.encode_labels(
-            tokens["input_ids"].to(self._device), tokens["attention_mask"].to(self._device)
-        )
-        # clone, because a cached view of one vector would keep the memory of all vectors of its batch
-        return [vector.clone() for vector in vectors]
 
 
 def _merged(entities: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,10 +19,10 @@ objects a window has. The choices of an object are words before the text.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -54,22 +54,23 @@ from sie_adapter.families.extraction import (
     words_with_tokens,
 )
 from sie_adapter.families.gliner2_records import FieldCandidates, joined_objects, window_objects, words_of_choices
-from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.models.output_schemas import TextRecord
 from sie_store.folder_files import read_json
 
 # limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
 # about 0.1 MB per word at a width of 768
-_TOKENS_PER_PASS = {"cpu": 2048}
+_TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # the longest word in characters is this number times `max_tokens`; the rest is cut
 _CANDIDATES = 16384  # largest number of candidate entities of a window; the best are kept
 _ENDS = (".", "!", "?")  # if a text ends with none of these characters, the package adds a full stop
 _COUNTING = ("count_lstm", "count_lstm_moe", "count_lstm_v2")
+T = TypeVar("T")
 Kind = Literal["entities", "classifications", "json_structures"]
 _TASK = "category"  # name of the classification task if neither the request nor the entry names one
 
@@ -160,11 +161,10 @@ class Gliner2Model(Extractor[Gliner2Texts]):
         weights = read_weights(folder, entry)
         self._model = _built(folder, entry, load, weights, eager=compute.backend == "eager")
         fill(self._model, weights, entry)
-        _cast(self._model, compute.dtype)
-        self._model.eval().requires_grad_(False).to(compute.device)
+        for_inference(self._model, compute)
         self._classifies = "classifications" in entry.outputs
         if self._classifies and "entities" in entry.outputs:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: outputs has entities and classifications, expected one")
+            raise incompatible(f"{entry.id}: outputs has entities and classifications, expected one")
         self._device = compute.device
         self.precision = compute.precision
         self._processor = self._model.processor
@@ -210,15 +210,7 @@ class Gliner2Model(Extractor[Gliner2Texts]):
             return self._records(texts, options, options.part, prepared)
         least, by_label = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
         thresholds = [by_label.get(label, least) for label in prepared.labels]
-        errors = dict(prepared.errors)
-        by_text: list[dict[TextWindow, _Spans]] = [{} for _ in texts]
-        for read, batch in prepared.passes:
-            for at, logits in zip(read, self._logits(batch), strict=True):
-                spans = logits if isinstance(logits, SIEError) else _above(logits, at, thresholds)
-                if isinstance(spans, SIEError):
-                    errors[at.text] = spans
-                else:
-                    by_text[at.text][at] = spans
+        by_text, errors = self._by_text(prepared, lambda logits, at: _above(logits, at, thresholds))
         return [
             errors[index] if index in errors else {"entities": _entities(text, words, spans, prepared.labels)}
             for index, (text, words, spans) in enumerate(zip(texts, prepared.words, by_text, strict=True))
@@ -238,27 +230,36 @@ class Gliner2Model(Extractor[Gliner2Texts]):
     def _records(
         self, texts: Sequence[str], options: ExtractOptions, record: TextRecord, prepared: Gliner2Texts
     ) -> list[Result]:
-        errors = dict(prepared.errors)
-        by_text: list[dict[TextWindow, list[FieldCandidates]]] = [{} for _ in texts]
         least, by_path = options.threshold_or(LEAST), options.parameters.get("label_thresholds", {})
         thresholds = [by_path.get(".".join((*record.path, text_field.name)), least) for text_field in record.fields]
         choices, before = prepared.prompt.choices, len(prepared.prompt.before)
-        for read, batch in prepared.passes:
-            for at, logits in zip(read, self._logits(batch), strict=True):
-                words = prepared.words[at.text]
-                objects = (
-                    logits
-                    if isinstance(logits, SIEError)
-                    else window_objects(logits, texts[at.text], record, choices, before, words, at, thresholds)
-                )
-                if isinstance(objects, SIEError):
-                    errors[at.text] = objects
-                else:
-                    by_text[at.text][at] = objects
+
+        def objects(logits: Tensor | None, at: TextWindow) -> list[FieldCandidates] | SIEError:
+            words = prepared.words[at.text]
+            return window_objects(logits, texts[at.text], record, choices, before, words, at, thresholds)
+
+        by_text, errors = self._by_text(prepared, objects)
         return [
             errors[index] if index in errors else {"objects_of_record": joined_objects(record, words, by_window)}
             for index, (words, by_window) in enumerate(zip(prepared.words, by_text, strict=True))
         ]
+
+    def _by_text(
+        self, prepared: Gliner2Texts, convert: Callable[[Tensor | None, TextWindow], T | SIEError]
+    ) -> tuple[list[dict[TextWindow, T]], dict[int, SIEError]]:
+        """Run all passes. Return for each text the results of `convert` for the logits of its windows, and the errors
+        by index of the text.
+        """
+        errors = dict(prepared.errors)
+        by_text: list[dict[TextWindow, T]] = [{} for _ in prepared.words]
+        for read, batch in prepared.passes:
+            for at, logits in zip(read, self._logits(batch), strict=True):
+                result = logits if isinstance(logits, SIEError) else convert(logits, at)
+                if isinstance(result, SIEError):
+                    errors[at.text] = result
+                else:
+                    by_text[at.text][at] = result
+        return by_text, errors
 
     def _prompt(self, labels: list[str], options: ExtractOptions) -> _Gliner2Prompt:
         """Return the prompt of a record, or of these labels. Raises InvalidInput for labels that cannot be used."""
@@ -450,9 +451,9 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, weights: dict[str
 
     raw = read_json(folder / "config.json")
     if (kind := raw.get("architecture") or "span") != "span":
-        raise load_failed("INCOMPATIBLE", f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs span")
+        raise incompatible(f"{entry.id} is a GLiNER2 that scores by {kind}, the family needs span")
     if (counting := raw.get("counting_layer") or _COUNTING[0]) not in _COUNTING:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: the package gliner2 has no counting layer {counting}")
+        raise incompatible(f"{entry.id}: the package gliner2 has no counting layer {counting}")
     encoder = read_json(folder / "encoder_config" / "config.json")
     if not encoder:
         raise load_failed("NOT_FOUND", f"{entry.id}: its folder has no encoder_config/config.json")

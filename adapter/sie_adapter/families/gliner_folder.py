@@ -24,10 +24,10 @@ from sie_adapter.families.extraction import (
     fill,
     read_weights,
 )
-from sie_adapter.loading.checkpoint import _cast, construction
+from sie_adapter.loading.checkpoint import construction, for_inference
 from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 
 def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> Any:
@@ -37,8 +37,7 @@ def load_gliner(folder: Path, entry: ModelEntry, load: LoadOptions, compute: Com
     """
     model = _built(folder, entry, load, eager=compute.backend == "eager")
     fill(model.model, read_weights(folder, entry), entry)
-    _cast(model.model, compute.dtype)
-    model.eval().requires_grad_(False).to(compute.device)
+    for_inference(model, compute)
     for module in model.modules():
         if isinstance(module, torch.nn.LSTM):
             module.flatten_parameters()
@@ -60,9 +59,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
     raw: dict[str, Any] = json.loads((folder / "gliner_config.json").read_text())
     raw.pop("model_type", None)
     if raw.get("relations_layer") is not None or raw.get("labels_decoder") is not None:
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id} gives relations or generated labels, which the family gliner does not run"
-        )
+        raise incompatible(f"{entry.id} gives relations or generated labels, which the family gliner does not run")
     raw["max_len"] = (entry.run.parameters or {}).get("max_len") or raw.get("max_len", 384)
     raw["_attn_implementation"] = "eager" if eager else None
     has_tokenizer = (folder / "tokenizer_config.json").is_file()

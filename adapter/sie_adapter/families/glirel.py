@@ -43,7 +43,7 @@ from sie_adapter.loading.checkpoint import construction
 from sie_adapter.loading.tokenizer import bare_tokenizer, read_tokenizer
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.messages import Mention
 
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
@@ -206,12 +206,11 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, device: torch.dev
     raw: dict[str, Any] = json.loads((folder / "glirel_config.json").read_text())
     if raw.get("fixed_relation_types") is not True:
         cause = "fixed_relation_types is not true: the package then orders labels differently in each process"
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
+        raise incompatible(f"{entry.id}: {cause}")
     for name in ("add_entity_markers", "max_entity_pair_distance"):
         if raw.get(name):
-            raise load_failed(
-                "INCOMPATIBLE",
-                f"{entry.id}: {name} is {raw[name]}, and with this setting the package returns no scores",
+            raise incompatible(
+                f"{entry.id}: {name} is {raw[name]}, and with this setting the package returns no scores"
             )
     raw = {"max_entity_pair_distance": None, "encoder_config": None, **raw, "device": str(device)}
     describe_backbone(raw, "model_name", "encoder_config", folder, entry)

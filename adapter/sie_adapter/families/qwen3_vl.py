@@ -23,7 +23,7 @@ from sie_adapter.loading import checkpoint
 from sie_adapter.loading.tokenizer import load_tokenizer
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
@@ -74,9 +74,7 @@ class Qwen3Reranker(_Qwen3):
     ) -> None:
         super().__init__(folder, entry, load, compute, normalisation)
         if not (entry.pair and entry.head.yes_token and entry.head.no_token):
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: a {entry.family} needs pair, head.yes_token and head.no_token"
-            )
+            raise incompatible(f"{entry.id}: a {entry.family} needs pair, head.yes_token and head.no_token")
         tokenizer = load_tokenizer(folder, load)
         ids = [self._answer(tokenizer, token) for token in (entry.head.no_token, entry.head.yes_token)]
         layer = checkpoint.linear(self._output_rows(folder, ids)).to(compute.device)
@@ -85,7 +83,7 @@ class Qwen3Reranker(_Qwen3):
     def _answer(self, tokenizer: Tokenizer, token: str) -> int:
         ids = tokenizer.encode(token, add_special_tokens=False).ids
         if len(ids) != 1:
-            raise load_failed("INCOMPATIBLE", f"{self._id}: the answer {token!r} is not one token of its vocabulary")
+            raise incompatible(f"{self._id}: the answer {token!r} is not one token of its vocabulary")
         return int(ids[0])
 
     def _output_rows(self, folder: Path, ids: list[int]) -> Tensor:
@@ -96,14 +94,9 @@ class Qwen3Reranker(_Qwen3):
             return torch.stack(stored)
         config: Any = self.model.config
         if not (config.tie_word_embeddings or config.text_config.tie_word_embeddings):
-            raise load_failed("INCOMPATIBLE", f"{self._id}: the weights have no {LANGUAGE_HEAD}")
+            raise incompatible(f"{self._id}: the weights have no {LANGUAGE_HEAD}")
         rows: Tensor = self.model.get_input_embeddings().weight[ids].float()
         return rows
-
-    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: the template contains them."""
-        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-        return tokenizer
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:
         return {"score": Rows("pieces", images=images, image_tokens=tokens, empty=_NOTHING)}

@@ -28,7 +28,7 @@ from sie_adapter.packed.packing import Int64, PackedBatch, PlacedFeatures, Shown
 from sie_contracts.errors import InternalFailure
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 # Text before and after the image of a page. Source: colpali-engine, ColQwen2_5_Processor.
@@ -61,18 +61,23 @@ class QwenVL:
         self.adapted: nn.Module = self.language
         self.towers = (self._visual,)
         self._token: int = self.model.config.image_token_id
-        self._patches = Patches.from_config(self.model.config.vision_config)
+        config = self.model.config.vision_config
+        self._patches = Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
         self._tower = GridTower(self._features, self._patches, normalisation, compute)
 
     def _features(self, patches: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
         output = self._visual(patches, grid_thw=grids)
         return (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
 
+    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+        return tokenizer
+
     def priced(self, recipe: Recipe) -> Recipe:
         unit = self._patches.edge * self._patches.merged
         if recipe.kind != "blocks" or recipe.multiple != unit:
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"{self._id}: preprocessor_config.json does not cut images into blocks of {unit} pixels, as config.json"
                 " does",
             )
@@ -96,18 +101,12 @@ class ColQwen(QwenVL):
         super().__init__(folder, entry, load, compute, normalisation)
         weight, bias = (checkpoint.tensor(folder, f"{_PROJECTION}.{part}") for part in ("weight", "bias"))
         if weight is None:
-            raise load_failed(
-                "INCOMPATIBLE",
-                f"{entry.id}: the weights have no {_PROJECTION}.weight: a Qwen2.5-VL without it gives no token vectors",
+            raise incompatible(
+                f"{entry.id}: the weights have no {_PROJECTION}.weight: a Qwen2.5-VL without it gives no token vectors"
             )
         self.adapted = projected = _Projected(self.language, checkpoint.linear(weight, bias).to(compute.device))
         self.width = len(weight)
         self.heads: dict[str, Head] = {"multivector": MultivectorHead(projected, compute.device)}
-
-    def framed(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer without special tokens around a text: only the prompts have special tokens."""
-        tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-        return tokenizer
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
         before, after = (tuple(tokenizer.encode(text).ids) for text in (_BEFORE_PAGE, _AFTER_PAGE))

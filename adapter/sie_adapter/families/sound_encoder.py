@@ -22,16 +22,17 @@ from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.dual_encoder import TwoTowers, VectorHead
 from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.text_encoder import fault_of_tokenizer
+from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
-from sie_adapter.packed.images import PROCESSOR, passes, per_pass, read_processor
+from sie_adapter.packed.images import PROCESSOR, extractor_of, passes, per_pass
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import BatchFiles, Heard, Items, PackedBatch
-from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
@@ -131,13 +132,12 @@ class SoundEncoder(TwoTowers):
             self.memory_bytes = bytes_of(model)
             towers = _Clap(model, compute)
             self._towers, self._of_sounds = towers, towers.sound
-            if compute.device.type == "cpu":
-                block_linears(model.audio_model)
+            block_linears(model.audio_model)
             text = model.config.text_config
             self._check_positions(entry, text.max_position_embeddings - text.pad_token_id - 1)
             self._run_on(Backbone(towers.reader, compute, entry.max_tokens), towers.reader, compute)
         self.width = towers.width
-        self._check_width(entry, "dense", self.width)
+        check_width(entry, "dense", self.width)
         tokenizer, _ = fitted(load_tokenizer(folder, load), self.vocabulary)
         self.tokenizer = tokenizer.to_str().encode()
         self.rows = {"encode": Rows(tokens=True, sounds=recipe)}
@@ -165,25 +165,16 @@ def _recipe(folder: Path, entry: ModelEntry) -> SoundRecipe:
     raw = read_json(folder / "config.json")
     if raw.get("model_type") != MODEL_TYPE:
         model_type = raw.get("model_type")
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-encoder is {MODEL_TYPE}")
-    config = read_processor(folder, "feature_extractor")
-    if not config:
-        raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
-        )
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a sound-encoder is {MODEL_TYPE}")
     audio = ClapConfig.from_pretrained(folder, local_files_only=True).audio_config
     # The last stage of the sound tower has edge x edge positions. They set the cost of a sound, because states are
     # widest there.
     edge = audio.spec_size // audio.patch_stride[0] >> (len(audio.depths) - 1)
-    try:
-        recipe = from_extractor(config, positions=edge * edge)
-    except UnknownExtractor as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+    recipe = extractor_of(folder, entry, edge * edge)
     frames = audio.spec_size * (audio.spec_size // audio.num_mel_bins)
     if (recipe.fused, recipe.bins) != (audio.enable_fusion, audio.num_mel_bins) or recipe.shape.frames > frames:
         fuses = {True: "four views", False: "one view"}
-        raise load_failed(
-            "INCOMPATIBLE",
+        raise incompatible(
             f"{entry.id}: {PROCESSOR} makes {fuses[recipe.fused]} of {recipe.shape.frames} frames and {recipe.bins} "
             f"bins, the model reads {fuses[audio.enable_fusion]} of {frames} and {audio.num_mel_bins}",
         )

@@ -23,7 +23,7 @@ from sie_adapter.loading.checkpoint import tensor
 from sie_adapter.loading.modules import read_modules
 from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.wire.ipc import Rows
 from sie_contracts.wire.messages import RunOptions
 from sie_store.folder_files import read_json
@@ -55,7 +55,7 @@ class StaticEmbedding:
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         if fault := self.fault_of_files(folder, entry):
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: {fault}")
+            raise incompatible(f"{entry.id}: {fault}")
         modules = read_modules(folder)
         self._device = compute.device
         self._table = read_table(modules.folder).to(compute.device)
@@ -109,14 +109,14 @@ def read_table(folder: Path) -> Tensor:
         if table is not None and mapping is not None:
             rows = mapping.long()
             if table.ndim != 2 or mapping.ndim != 1 or int(rows.min()) < 0 or int(rows.max()) >= len(table):
-                raise load_failed("INCOMPATIBLE", f"{folder}: its mapping names rows that its embeddings lack")
+                raise incompatible(f"{folder}: its mapping names rows that its embeddings lack")
             table = table[rows]
         if table is not None and weights is not None:
             if weights.shape != (len(table),):
-                raise load_failed("INCOMPATIBLE", f"{folder}: it has {len(weights)} weights for {len(table)} tokens")
+                raise incompatible(f"{folder}: it has {len(weights)} weights for {len(table)} tokens")
             table = table * weights[:, None]
     if table is None or table.ndim != 2 or not len(table):
-        raise load_failed("INCOMPATIBLE", f"{folder}: its safetensors have no table embedding.weight or embeddings")
+        raise incompatible(f"{folder}: its safetensors have no table embedding.weight or embeddings")
     return table.contiguous()
 
 

@@ -9,7 +9,7 @@ outputs from their hidden states. `PackedModel` is also the base of models that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from sie_adapter.packed.lora import ModelLoras
 from sie_adapter.packed.packing import Int64, Items, PackedBatch
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_contracts.wire.messages import Operation, RunOptions
@@ -78,20 +78,12 @@ class PackedModel:
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
         return ModelLoras(lambda: model, compute, self.backbone.sampled)
 
-    @staticmethod
-    def _check_width(entry: ModelEntry, output: str, width: int) -> None:
-        """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
-        if entry.outputs.get(output) != width:
-            declared = entry.outputs.get(output)
-            raise load_failed(
-                "INCOMPATIBLE",
-                f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
-            )
-
     def prepare(self, batch: Items, queries: np.ndarray) -> Items:
+        """Return the batch as a pass needs it, e.g. queries padded. `queries`: bool [rows], False for documents."""
         return batch
 
     def without_pass(self, head: str, ids: Int64, *, is_query: bool) -> Row | None:
+        """Return the result of a head for these ids if it needs no forward pass, else None."""
         return None
 
     def pack(self, batch: Items, chosen: Int64) -> PackedBatch:
@@ -104,17 +96,13 @@ class PackedModel:
         return self.backbone.forward(packed)
 
     def heads_for(self, operation: Operation, options: RunOptions) -> tuple[str, ...]:
+        """Return the names of the heads (output layers) whose results `answer` needs."""
         if options.muvera is not None:
             return tuple(dict.fromkeys("multivector" if name == "dense" else name for name in options.outputs))
         return options.outputs or tuple(self.heads)[:1]
 
     def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
     ) -> ItemResults:
         """Return one answer per input of the work item `group`. `query`: for each head, the results for the query to
         which documents are compared. `rows`: for each head, the results for the inputs. `places`: the rows of the
@@ -206,9 +194,7 @@ class TextEncoder(PackedModel):
     def _check_limits(self, entry: ModelEntry) -> None:
         limit = self.backbone.positions
         if limit and entry.max_tokens > limit:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions"
-            )
+            raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, the model has {limit} positions")
 
     def _loras(self, model: Any, compute: Compute) -> ModelLoras:
         if self._twin is None:
@@ -238,12 +224,7 @@ class TextEncoder(PackedModel):
         return own or super().heads_for(operation, options)
 
     def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
     ) -> ItemResults:
         if self._parts.finish is not None:
             return self._parts.finish(message, group, rows, places)

@@ -47,7 +47,7 @@ from sie_adapter.loading.tokenizer import fitted, special_ids
 from sie_adapter.packed.pruning import pruned
 from sie_contracts.models import families
 from sie_contracts.models.entries import POOLINGS, LoadOptions, ModelEntry, poolings
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.wire.ipc import Group, Rows, RunBatch, Side
 from sie_contracts.wire.messages import Operation
@@ -123,8 +123,6 @@ class Builder:
         else:
             self.head = TransformersHead(model, in_float32=not self.is_masked)
             self.backbone = self.head.backbone
-            if self.is_masked and compute.device.type == "cpu":
-                self.head.block()
             self.head_bytes = self.head.memory_bytes
 
     def parts(self) -> Parts:
@@ -165,28 +163,19 @@ class Builder:
     def _dense(self) -> DenseHead:
         pooling = self.entry.run.pooling or self.modules.pooling or "mean"
         if poolings(pooling) is None:
-            raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}"
-            )
+            raise incompatible(f"{self.entry.id}: pooling is {pooling}, expected one of {', '.join(POOLINGS)}")
         # without a pooling layer, the dense layers of modules.json belong to late interaction
         layers = (
             self.modules.layers if "multivector" not in self.entry.outputs or "Pooling" in self.modules.kinds else ()
         )
-        self._expect_width("dense", pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size))
+        width = pooled_width(self.modules.token_layers, pooling, layers, self.config.hidden_size)
+        check_width(self.entry, "dense", width)
         return DenseHead(pooling, _sequence(layers), self.compute.device, _sequence(self.modules.token_layers))
-
-    def _expect_width(self, output: str, width: int) -> None:
-        if self.entry.outputs[output] != width:
-            declared = self.entry.outputs[output]
-            raise load_failed(
-                "INCOMPATIBLE",
-                f"{self.entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide",
-            )
 
     def _sparse(self) -> Head:
         options = self.entry.head
         vocabulary = self.backbone.get_input_embeddings().num_embeddings
-        self._expect_width("sparse", vocabulary)
+        check_width(self.entry, "sparse", vocabulary)
         if not self.is_masked:
             layer = _saved_layer(self.folder / "sparse_linear.pt").to(self.compute.device)
             # FlagEmbedding gives these tokens no weight either
@@ -218,16 +207,12 @@ class Builder:
         table = torch.zeros(self.backbone.get_input_embeddings().num_embeddings)
         if stored is not None:
             if stored.ndim != 1 or len(stored) > len(table):
-                raise load_failed(
-                    "INCOMPATIBLE", f"{self.entry.id}: {len(stored)} query weights for a vocabulary of {len(table)}"
-                )
+                raise incompatible(f"{self.entry.id}: {len(stored)} query weights for a vocabulary of {len(table)}")
             table[: len(stored)] = stored
         else:
             weights = read_json(self.folder / "idf.json")
             if not weights:
-                raise load_failed(
-                    "INCOMPATIBLE", f"{self.entry.id}: query_encoder is idf and the model has no idf.json"
-                )
+                raise incompatible(f"{self.entry.id}: query_encoder is idf and the model has no idf.json")
             for token, weight in weights.items():
                 if (number := self.tokenizer.token_to_id(token)) is not None:
                     table[number] = float(weight)
@@ -240,22 +225,18 @@ class Builder:
         is_m3 = (self.folder / "colbert_linear.pt").is_file()
         if is_m3:
             layers = [_saved_layer(self.folder / "colbert_linear.pt")]
-        self._expect_width("multivector", output_width(layers, self.config.hidden_size))
+        check_width(self.entry, "multivector", output_width(layers, self.config.hidden_size))
         skipped = self._known_ids(options.skipped)
         pooling = self.modules.token_pooling
         if pooling is not None and self.entry.max_tokens > MAX_ROWS:
-            raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the limit of token pooling"
-            )
+            raise incompatible(f"{self.entry.id}: max_tokens is more than {MAX_ROWS}, the limit of token pooling")
         head = MultivectorHead(
             _sequence(layers), self.compute.device, skipped=skipped, drop_first=is_m3, pooling=pooling
         )
         length, filling = options.expanded, None
         if length:
             if length > self.entry.max_tokens:
-                raise load_failed(
-                    "INCOMPATIBLE", f"{self.entry.id}: queries are padded to {length} tokens, more than max_tokens"
-                )
+                raise incompatible(f"{self.entry.id}: queries are padded to {length} tokens, more than max_tokens")
             own = (
                 options.filler
                 or _special(self.modules.folder, "mask_token")
@@ -280,9 +261,7 @@ class Builder:
     def _one_id(self, role: str, token: str) -> int:
         number = self.tokenizer.token_to_id(token)
         if number is None:
-            raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: the {role} {token!r} is not one token of its vocabulary"
-            )
+            raise incompatible(f"{self.entry.id}: the {role} {token!r} is not one token of its vocabulary")
         return int(number)
 
     def _known_ids(self, words: Iterable[str]) -> frozenset[int]:
@@ -301,9 +280,8 @@ class Builder:
         activation = self.entry.head.activation or stored_activation(self.folder, self.config)
         labels = self.config.num_labels
         if labels != (2 if activation == "softmax" else 1):
-            raise load_failed(
-                "INCOMPATIBLE",
-                f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax",
+            raise incompatible(
+                f"{self.entry.id} has {labels} labels, a score needs 1, or 2 with head.activation softmax"
             )
         return Parts(
             heads={"score": self._sequence_head(self.head)},
@@ -328,9 +306,7 @@ class Builder:
         is_single = options.score in ("logit", "sigmoid")
         if not (self.entry.pair and options.yes_token and bool(options.no_token) != is_single):
             needs = f"no head.no_token with score {options.score}" if is_single else "head.no_token"
-            raise load_failed(
-                "INCOMPATIBLE", f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and {needs}"
-            )
+            raise incompatible(f"{self.entry.id}: a decoder-reranker needs pair, head.yes_token and {needs}")
         ids = [self._one_id("answer", token) for token in (options.no_token, options.yes_token) if token]
         layer = model.get_output_embeddings()
         bias = getattr(layer, "bias", None)
@@ -354,8 +330,7 @@ class Builder:
         entailment = next((number for name, number in names.items() if name.startswith("entail")), None)
         against = next((number for name, number in names.items() if name.startswith(("contra", "not_entail"))), None)
         if entailment is None or against is None:
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"{self.entry.id}: its labels are {', '.join(names)}, "
                 "expected entailment, and contradiction or not_entailment",
             )
@@ -409,6 +384,12 @@ class Builder:
         )
 
 
+def check_width(entry: ModelEntry, output: str, width: int) -> None:
+    """Raise ModelLoadFailed INCOMPATIBLE unless the entry declares `width` for `output`."""
+    if (declared := entry.outputs.get(output)) != width:
+        raise incompatible(f"{entry.id}: outputs.{output} is {declared}, the vectors of the model are {width} wide")
+
+
 def _sequence(layers: Sequence[nn.Module]) -> nn.Module | None:
     return nn.Sequential(*layers) if layers else None
 
@@ -417,7 +398,7 @@ def _saved_layer(path: Path) -> nn.Linear:
     """Read a linear layer in a file of torch.save, without running code in it."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     if set(state) - {"bias"} != {"weight"}:
-        raise load_failed("INCOMPATIBLE", f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")
+        raise incompatible(f"{path.name} holds {', '.join(sorted(state))}, expected weight and bias")
     return checkpoint.linear(state["weight"], state.get("bias"))
 
 
@@ -442,9 +423,7 @@ def check_pair_prompt(folder: Path) -> None:
     model = read_json(folder / MODEL_FILE)
     name = model.get("default_prompt_name")
     if name and (model.get("prompts") or {}).get(name, "-"):
-        raise load_failed(
-            "INCOMPATIBLE", f"{MODEL_FILE} puts the prompt {name!r} before pairs, which this adapter does not support"
-        )
+        raise incompatible(f"{MODEL_FILE} puts the prompt {name!r} before pairs, which this adapter does not support")
 
 
 def stored_activation(folder: Path, config: Any) -> str:
@@ -456,5 +435,5 @@ def stored_activation(folder: Path, config: Any) -> str:
     named = named or getattr(config, "sbert_ce_default_activation_function", None) or "Sigmoid"
     kind = str(named).rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
-        raise load_failed("INCOMPATIBLE", f"the activation of the scores is {kind}, expected Sigmoid or Identity")
+        raise incompatible(f"the activation of the scores is {kind}, expected Sigmoid or Identity")
     return kind.lower()

@@ -29,6 +29,7 @@ from sie_adapter.families.extraction import bytes_of
 from sie_adapter.families.qwen3_vl import Qwen3Encoder, Qwen3Reranker
 from sie_adapter.families.qwen_vl import ColQwen
 from sie_adapter.families.text_encoder import PackedModel, fault_of_tokenizer, samples_of
+from sie_adapter.families.text_model import check_width
 from sie_adapter.heads import Head, Row
 from sie_adapter.loading.tokenizer import fitted, load_tokenizer
 from sie_adapter.packed.backbone import Backbone
@@ -37,7 +38,7 @@ from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Int64, Items, PackedBatch, Shown
 from sie_contracts.media.images import ImageTokens, Normalisation, Recipe, max_blocks
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Group, Rows, RunBatch
 from sie_store.folder_files import read_json
 
@@ -119,23 +120,20 @@ class VisionLanguage(PackedModel):
         with torch.inference_mode():
             self._reader = reader = kind(folder, entry, load, compute, normalisation)
             self.memory_bytes = bytes_of(reader.model)
-            if compute.device.type == "cpu":
-                for tower in reader.towers:
-                    block_linears(tower)
+            for tower in reader.towers:
+                block_linears(tower)
             backbone = Backbone(reader.language, compute, entry.max_tokens, samples_of(entry.family, compute))
             self._run_on(backbone, reader.adapted, compute)
         self.width, self.heads = reader.width, reader.heads
-        self._check_width(entry, reader.output, self.width)
+        check_width(entry, reader.output, self.width)
         tokenizer = reader.framed(fitted(load_tokenizer(folder, load), self.vocabulary)[0])
         self.tokenizer = tokenizer.to_str().encode()
         tokens = reader.tokens(tokenizer, recipe)
         if tokenizer.id_to_token(tokens.token) is None:
-            raise load_failed("INCOMPATIBLE", f"{entry.id}: the image token {tokens.token} is not in its tokenizer")
+            raise incompatible(f"{entry.id}: the image token {tokens.token} is not in its tokenizer")
         most = tokens.count or max_blocks(recipe)
         if (length := len(tokens.before) + most + len(tokens.after)) > entry.max_tokens:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, one image needs {length} tokens"
-            )
+            raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, one image needs {length} tokens")
         self.rows = reader.rows(reader.priced(recipe), tokens)
         self._difference = entry.head.score == "difference"
 
@@ -153,12 +151,7 @@ class VisionLanguage(PackedModel):
         return self.backbone.forward(packed)
 
     def answer(
-        self,
-        message: RunBatch,
-        group: Group,
-        query: Mapping[str, Row],
-        rows: Mapping[str, Sequence[Row]],
-        places: list[int],
+        self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
     ) -> ItemResults:
         if "answer" in self.heads:
             return item_results.answer_scores(group.options, rows["answer"], difference=self._difference)
@@ -169,5 +162,5 @@ def _reader(folder: Path, entry: ModelEntry) -> type[VisionLanguageKind]:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if (reader := _READERS.get((entry.family, model_type))) is None:
         listed = " or ".join(model_type for family, model_type in _READERS if family == entry.family)
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a {entry.family} is {listed}")
     return reader

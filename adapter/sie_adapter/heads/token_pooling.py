@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 MAX_ROWS = 8192  # largest number of rows of a sequence; the distances of all their pairs need 0.5 GB
 
@@ -46,8 +46,7 @@ def token_pooling_of(config: Mapping[str, Any]) -> TokenPooling:
     """Return the settings in config.json of a HierarchicalTokenPooling. Raises ModelLoadFailed INCOMPATIBLE."""
     factor, protected = config.get("pool_factor", 1.0), config.get("num_protected_tokens", 1)
     if not (isinstance(factor, int | float) and factor >= 1 and isinstance(protected, int) and protected >= 0):
-        raise load_failed(
-            "INCOMPATIBLE",
+        raise incompatible(
             f"token pooling: pool_factor is {factor!r}, expected at least 1; "
             f"num_protected_tokens is {protected!r}, expected at least 0",
         )

@@ -27,7 +27,9 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
-        """Remove the backbone from `model`, which is then only the head. `self.backbone` has no pooler."""
+        """Remove the backbone from `model`, which is then only the head. `self.backbone` has no pooler. Unless the head
+        is in float32, its linear layers get blocked weights on a CPU: it is then as large as a language model's.
+        """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)
         if pooler is not None:  # the pooler moves to the head, so that it has the head's precision and runs once
@@ -41,6 +43,8 @@ class TransformersHead:
             model.config.pad_token_id = 0
         self._model = model.float() if in_float32 else model
         self._in_float32 = in_float32
+        if not in_float32:  # the weight of a tied decoder is copied
+            block_linears(self._model)
         # addresses of tensors that the head shares with the backbone, often the embedding: `memory_bytes` does not
         # count them
         self._shared = {parameter.data_ptr() for parameter in self.backbone.parameters()}
@@ -53,12 +57,6 @@ class TransformersHead:
         return sum(own) + sum(
             int(module.nbytes) for module in self._model.modules() if isinstance(module, BlockedLinear)
         )
-
-    def block(self) -> None:
-        """Replace linear layers by layers with blocked weights (`packed.linear`), on a CPU: this is faster if the head
-        is as large as a language model's. The weight of a tied decoder is copied.
-        """
-        block_linears(self._model)
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return logits of `states` [sequences, length, width], all of one length, in the precision of the head."""

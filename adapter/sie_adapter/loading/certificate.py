@@ -274,7 +274,3 @@ def _encoded(model: Any, entry: ModelEntry, texts: Sequence[str]) -> np.ndarray:
     )
     vectors = torch.stack(list(reduced.rows)).cpu().double().numpy()
     return np.asarray(vectors[np.argsort(packed.order)])
-
-
-def as_map(certificate: LoadCertificate) -> dict[str, Any]:
-    return msgspec.to_builtins(certificate)  # type: ignore[no-any-return]

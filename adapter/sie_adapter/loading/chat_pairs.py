@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 _FIELDS = ("{query}", "{document}")
 _ROLES = ("query", "document")
@@ -28,8 +28,7 @@ def pair_pieces(tokenizer: Any, options: Mapping[str, Any], *, instructed: bool)
         (text for structured in (False, True) if (text := _rendered(tokenizer, options, instructed, structured))), ""
     )
     if not rendered:
-        raise load_failed(
-            "INCOMPATIBLE",
+        raise incompatible(
             "its chat template leaves out or changes the roles query and document; write an entry with `pair`, which "
             "has the texts around a query and a document",
         )

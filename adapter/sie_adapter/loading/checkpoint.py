@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from sie_adapter.engine.device import Compute
 from sie_contracts.models.entries import LoadOptions
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 # While transformers constructs a model, it changes torch for the whole process: the default dtype, which would change
 # the results of other threads' passes if it is not float32, and functions of torch, which two concurrent loads would
@@ -80,9 +80,8 @@ def load_model(
     """
     options = {"attn_implementation": "eager"} if compute.backend == "eager" else {}
     model = _from_files(auto_class, folder, load, consumed, options, changes, decodes=decodes)
-    _cast(model, compute.dtype, float32_head=float32_head)
     model.config.use_cache = False
-    return model.eval().requires_grad_(False).to(compute.device)
+    return for_inference(model, compute, float32_head=float32_head)
 
 
 def empty_model(
@@ -115,9 +114,7 @@ def _from_files(
         setattr(config, name, value)
     is_encoder = auto_class.__name__ == ENCODERS.get(config.model_type)
     if getattr(config, "is_encoder_decoder", False) and not decodes and not is_encoder:
-        raise load_failed(
-            "INCOMPATIBLE", f"{config.model_type} has a decoder beside its encoder, which this family does not run"
-        )
+        raise incompatible(f"{config.model_type} has a decoder beside its encoder, which this family does not run")
     if load.causal is not None:
         config.is_causal = load.causal
     with construction():
@@ -146,8 +143,7 @@ def _from_files(
                 if name not in consumed and not (foreign_head and name.split(".")[0] in _LANGUAGE_HEADS)
             ]
         if names:
-            raise load_failed(
-                "INCOMPATIBLE",
+            raise incompatible(
                 f"the weights do not fit config.json, they have {len(names)} {fault.replace('_', ' ')}: "
                 f"{', '.join(names[:5])}",
             )
@@ -164,21 +160,21 @@ def filled(model_class: Any, config: Any, weights: Mapping[str, Tensor], message
     try:
         model.load_state_dict(weights, strict=True, assign=True)
     except RuntimeError as error:
-        raise load_failed("INCOMPATIBLE", f"{message}: {error}") from error
+        raise incompatible(f"{message}: {error}") from error
     return model
 
 
 def placed(model: PreTrainedModel, compute: Compute) -> PreTrainedModel:
     if compute.backend == "eager":
         model.set_attn_implementation("eager")
-    _cast(model, compute.dtype)
-    return model.eval().requires_grad_(False).to(compute.device)
+    return for_inference(model, compute)
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = False) -> None:
-    """Convert weights to `dtype`, except those that the architecture keeps in float32. Buffers keep their dtype: a
-    rotary base in 16 bit would change the results. The weights of a batch normalisation keep their dtype too, since
-    torch accepts them in 16 bit only with 16-bit statistics, which are buffers.
+def for_inference(model: Any, compute: Compute, *, float32_head: bool = False) -> Any:
+    """Convert weights to the dtype of `compute`, except those that the architecture keeps in float32, and move the
+    model to its device. Buffers keep their dtype: a rotary base in 16 bit would change the results. The weights of a
+    batch normalisation keep their dtype too, since torch accepts them in 16 bit only with 16-bit statistics, which are
+    buffers.
     """
     # a model inside of this model may have its own setting
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -193,7 +189,8 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype, *, float32_head: bool = Fa
     }
     for name, parameter in cast.named_parameters():
         if float32_names.isdisjoint([*name.split("."), name.rpartition(".")[0]]):
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(compute.dtype)
+    return model.eval().requires_grad_(False).to(compute.device)
 
 
 def tensor(folder: Path, name: str) -> Tensor | None:

@@ -33,7 +33,7 @@ from sie_adapter.loading.late_interaction import late_interaction
 from sie_adapter.loading.modules import STATIC, Modules, conversion, is_model2vec, read_modules
 from sie_adapter.loading.tokenizer import read_tokenizer
 from sie_contracts.models.entries import HeadOptions, ModelEntry, parse_entry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, positions
 from sie_store.folder_files import line_of, read_json, read_value, reading
 from sie_store.weights.manifest import MANIFEST
@@ -227,16 +227,13 @@ def _refuse_other_folders(folder: Path) -> None:
     listed = ", ".join(present[:6]) + (", .." if len(present) > 6 else "") if present else "nothing"
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         base = read_json(folder / "adapter_config.json").get("base_model_name_or_path", "another model")
-        raise load_failed(
-            "INCOMPATIBLE", f"{folder} is a LoRA of {base}: name it as run.lora of a profile of that model"
-        )
+        raise incompatible(f"{folder} is a LoRA of {base}: name it as run.lora of a profile of that model")
     if not ((folder / "config.json").is_file() or (folder / "modules.json").is_file()):
         raise load_failed(
             "NOT_FOUND", f"{folder} has no config.json, modules.json or gliner_config.json; it has {listed}"
         )
     if (folder / "adapter_config.json").is_file():
-        raise load_failed(
-            "INCOMPATIBLE",
+        raise incompatible(
             f"{folder} has adapter_config.json beside config.json, which would be left out: merge the adapter into the "
             "weights, or move it to a folder that run.lora of a profile names",
         )
@@ -263,15 +260,13 @@ def _config(folder: Path) -> PretrainedConfig:
         message = (
             f"transformers has no class for model_type {raw.get('model_type')!r} of {folder / 'config.json'}{where}"
         )
-        raise load_failed("INCOMPATIBLE", message) from error
+        raise incompatible(message) from error
     has_decoder = getattr(config, "is_encoder_decoder", False) or any(hasattr(config, name) for name in _DECODER_LAYERS)
     if has_decoder and config.model_type not in ENCODERS:
-        raise load_failed(
-            "INCOMPATIBLE", f"{config.model_type} is one side of an encoder-decoder model, which no family here runs"
-        )
+        raise incompatible(f"{config.model_type} is one side of an encoder-decoder model, which no family here runs")
     _check_quantisation(config)
     if getattr(config, "vision_config", None) is not None:
-        raise load_failed("INCOMPATIBLE", f"{config.model_type} reads images, and no family here runs it")
+        raise incompatible(f"{config.model_type} reads images, and no family here runs it")
     return config
 
 
@@ -283,7 +278,7 @@ def _check_quantisation(config: PretrainedConfig) -> None:
         quantizer.validate_environment(device_map=None)
     except Exception as error:  # transformers documents no exception for a missing package or device
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
-        raise load_failed("INCOMPATIBLE", f"its weights are quantised by {method}: {error}") from error
+        raise incompatible(f"its weights are quantised by {method}: {error}") from error
 
 
 def _empty_backbone(config: PretrainedConfig) -> Any:
@@ -294,9 +289,8 @@ def _empty_backbone(config: PretrainedConfig) -> Any:
                 return getattr(transformers, ENCODERS[config.model_type])(config)
             return AutoModel.from_config(config)
     except ValueError as error:
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"config.json: transformers has no headless model for model_type {config.model_type!r}: {line_of(error)}",
+        raise incompatible(
+            f"config.json: transformers has no headless model for model_type {config.model_type!r}: {line_of(error)}"
         ) from error
 
 
@@ -312,9 +306,8 @@ def _family(config: PretrainedConfig, modules: Modules, named: str) -> str:
         return "cross-encoder" if config.num_labels == 1 else "text-classifier"
     if named.endswith("ForCausalLM") and not modules.kinds:
         message = f"{named} without modules.json is a language model: what its vectors are, no file says"
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token",
+        raise incompatible(
+            f"{message}; a decoder that scores needs an entry with pair, head.yes_token and head.no_token"
         )
     return "text-encoder"
 
@@ -402,9 +395,7 @@ def _chat_pair(folder: Path, modules: Modules, entry: dict[str, Any], report: In
     if not (modules.transformer.messages or is_bare) or not getattr(tokenizer, "chat_template", None):
         return
     if entry["family"] not in ("cross-encoder", "decoder-reranker"):
-        raise load_failed(
-            "INCOMPATIBLE", f"its texts need a chat template, which family {entry['family']} does not use"
-        )
+        raise incompatible(f"its texts need a chat template, which family {entry['family']} does not use")
     model = read_json(folder / MODEL_FILE)
     instruction = (model.get("prompts") or {}).get(model.get("default_prompt_name")) or ""
     entry["pair"] = list(pair_pieces(tokenizer, modules.transformer.chat_options, instructed=bool(instruction)))
@@ -418,7 +409,7 @@ def _answer_head(folder: Path, config: PretrainedConfig, modules: Modules) -> di
     tokenizer = read_tokenizer(modules.folder, **modules.transformer.tokenizer)
     ids = modules.settings["LogitScore"]
     if ids.get("true_token_id") is None:
-        raise load_failed("INCOMPATIBLE", "LogitScore has no true_token_id")
+        raise incompatible("LogitScore has no true_token_id")
     activation = stored_activation(folder, config)
     if ids.get("false_token_id") is None:
         yes = tokenizer.convert_ids_to_tokens(ids["true_token_id"])
@@ -496,9 +487,7 @@ def _prompts(folder: Path, report: Inspection) -> None:
     stored = model.get("prompts") or {}
     default = model.get("default_prompt_name")
     if default is not None and default not in stored:
-        raise load_failed(
-            "INCOMPATIBLE", f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts does not have"
-        )
+        raise incompatible(f"{MODEL_FILE}: default_prompt_name is {default!r}, which prompts does not have")
     document = stored.get("document") or stored.get("passage") or stored.get(default)
     chosen = {"query": stored.get("query"), "document": document}
     prompts = {}

@@ -19,7 +19,7 @@ import numpy as np
 from sie_adapter.loading.modules import Modules
 from sie_adapter.packed.packing import Items, expanded
 from sie_contracts.models.entries import HeadOptions
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
 _EXPANDED = 32  # tokens to which queries are padded if no file has the number
@@ -162,9 +162,8 @@ def _native(transformer: Mapping[str, Any], mask: dict[str, Any] | None) -> dict
             ["document"],
             "document",
         ):
-            raise load_failed(
-                "INCOMPATIBLE",
-                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported",
+            raise incompatible(
+                "the MultiVectorMask of the model masks more than the skipped words of documents: not supported"
             )
         settings["skipped"] = tuple(mask.get("skiplist_words") or ())
     return settings

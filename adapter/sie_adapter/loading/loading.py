@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -37,7 +38,7 @@ from sie_contracts.errors import ModelLoadFailed, SIEError
 from sie_contracts.models.catalogue import Resolved, fingerprint
 from sie_contracts.models.entries import ModelEntry, Precision
 from sie_contracts.models.families import FAMILIES
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_contracts.settings import Settings
 from sie_store.weights.locks import Lock
 from sie_store.weights.sources import Located, WeightSources
@@ -63,7 +64,7 @@ def family_of(name: str) -> Any:
         return plugins[name].load()
     listed = ", ".join([*FAMILIES, *sorted(plugins)])
     cause = f"this adapter has no family {name}, it has {listed}; a package adds one by the entry point {ENTRY_POINTS}"
-    raise load_failed("INCOMPATIBLE", cause)
+    raise incompatible(cause)
 
 
 def _family(resolved: Resolved) -> Any:
@@ -251,4 +252,4 @@ class Loader:
             result = self.certificates[facts] = certificate.certify(model, folder, resolved, compute)
         elif hasattr(model, "backbone"):
             model.backbone.take_trial()
-        return certificate.as_map(result)
+        return msgspec.to_builtins(result)  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from torch.nn import functional
 from sie_adapter.heads.token_pooling import TokenPooling, token_pooling_of
 from sie_adapter.loading.checkpoint import linear, tensor
 from sie_contracts.models.entries import MAX_POOLINGS, POOLINGS, poolings
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.entry_faults import MODEL_FILE, POOLING_NAMES, pooling_name
 from sie_store.folder_files import TRANSFORMER_FILES, read_json, read_value, reading
 
@@ -211,7 +211,7 @@ def read_modules(folder: Path) -> Modules:
         listed, query_weights = _routes(listed[0][1])
     kinds = tuple(kind for kind, _ in listed)
     if not kinds or kinds[0] not in (*_BACKBONES, STATIC):
-        raise _refused(
+        raise incompatible(
             f"modules.json begins with {kinds[0] if kinds else 'nothing'}, expected a Transformer or a {STATIC}"
         )
     folder_of_transformer = listed[0][1]
@@ -227,9 +227,9 @@ def read_modules(folder: Path) -> Modules:
     token_pooling: TokenPooling | None = None
     for kind, place in listed[1:]:
         if kind not in FIELDS or kind in _BACKBONES or (is_static and kind in _OF_TOKENS):
-            raise _refused(f"modules.json lists a {kind}, which this adapter does not run")
+            raise incompatible(f"modules.json lists a {kind}, which this adapter does not run")
         if kind in settings and kind not in ("Dense", "Normalize", "Dropout", "LayerNorm"):
-            raise _refused(f"modules.json lists {kind} twice")
+            raise incompatible(f"modules.json lists {kind} twice")
         config = settings[kind] = _module_config(kind, place)
         if kind == "Pooling":
             with reading(place / "config.json"):
@@ -244,17 +244,17 @@ def read_modules(folder: Path) -> Modules:
             with reading(place / "config.json"):
                 token_pooling, clustered_at = token_pooling_of(config), len(steps)
         elif kind == "MultiVectorMask" and clustered_at is not None:
-            raise _refused("modules.json lists a MultiVectorMask after the HierarchicalTokenPooling")
+            raise incompatible("modules.json lists a MultiVectorMask after the HierarchicalTokenPooling")
         elif kind == "Normalize":
             steps.append((kind, _feature(kind, place, config, pooled=pooled_at is not None), Normalization()))
         elif kind == "SpladePooling":
             _check_splade(config)
             if kinds[0] != "MLMTransformer" and transformer.task != "fill-mask":
-                raise _refused(
+                raise incompatible(
                     f"SpladePooling after a Transformer of {transformer.task or 'no task'}, expected fill-mask"
                 )
         elif kind == "LogitScore" and config.get("module_input_name", "causal_logits") != "causal_logits":
-            raise _refused(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
+            raise incompatible(f"LogitScore reads {config['module_input_name']}, expected causal_logits")
     _check_steps(steps, pooled_at, clustered_at)
     model = read_json(folder / MODEL_FILE)
     if (width := model.get("truncate_dim")) and pooled_at is not None:
@@ -296,7 +296,7 @@ def _listed(folder: Path, entries: list[dict[str, str]]) -> list[tuple[str, Path
     for entry in entries:
         place = folder / entry["path"]
         if not place.resolve().is_relative_to(folder.resolve()):
-            raise _refused(f"modules.json names {entry['path']}, which is outside of the folder")
+            raise incompatible(f"modules.json names {entry['path']}, which is outside of the folder")
         listed.append((_stock_kind(entry["type"]), place))
     return listed
 
@@ -306,7 +306,7 @@ def _stock_kind(name: str) -> str:
     refused: it would be the repository's own code.
     """
     if not name.startswith(_STOCK):
-        raise _refused(
+        raise incompatible(
             f"modules.json lists {name}, a class of the repository itself: it runs only where load.trust_remote_code "
             "is allowed and an adapter package of yours has a family for it"
         )
@@ -321,7 +321,7 @@ def _module_config(kind: str, place: Path) -> dict[str, Any]:
         )
     fields = FIELDS[kind] | (POOLING_NAMES.keys() if kind == "Pooling" else frozenset())
     if unknown := sorted(config.keys() - fields):
-        raise _refused(f"{place.name}/config.json has the setting {unknown[0]}, which this adapter does not read")
+        raise incompatible(f"{place.name}/config.json has the setting {unknown[0]}, which this adapter does not read")
     return config
 
 
@@ -331,7 +331,7 @@ def _feature(kind: str, place: Path, config: Mapping[str, Any], *, pooled: bool)
     name = config.get("module_input_name") or default
     result = config.get("module_output_name") or name
     if name not in (_TOKENS, _VECTOR) or result != name:
-        raise _refused(f"{place.name}: a {kind} reads {name} and writes {result}, expected the same feature")
+        raise incompatible(f"{place.name}: a {kind} reads {name} and writes {result}, expected the same feature")
     return str(name)
 
 
@@ -340,15 +340,15 @@ def _check_steps(steps: list[tuple[str, str, nn.Module]], pooled_at: int | None,
     if clustered_at is not None and (
         pooled_at is not None or any(kind != "Normalize" for kind, _, _ in steps[clustered_at:])
     ):
-        raise _refused("modules.json has another module than Normalize after the HierarchicalTokenPooling")
+        raise incompatible("modules.json has another module than Normalize after the HierarchicalTokenPooling")
     if pooled_at is None:
         if "LayerNorm" in [kind for kind, _, _ in steps]:
-            raise _refused("modules.json has a LayerNorm without a Pooling before it")
+            raise incompatible("modules.json has a LayerNorm without a Pooling before it")
         return
     for number, (kind, feature, _) in enumerate(steps):
         if feature != (_TOKENS if number < pooled_at else _VECTOR):
             side = "before" if number < pooled_at else "after"
-            raise _refused(f"modules.json has a {kind} of {feature} {side} the Pooling, where it changes no vector")
+            raise incompatible(f"modules.json has a {kind} of {feature} {side} the Pooling, where it changes no vector")
 
 
 def read_transformer(folder: Path) -> TransformerSettings:
@@ -357,7 +357,7 @@ def read_transformer(folder: Path) -> TransformerSettings:
     """
     name, raw = next(((name, raw) for name in TRANSFORMER_FILES if (raw := read_json(folder / name))), ("", {}))
     if unknown := sorted(raw.keys() - FIELDS["Transformer"]):
-        raise _refused(f"{name} has the setting {unknown[0]}, which this adapter does not read")
+        raise incompatible(f"{name} has the setting {unknown[0]}, which this adapter does not read")
     arguments = {
         kind: {**(raw.get(older) or {}), **(raw.get(kind) or {})}
         for kind, older in (
@@ -368,12 +368,12 @@ def read_transformer(folder: Path) -> TransformerSettings:
     }
     for kind, allowed in (("model_kwargs", _PLACING | _NOT_READ), ("config_kwargs", _NOT_READ)):
         if unread := sorted(arguments[kind].keys() - allowed):
-            raise _refused(f"{name}: {kind} has {unread[0]}, which this adapter does not pass on")
+            raise incompatible(f"{name}: {kind} has {unread[0]}, which this adapter does not pass on")
     processing = raw.get("processing_kwargs") or {}
     if kinds := ", ".join(sorted(kind for kind, options in processing.items() if options and kind != "chat_template")):
-        raise _refused(f"{name} has processing_kwargs of {kinds}, which this adapter does not pass on")
+        raise incompatible(f"{name} has processing_kwargs of {kinds}, which this adapter does not pass on")
     if raw.get("tokenizer_name_or_path"):
-        raise _refused(f"{name} names the tokenizer of another repository: {raw['tokenizer_name_or_path']}")
+        raise incompatible(f"{name} names the tokenizer of another repository: {raw['tokenizer_name_or_path']}")
     task = raw.get("transformer_task") or ("feature-extraction" if raw else "")
     tokenizer = {key: value for key, value in arguments["processor_kwargs"].items() if key not in _NOT_READ}
     limit = tokenizer.pop("model_max_length", None) or raw.get("max_seq_length") or 0
@@ -397,13 +397,13 @@ def _reads_messages(name: str, task: str, raw: Mapping[str, Any]) -> bool:
     if not config:
         return False
     if task not in _OUTPUTS:
-        raise _refused(f"{name}: transformer_task is {task}, expected one of {', '.join(_OUTPUTS)}")
+        raise incompatible(f"{name}: transformer_task is {task}, expected one of {', '.join(_OUTPUTS)}")
     output, feature = _OUTPUTS[task]
     text = config.get("message") or config.get("text")
     if text is None or (text.get("method"), text.get("method_output_name")) != ("forward", output):
-        raise _refused(f"{name}: modality_config must read the output {output} of a text from the method forward")
+        raise incompatible(f"{name}: modality_config must read the output {output} of a text from the method forward")
     if raw.get("module_output_name", feature) != feature:
-        raise _refused(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
+        raise incompatible(f"{name}: module_output_name is {raw['module_output_name']}, expected {feature}")
     return "message" in config
 
 
@@ -419,7 +419,7 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
     expected = {"query": ["SparseStaticEmbedding"], "document": [documents[0], "SpladePooling"]}
     if routes != expected or documents[0] not in _BACKBONES or router.get("parameters", {}).get("route_mappings"):
         listed = "; ".join(f"{route}: {', '.join(names)}" for route, names in routes.items())
-        raise _refused(
+        raise incompatible(
             f"modules.json lists a Router of {listed}; expected query: SparseStaticEmbedding; document: a masked LM, "
             "SpladePooling",
         )
@@ -430,12 +430,12 @@ def _routes(folder: Path) -> tuple[list[tuple[str, Path]], Tensor | None]:
 def _pooling(place: Path, config: Mapping[str, Any]) -> str:
     pooling = pooling_name(config)
     if poolings(pooling) is None:
-        raise _refused(
+        raise incompatible(
             f"{place.name}/config.json: the pooling of the model is {pooling}, expected one of {', '.join(POOLINGS)}, "
             f"or at most {MAX_POOLINGS} of them joined"
         )
     if config.get("include_prompt") is False:
-        raise _refused(
+        raise incompatible(
             f"{place.name}/config.json: the pooling leaves out the prompt (include_prompt), which is not supported"
         )
     return pooling
@@ -444,7 +444,7 @@ def _pooling(place: Path, config: Mapping[str, Any]) -> str:
 def _layer_norm(folder: Path, config: Mapping[str, Any]) -> nn.LayerNorm:
     weight, bias = tensor(folder, "norm.weight"), tensor(folder, "norm.bias")
     if weight is None or bias is None or not weight.shape == bias.shape == (config.get("dimension"),):
-        raise _refused(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
+        raise incompatible(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
     layer = nn.LayerNorm(len(weight))
     layer.load_state_dict({"weight": weight.float(), "bias": bias.float()})
     return layer.requires_grad_(False)
@@ -452,9 +452,9 @@ def _layer_norm(folder: Path, config: Mapping[str, Any]) -> nn.LayerNorm:
 
 def _check_splade(config: Mapping[str, Any]) -> None:
     if (strategy := config.get("pooling_strategy", "max")) not in ("max", "sum"):
-        raise _refused(f"SpladePooling has the strategy {strategy}, expected max or sum")
+        raise incompatible(f"SpladePooling has the strategy {strategy}, expected max or sum")
     if (activation := config.get("activation_function", "relu")) not in ("relu", "log1p_relu"):
-        raise _refused(f"SpladePooling has the activation {activation}, expected relu or log1p_relu")
+        raise incompatible(f"SpladePooling has the activation {activation}, expected relu or log1p_relu")
 
 
 def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
@@ -462,20 +462,22 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Projection:
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     name = activation.rpartition(".")[2]
     if not activation.startswith("torch.") or name not in _ACTIVATIONS:
-        raise _refused(
+        raise incompatible(
             f"{folder.name}/config.json: a Dense has the activation {activation}, expected one of "
             f"{', '.join(_ACTIVATIONS)} of torch"
         )
     weight, bias = tensor(folder, "linear.weight"), tensor(folder, "linear.bias")
     shape = (config.get("out_features"), config.get("in_features"))
     if weight is None and (folder / "pytorch_model.bin").is_file():
-        raise _refused(f"{folder.name} has pytorch_model.bin and no model.safetensors: {conversion(folder)}")
+        raise incompatible(f"{folder.name} has pytorch_model.bin and no model.safetensors: {conversion(folder)}")
     if weight is None or tuple(weight.shape) != shape or (bias is None) == bool(config.get("bias", True)):
-        raise _refused(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
+        raise incompatible(f"{folder.name}: its weights are missing or do not have the shape in its config.json")
     adds_input = bool(config.get("use_residual"))
     residual = tensor(folder, "residual.weight") if adds_input and shape[0] != shape[1] else None
     if adds_input and shape[0] != shape[1] and (residual is None or tuple(residual.shape) != shape):
-        raise _refused(f"{folder.name}: its residual weights are missing or do not have the shape of its other weights")
+        raise incompatible(
+            f"{folder.name}: its residual weights are missing or do not have the shape of its other weights"
+        )
     return Projection(
         linear(weight, bias),
         _ACTIVATIONS[name](),
@@ -492,7 +494,3 @@ def conversion(folder: Path) -> str:
         "save_file({n: t.clone().contiguous() for n, t in w.items()}, 'model.safetensors', {'format': 'pt'})\" "
         f"in {folder}"
     )
-
-
-def _refused(cause: str) -> Exception:
-    return load_failed("INCOMPATIBLE", cause)

@@ -24,7 +24,7 @@ from sie_adapter.engine.device import Compute
 from sie_adapter.loading.checkpoint import filled, placed
 from sie_contracts.media.images import Filter, Normalisation, Recipe
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
@@ -101,9 +101,7 @@ def processor_of_open_clip(folder: Path, entry: ModelEntry) -> tuple[Recipe, Nor
     )
     resample = _FILTERS.get(preprocessing.get("interpolation", "bicubic"))
     if preprocessing.get("resize_mode") != "squash" or resample is None or not isinstance(size, int):
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash"
-        )
+        raise incompatible(f"{entry.id}: preprocess_cfg of {CONFIG} is {preprocessing}, expected resize_mode squash")
     (red, green, blue), deviations = preprocessing["mean"], preprocessing["std"]
     normalisation = Normalisation((red, green, blue), (deviations[0], deviations[1], deviations[2]))
     return Recipe("squash", size, size, resample=resample), normalisation
@@ -113,9 +111,7 @@ def _pad(folder: Path, entry: ModelEntry, tokenizer: Tokenizer) -> int:
     pad_token = read_json(folder / "tokenizer_config.json").get("pad_token")
     number = tokenizer.token_to_id(pad_token["content"] if isinstance(pad_token, dict) else str(pad_token))
     if number is None:
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: tokenizer_config.json names no pad_token that its tokenizer has"
-        )
+        raise incompatible(f"{entry.id}: tokenizer_config.json names no pad_token that its tokenizer has")
     return int(number)
 
 
@@ -128,7 +124,7 @@ def _filled(folder: Path, entry: ModelEntry, stored: Mapping[str, Tensor], pad: 
     try:
         config, weights = _config(_settings(folder), stored, entry, pad), _renamed(stored, entry)
     except KeyError as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {CONFIG} or {WEIGHTS} has no {error.args[0]}") from error
+        raise incompatible(f"{entry.id}: {CONFIG} or {WEIGHTS} has no {error.args[0]}") from error
     return filled(SiglipModel, config, weights, f"{entry.id}: {WEIGHTS}")
 
 
@@ -138,9 +134,8 @@ def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], entry: Mo
     deviations = {name: text.get(name) for name, value in expected.items() if text.get(name) != value}
     tower = str(vision.get("timm_model_name"))
     if deviations or not _TOWER.fullmatch(tower) or vision.get("timm_pool") != "map" or settings.get("quick_gelu"):
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no supported SigLIP",
+        raise incompatible(
+            f"{entry.id}: {CONFIG} describes {tower} with {deviations or text}, which is no supported SigLIP"
         )
     rows, columns = stored["text.token_embedding.weight"].shape
     patches = stored["visual.trunk.patch_embed.proj.weight"].shape
@@ -200,9 +195,7 @@ def _renamed(stored: Mapping[str, Tensor], entry: ModelEntry) -> dict[str, Tenso
         halves = [stored[f"visual.trunk.attn_pool.{own}.{part}"] for own in ("q", "kv")]
         renamed[f"vision_model.head.attention.in_proj_{part}"] = torch.cat(halves)
     if unknown:
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: {WEIGHTS} has {len(unknown)} unexpected keys: {', '.join(unknown[:5])}"
-        )
+        raise incompatible(f"{entry.id}: {WEIGHTS} has {len(unknown)} unexpected keys: {', '.join(unknown[:5])}")
     return renamed
 
 

@@ -24,7 +24,7 @@ from transformers import Florence2Config, Florence2ForConditionalGeneration, Gen
 from sie_adapter.engine.device import Compute
 from sie_adapter.loading.checkpoint import filled, placed
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
 _TEXT_TYPE = "florence2_language"  # model_type of the text model in the authors' format; in transformers it is BART
@@ -98,11 +98,11 @@ def load_published(folder: Path, entry: ModelEntry, compute: Compute) -> PreTrai
         with safe_open(path, "pt") as file:
             stored |= {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
     if bool(stored.get(_BIAS, torch.zeros(1)).any()):
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {_BIAS} is not 0, and the class has no such bias")
+        raise incompatible(f"{entry.id}: {_BIAS} is not 0, and the class has no such bias")
     weights = _renamed(stored)
     tables = [weights[name] for name in _TABLES if name in weights]
     if any(not torch.equal(tables[0], table) for table in tables[1:]):
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: its tables of embeddings differ, but the class has only one")
+        raise incompatible(f"{entry.id}: its tables of embeddings differ, but the class has only one")
     return placed(_filled(folder, entry, weights), compute)
 
 
@@ -125,7 +125,7 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
     for section, fixed in ((vision, _FIXED), (positions, _POSITIONS), (text, _FIXED_TEXT)):
         for name, value in fixed.items():
             if section.get(name, value) != value:
-                raise load_failed("INCOMPATIBLE", f"{entry_id}: {name} is {section[name]}, the class supports {value}")
+                raise incompatible(f"{entry_id}: {name} is {section[name]}, the class supports {value}")
     try:
         return Florence2Config(
             text_config={
@@ -143,7 +143,7 @@ def published_config(folder: Path, entry_id: str) -> Florence2Config:
             is_encoder_decoder=True,
         )
     except KeyError as error:
-        raise load_failed("INCOMPATIBLE", f"{entry_id}: config.json has no {error.args[0]}") from error
+        raise incompatible(f"{entry_id}: config.json has no {error.args[0]}") from error
 
 
 def published_tokenizer(folder: Path, entry_id: str) -> Tokenizer:

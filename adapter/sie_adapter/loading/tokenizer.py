@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from sie_adapter.loading.modules import TransformerSettings
 from sie_contracts.models import families
 from sie_contracts.models.entries import LoadOptions
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 
 # names of files that have a vocabulary in published model folders
 _FILES = (
@@ -102,7 +102,7 @@ def read_tokenizer(folder: Path, *, trust_remote_code: bool = False, **options: 
         )
     except Exception as error:  # transformers documents no narrower exception for a tokenizer that cannot be read
         cause = f"the tokenizer of {folder} cannot be read ({type(error).__name__}: {error})"
-        raise load_failed("INCOMPATIBLE", f"{cause}: {_REMEDY}") from error
+        raise incompatible(f"{cause}: {_REMEDY}") from error
 
 
 def bare_tokenizer(tokenizer: Any) -> Tokenizer:
@@ -111,7 +111,7 @@ def bare_tokenizer(tokenizer: Any) -> Tokenizer:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise load_failed("INCOMPATIBLE", f"{type(tokenizer).__name__} has no fast tokenizer")
+        raise incompatible(f"{type(tokenizer).__name__} has no fast tokenizer")
     bare = Tokenizer.from_str(backend.to_str())
     bare.no_truncation()
     bare.no_padding()
@@ -130,7 +130,7 @@ def load_tokenizer(folder: Path, load: LoadOptions, settings: TransformerSetting
     _refuse_invented(folder, bare)
     if load.append_eos and bare.encode("a").ids[-1] != tokenizer.eos_token_id:
         if tokenizer.eos_token_id is None:
-            raise load_failed("INCOMPATIBLE", "load.append_eos is set and the tokenizer has no end token")
+            raise incompatible("load.append_eos is set and the tokenizer has no end token")
         return _ended(bare, str(tokenizer.eos_token), tokenizer.eos_token_id)
     return bare
 
@@ -200,9 +200,8 @@ def _ended(tokenizer: Tokenizer, token: str, number: int) -> Tokenizer:
         tokenizer.post_processor = ends if last is None else processors.Sequence([tokenizer.post_processor, ends])
         return tokenizer
     if last["type"] != "TemplateProcessing":
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"load.append_eos is set, but the tokenizer's post-processor {last['type']} cannot be extended",
+        raise incompatible(
+            f"load.append_eos is set, but the tokenizer's post-processor {last['type']} cannot be extended"
         )
     last["special_tokens"][token] = {"id": token, "ids": [number], "tokens": [token]}
     for template in (last["single"], last["pair"]):

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
 _OTHER_FORMATS = ("onnx", "openvino")  # folders of published models with files in formats that no family reads
@@ -48,15 +48,13 @@ def check_weights(folder: Path) -> None:
                     precision = str(tensor.dtype).removeprefix("torch.")
                     cause = f"{file.name} holds {name} in {precision}, and config.json has no quantization_config"
                     fix = "export the model again in float32, float16 or bfloat16"
-                    raise load_failed("INCOMPATIBLE", f"{cause} with its scale; {fix}")
+                    raise incompatible(f"{cause} with its scale; {fix}")
         except SafetensorError as error:
             raise _broken(file, str(error)) from error
         if bad:
             listed = ", ".join(bad[:5]) + (", .." if len(bad) > 5 else "")
             cause = f"{file.name} holds NaN in {len(bad)} of its tensors: {listed}"
-            raise load_failed(
-                "INCOMPATIBLE", f"{cause}; export the model again from a checkpoint before its training diverged"
-            )
+            raise incompatible(f"{cause}; export the model again from a checkpoint before its training diverged")
 
 
 def safetensors_of(folder: Path) -> list[Path]:
@@ -93,7 +91,7 @@ def _check_length(file: Path) -> None:
 
 
 def _broken(file: Path, why: str) -> Exception:
-    return load_failed("INCOMPATIBLE", f"{file.name} is cut off or damaged: {why}; copy or download it again")
+    return incompatible(f"{file.name} is cut off or damaged: {why}; copy or download it again")
 
 
 def _check_parts(folder: Path) -> None:
@@ -102,9 +100,8 @@ def _check_parts(folder: Path) -> None:
         return
     named = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
     if absent := sorted(name for name in named if not (folder / name).is_file()):
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them",
+        raise incompatible(
+            f"{_INDEX} names {len(absent)} files that are not there: {', '.join(absent[:5])}; download them"
         )
 
 

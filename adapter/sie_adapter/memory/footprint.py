@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 
 def weight_bytes(folder: Path, itemsize: int) -> int:
@@ -34,9 +34,8 @@ def _file_bytes(file: Path, itemsize: int) -> int:
         (tensor["data_offsets"][1] for name, tensor in (header or {}).items() if name != "__metadata__"), default=0
     )
     if header is None or end > size:
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"{file.name} is cut off or is no safetensors file: a broken download, or a pointer of Git LFS",
+        raise incompatible(
+            f"{file.name} is cut off or is no safetensors file: a broken download, or a pointer of Git LFS"
         )
     header.pop("__metadata__", None)
     floats = [tensor for tensor in header.values() if tensor["dtype"].startswith(("F", "BF"))]

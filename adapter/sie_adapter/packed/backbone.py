@@ -31,7 +31,7 @@ from sie_adapter.packed.packing import Int64, Items, PackedBatch, PlacedFeatures
 from sie_adapter.packed.pass_graphs import PassGraphs, Recorder, cuda_recorder
 from sie_contracts.errors import SIEError
 from sie_contracts.models import costs
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 _logger = logging.getLogger("sie.adapter")
 
@@ -222,7 +222,7 @@ class Backbone:
                 self._compare(states, reference, "the states of the graph")
         except (NoGraph, AttentionUnsupported) as error:
             if self.engine.demand:
-                raise load_failed("INCOMPATIBLE", f"{self.engine.demand}: {error}") from error
+                raise incompatible(f"{self.engine.demand}: {error}") from error
             self.engine = Choice("torch", f"not {self.engine.engine}: {error}")
             _logger.warning("%s runs on torch: %s", type(self._model).__name__, error)
             return
@@ -251,7 +251,7 @@ class Backbone:
                 raise
         except (SglangNotStarted, AttentionUnsupported, SIEError) as error:
             if self.engine.demand:
-                raise load_failed("INCOMPATIBLE", f"{self.engine.demand}: {error}") from error
+                raise incompatible(f"{self.engine.demand}: {error}") from error
             raise Unserved(f"{self.engine.engine}: {error}") from error
         self._take_over(runner, sample, reference)
 
@@ -260,8 +260,7 @@ class Backbone:
         self.attention = runner.attention
 
     def _settle_on_torch(self) -> None:
-        if self._compute.device.type == "cpu":
-            block_linears(self._model)
+        block_linears(self._model)
         self._kernel = self._choose_kernel()
         if self._kernel is None:
             self.run_padded()
@@ -403,7 +402,7 @@ def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
                 short = parameters.get(layers, parameters).get("original_max_position_embeddings") or short
             if max_tokens > short:
                 cause = f"its rotary embedding changes past {short} tokens ({kind}): max_tokens may be {short} at most"
-                raise load_failed("INCOMPATIBLE", cause)
+                raise incompatible(cause)
 
 
 def _crossover_tokens(config: PretrainedConfig) -> int:

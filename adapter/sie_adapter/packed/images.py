@@ -22,8 +22,9 @@ from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.packed.packing import Shown, UInt8, missing
 from sie_adapter.packed.tower_outputs import Output
 from sie_contracts.media.images import Normalisation, Recipe, UnknownProcessor, from_processor
+from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible, load_failed
 from sie_store.folder_files import read_json
 
 PROCESSOR = "preprocessor_config.json"
@@ -36,12 +37,16 @@ _PER_PASS_ELSEWHERE = 64
 _BLOCKS_PER_PASS = 16384
 
 
-def read_processor(folder: Path, part: str) -> dict[str, Any]:
+def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]:
     """Return the settings of the `image_processor` or `feature_extractor` of a folder: a section of
-    processor_config.json, which transformers 5 writes, else preprocessor_config.json, else an empty map. Source:
-    transformers 5.23.
+    processor_config.json, which transformers 5 writes, else preprocessor_config.json. Source: transformers 5.23. Raises
+    ModelLoadFailed NOT_FOUND without either.
     """
-    return read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
+    config = read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
+    if not config:
+        purpose = "images become pixels" if part == "image_processor" else "sounds become features"
+        raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how {purpose}")
+    return config
 
 
 def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = None) -> tuple[Recipe, Normalisation]:
@@ -49,19 +54,30 @@ def processor_of(folder: Path, entry: ModelEntry, load: LoadOptions | None = Non
     normalisation of the pixels. Raises ModelLoadFailed: NOT_FOUND without a configuration, INCOMPATIBLE for one that
     cannot be reproduced.
     """
-    config = read_processor(folder, "image_processor")
-    if not config:
-        raise load_failed("NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how images become pixels")
+    config = read_processor(folder, entry, "image_processor")
     options = load or entry.load
     bounds = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
     config |= {name: bound for name, bound in bounds.items() if bound is not None}
     try:
         return from_processor(config), Normalisation.from_processor(config)
     except UnknownProcessor as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+        raise incompatible(f"{entry.id}: {PROCESSOR}: {error}") from error
 
 
-class _Levels:
+def extractor_of(folder: Path, entry: ModelEntry, positions: int) -> SoundRecipe:
+    """Return the recipe that turns sounds into features. `positions`: their cost, as a number of tokens. Raises the
+    errors of `processor_of`.
+    """
+    config = read_processor(folder, entry, "feature_extractor")
+    try:
+        return from_extractor(config, positions=positions)
+    except UnknownExtractor as error:
+        raise incompatible(f"{entry.id}: {PROCESSOR}: {error}") from error
+
+
+class Levels:
+    """Normalisation of uint8 pixels [.., 3] to floats on the device: (pixel * rescale - mean) / std, by channel."""
+
     def __init__(self, normalisation: Normalisation, device: torch.device) -> None:
         self._device = device
         self._rescale = normalisation.rescale
@@ -71,6 +87,7 @@ class _Levels:
         )
 
     def normalised(self, pixels: UInt8) -> Tensor:
+        """Return normalised pixels, float32, of the same shape."""
         return (to_device(pixels, self._device).float() * self._rescale - self._mean) / self._std
 
 
@@ -84,7 +101,7 @@ class Tower:
     ) -> None:
         self._run = run
         self._compute = compute
-        self._levels = _Levels(normalisation, compute.device)
+        self._levels = Levels(normalisation, compute.device)
         self._outputs = compute.outputs.of_tower() if keeps else None
         self._most = 1 if keeps and compute.device.type == "cpu" else per_pass(compute)
 
@@ -128,10 +145,6 @@ class Patches(NamedTuple):
     merged: int
     frames: int
 
-    @staticmethod
-    def from_config(config: Any) -> Patches:
-        return Patches(config.patch_size, config.spatial_merge_size, config.temporal_patch_size)
-
 
 class GridTower:
     """Image encoder for images of any size, whose outputs are cached. It calls `run` with a few images at a time:
@@ -149,7 +162,7 @@ class GridTower:
         self._run = run
         self._patches = patches
         self._compute = compute
-        self._levels = _Levels(normalisation, compute.device)
+        self._levels = Levels(normalisation, compute.device)
         self._outputs = compute.outputs.of_tower()
 
     def grid(self, image: Shown) -> tuple[int, int]:

@@ -52,16 +52,19 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 
 def block_linears(model: nn.Module) -> int:
-    """Replace the linear layers of `model` by layers with blocked weights, if their results are exact enough. Return
-    the number of replaced layers. No other references to the layers may exist. A layer stays if its weight is tied to
-    an embedding, or if its parent reads the weight.
+    """Replace the linear layers of `model` on a CPU by layers with blocked weights, if their results are exact enough.
+    Return the number of replaced layers. No other references to the layers may exist. A layer stays if its weight is
+    tied to an embedding, or if its parent reads the weight.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and id(child.weight) not in tied and not _reads_weight(parent, name)
+        if type(child) is nn.Linear
+        and child.weight.device.type == "cpu"
+        and id(child.weight) not in tied
+        and not _reads_weight(parent, name)
     ]
     exact = {shape: _is_exact(child) for _, _, child in layers for shape in [child.weight.shape]}
     replaced = 0

@@ -66,11 +66,6 @@ class TowerOutputs:
             self._towers.add(tower)
         return tower
 
-    @property
-    def held_bytes(self) -> int:
-        with self._lock:
-            return self._held_bytes()
-
     def use(self) -> TowerUse:
         with self._lock:
             return TowerUse(self.hits, self.misses, self._held_bytes())

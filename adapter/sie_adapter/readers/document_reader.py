@@ -7,37 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from tokenizers import Tokenizer
 
 from sie_adapter.engine.device import Compute
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.donut import Donut
 from sie_adapter.readers.florence2 import Florence2
 from sie_adapter.readers.transcriber import MODEL_TYPES, Transcriber
-from sie_adapter.readers.written import IsGone, PagePrompt, Read, ReaderCall, ReaderKind
-from sie_contracts.media.images import Recipe
+from sie_adapter.readers.written import IsGone, PagePrompt, Read, ReaderCall
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
-
-
-class PageReader(ReaderKind[PagePrompt, Shown], Protocol):
-    """Model class that reads documents. `max_tokens`: limit for a prompt and the generated text. `recipe`: conversion
-    of images to the pixels that the model reads.
-    """
-
-    precision: str
-    attention: str
-    memory_bytes: int
-    tokenizer: Tokenizer
-    vocabulary: int
-    max_tokens: int
-    recipe: Recipe
-
 
 _Kind = type[Donut] | type[Florence2] | type[Transcriber]
 _KINDS: Mapping[str, _Kind] = {
@@ -64,7 +46,7 @@ class DocumentReader:
 
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         with torch.inference_mode():
-            self._kind: PageReader = _kind(folder, entry)(folder, entry, load, compute)
+            self._kind: Donut | Florence2 | Transcriber = _kind(folder, entry)(folder, entry, load, compute)
         self.rows = {"extract": Rows("raw", images=self._kind.recipe, writes=True)}
         self.precision, self.attention = self._kind.precision, self._kind.attention
         self.tokenizer: bytes = self._kind.tokenizer.to_str().encode()
@@ -81,7 +63,5 @@ class DocumentReader:
 def _kind(folder: Path, entry: ModelEntry) -> _Kind:
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in _KINDS:
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a document reader is {' or '.join(_KINDS)}"
-        )
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a document reader is {' or '.join(_KINDS)}")
     return _KINDS[model_type]

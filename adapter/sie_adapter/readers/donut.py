@@ -40,7 +40,7 @@ from sie_adapter.readers.written import (
 from sie_contracts.errors import InvalidInput
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 
 _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
 _CLASS_TOKENS = 8  # largest number of tokens for the name of a class, which needs three or four
@@ -48,8 +48,7 @@ _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
 _STATES_PER_TOKEN = 4
 # largest number of pages in one pass of the encoder; a CPU is not faster with more than one page
-_PAGES_PER_PASS = {"cpu": 1}
-_PAGES_PER_PASS_ELSEWHERE = 4
+_PAGES_PER_PASS = 4
 
 
 class Donut:
@@ -66,15 +65,14 @@ class Donut:
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
         self.attention = f"{model.decoder.config._attn_implementation} padded"
-        self.together = _PAGES_PER_PASS.get(compute.device.type, _PAGES_PER_PASS_ELSEWHERE)
+        self.together = 1 if compute.device.type == "cpu" else _PAGES_PER_PASS
         words = read_tokenizer(folder)
         self.tokenizer = bare_tokenizer(words)
         self.vocabulary: int = model.decoder.get_input_embeddings().num_embeddings
         config = model.encoder.config
         places = (recipe.height * recipe.width) // (config.patch_size * 2 ** (len(config.depths) - 1)) ** 2
         self.recipe = msgspec.structs.replace(recipe, tokens=max(1, places // _STATES_PER_TOKEN))
-        if compute.device.type == "cpu":
-            block_linears(model.encoder)
+        block_linears(model.encoder)
         self._processor = DonutProcessor(DonutImageProcessorPil(), words)
         self._tags = frozenset(words.get_added_vocab())
         self._tasks = sorted(tag for tag in self._tags if _TAG.fullmatch(tag))
@@ -138,8 +136,7 @@ def _processor(folder: Path, entry: ModelEntry, model: Any) -> tuple[Recipe, Nor
     """
     kinds = (model.config.encoder.model_type, model.config.decoder.model_type)
     if kinds != ("donut-swin", "mbart"):
-        raise load_failed(
-            "INCOMPATIBLE",
-            f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart",
+        raise incompatible(
+            f"{entry.id}: its encoder is {kinds[0]} and its decoder {kinds[1]}, expected donut-swin and mbart"
         )
     return checked_processor(folder, entry, model, model.config.decoder.max_position_embeddings)

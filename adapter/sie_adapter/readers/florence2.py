@@ -47,8 +47,7 @@ from sie_contracts.models.entries import LoadOptions, ModelEntry
 _PHRASE, _REGION = "{}", "{region}"
 _BINS = 1000
 # largest number of pages in one pass of the tower; a CPU is not faster with more than one page
-_PAGES_PER_PASS = {"cpu": 1}
-_PAGES_PER_PASS_ELSEWHERE = 8
+_PAGES_PER_PASS = 8
 
 
 class _Task(NamedTuple):
@@ -110,7 +109,7 @@ class Florence2:
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
         self.attention = f"{model.config._attn_implementation} padded"
-        self.together = _PAGES_PER_PASS.get(compute.device.type, _PAGES_PER_PASS_ELSEWHERE)
+        self.together = 1 if compute.device.type == "cpu" else _PAGES_PER_PASS
         self.tokenizer = _tokenizer(folder, entry)
         self._reserved = sorted(self.tokenizer.get_added_tokens_decoder().values(), key=lambda token: token.content)
         self._embeddings = model.get_input_embeddings()
@@ -124,11 +123,9 @@ class Florence2:
             lambda pixels: model.get_image_features(pixels).pooler_output, normalisation, compute, keeps=True
         )
         self.recipe = msgspec.structs.replace(recipe, tokens=self._features)
-        if compute.device.type == "cpu":
-            block_linears(model.model.vision_tower)
         language = model.model.language_model
-        if compute.device.type == "cpu":
-            block_linears(language.encoder)
+        block_linears(model.model.vision_tower)
+        block_linears(language.encoder)
         self._encoder = language.encoder
         config = model.generation_config
         self._special = {*self._around, self._start, text.pad_token_id}

@@ -6,15 +6,13 @@ The output equals transformers' `generate(num_beams=1, do_sample=False)`, whose 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as library
-
-from sie_contracts.errors import InferenceFailed
 
 Finish = Literal["stop", "length", "repetition"]
 
@@ -88,10 +86,6 @@ class Greedy:
     ends: frozenset[int]
     bad: tuple[int, ...] = ()
     stops_loops: bool = False
-    _end_list: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_end_list", sorted(self.ends))
 
     def rules(self, prompt: Sequence[int], most: int, own: Sequence[Any] = ()) -> Rules:
         """Return the rules of a row with this prompt and at most `most` tokens. `own`: logits processors of the model,
@@ -103,42 +97,34 @@ class Greedy:
 
     def _processors(self, begin: int, most: int) -> list[Any]:
         """Return the logits processors in the order of transformers. Source: transformers, GenerationMixin."""
-        config, processors = self.config, []
+        config, device, ends, processors = self.config, str(self.device), sorted(self.ends), []
         if config.repetition_penalty not in _NEUTRAL:
             processors.append(library.RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
         if config.no_repeat_ngram_size:
             processors.append(library.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
         bad = [*(config.bad_words_ids or []), *([number] for number in self.bad)]
         if bad:
-            processors.append(library.NoBadWordsLogitsProcessor(bad, self._end_list))
+            processors.append(library.NoBadWordsLogitsProcessor(bad, ends))
         if config.min_length:
-            processors.append(library.MinLengthLogitsProcessor(config.min_length, self._end_list, device=self._on))
+            processors.append(library.MinLengthLogitsProcessor(config.min_length, ends, device=device))
         if config.min_new_tokens:
             least = library.MinNewTokensLengthLogitsProcessor
-            processors.append(least(begin, config.min_new_tokens, self._end_list, device=self._on))
+            processors.append(least(begin, config.min_new_tokens, ends, device=device))
         if config.forced_bos_token_id is not None:
             processors.append(library.ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
         if config.forced_eos_token_id is not None:
             forced = config.forced_eos_token_id
-            processors.append(library.ForcedEOSTokenLogitsProcessor(begin + most, forced, device=self._on))
+            processors.append(library.ForcedEOSTokenLogitsProcessor(begin + most, forced, device=device))
         if config.suppress_tokens:
-            processors.append(library.SuppressTokensLogitsProcessor(config.suppress_tokens, device=self._on))
+            processors.append(library.SuppressTokensLogitsProcessor(config.suppress_tokens, device=device))
         if config.begin_suppress_tokens:
             index = begin if begin > 1 or config.forced_bos_token_id is None else begin + 1
             first = library.SuppressTokensAtBeginLogitsProcessor
-            processors.append(first(config.begin_suppress_tokens, index, device=self._on))
+            processors.append(first(config.begin_suppress_tokens, index, device=device))
         return processors
-
-    @property
-    def _on(self) -> str:
-        return str(self.device)
 
 
 def best(scores: Tensor) -> list[int]:
     """Return the id of the most likely token of each row of `scores` [rows, vocabulary], -1 for NaN or infinity."""
     best = scores.max(-1)
     return torch.where(torch.isfinite(best.values), best.indices, -1).tolist()  # type: ignore[no-any-return]
-
-
-def not_finite() -> InferenceFailed:
-    return InferenceFailed("the model returned scores that are NaN or infinite", reason="non_finite")

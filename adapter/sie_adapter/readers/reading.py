@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from sie_adapter.engine.device import give_memory_back
+from sie_adapter.families.extraction import scores_not_finite
 from sie_adapter.memory.device_errors import cancelled, is_device_fatal, is_out_of_memory
 from sie_adapter.memory.oom import on_usable_thread
-from sie_adapter.readers.greedy import Finish, Rules, best, not_finite
+from sie_adapter.readers.greedy import Finish, Rules, best
 from sie_adapter.readers.slots import DecoderSlots, Fits, RowStart, SlotsFull, unbounded
 from sie_contracts.errors import ShuttingDown, SIEError
 
@@ -107,7 +108,7 @@ class _GenerationRow:
     def add(self, token: int) -> bool:
         """Append a token. Return whether the row ends with it, so that it leaves its slot."""
         if token < 0:
-            self.call.fail(not_finite())
+            self.call.fail(scores_not_finite())
             return True
         self.ids.append(token)
         self.finish = self.prompt.rules.finish(self.ids)

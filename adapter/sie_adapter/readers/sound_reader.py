@@ -25,7 +25,7 @@ from sie_adapter.engine.device import Compute, to_device
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
-from sie_adapter.packed.images import PROCESSOR, passes, read_processor
+from sie_adapter.packed.images import PROCESSOR, extractor_of, passes
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Heard
 from sie_adapter.readers.greedy import Finish, Greedy, Rules, ends_of
@@ -43,9 +43,9 @@ from sie_adapter.readers.written import (
     tokens_left,
 )
 from sie_contracts.errors import InvalidInput
-from sie_contracts.media.sounds import SoundRecipe, UnknownExtractor, from_extractor
+from sie_contracts.media.sounds import SoundRecipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 from sie_store.folder_files import read_json
 
@@ -55,8 +55,7 @@ _LABELS = {"transcribe": "transcript", "translate": "translation"}
 # refused options of generation_config.json: they make later windows depend on earlier ones, or skip windows
 _REFUSED = ("condition_on_prev_tokens", "no_speech_threshold")
 # largest number of windows in one pass of the encoder; a CPU is not faster with more than one
-_WINDOWS_PER_PASS = {"cpu": 1}
-_WINDOWS_PER_PASS_ELSEWHERE = 8
+_WINDOWS_PER_PASS = 8
 
 
 @dataclass(eq=False)
@@ -135,14 +134,13 @@ class SoundReader:
             model: Any = load_model(WhisperForConditionalGeneration, folder, load, compute, decodes=True)
             self._prompt_tokens, recipe = _check(folder, entry, model)
             self.memory_bytes = bytes_of(model)
-            if compute.device.type == "cpu":
-                block_linears(model.model.encoder)
+            block_linears(model.model.encoder)
         self.rows = {"extract": Rows("raw", sounds=recipe, writes=True)}
         self._frames = recipe.shape.frames
         self.precision = compute.precision
         self.attention = f"{model.config._attn_implementation} padded"
         self.max_tokens, self.vocabulary = entry.max_tokens, model.get_input_embeddings().num_embeddings
-        self.together = _WINDOWS_PER_PASS.get(compute.device.type, _WINDOWS_PER_PASS_ELSEWHERE)
+        self.together = 1 if compute.device.type == "cpu" else _WINDOWS_PER_PASS
         self._words = bare_tokenizer(read_tokenizer(folder))
         self.tokenizer: bytes = self._words.to_str().encode()
         self._added = self._words.get_added_tokens_decoder()
@@ -265,7 +263,7 @@ class SoundReader:
 
 def _check_type(folder: Path, entry: ModelEntry) -> None:
     if (model_type := read_json(folder / "config.json").get("model_type")) != MODEL_TYPE:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: model_type is {model_type}, a sound-reader is {MODEL_TYPE}")
+        raise incompatible(f"{entry.id}: model_type is {model_type}, a sound-reader is {MODEL_TYPE}")
 
 
 def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, SoundRecipe]:
@@ -274,15 +272,7 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, S
     decoder has positions; NOT_FOUND without a configuration of features.
     """
     config, rules = model.config, model.generation_config
-    extractor = read_processor(folder, "feature_extractor")
-    if not extractor:
-        raise load_failed(
-            "NOT_FOUND", f"{entry.id}: {folder} has no {PROCESSOR}, which says how sounds become features"
-        )
-    try:
-        recipe = from_extractor(extractor, positions=config.max_source_positions)
-    except UnknownExtractor as error:
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: {PROCESSOR}: {error}") from error
+    recipe = extractor_of(folder, entry, config.max_source_positions)
     check_rules(entry, model, config.max_target_positions, _REFUSED)
     own_shape, read = recipe.shape, (1, FRAMES_PER_STEP * config.max_source_positions, config.num_mel_bins)
     if own_shape != read:
@@ -294,4 +284,4 @@ def _check(folder: Path, entry: ModelEntry, model: Any) -> tuple[PromptTokens, S
         cause = "generation_config.json has no no_timestamps_token_id, without which no time stamps are written"
     else:
         return PromptTokens.from_config(rules, config), recipe
-    raise load_failed("INCOMPATIBLE", f"{entry.id}: {cause}")
+    raise incompatible(f"{entry.id}: {cause}")

@@ -20,10 +20,11 @@ from transformers import (
     PaddleOCRVLForConditionalGeneration,
 )
 
-from sie_adapter.engine.device import Compute, to_device
+from sie_adapter.engine.device import Compute
 from sie_adapter.families.extraction import ExtractOptions, bytes_of
 from sie_adapter.loading.checkpoint import empty_model, load_model
 from sie_adapter.loading.tokenizer import bare_tokenizer, fault, read_tokenizer
+from sie_adapter.packed.images import Levels
 from sie_adapter.packed.linear import block_linears
 from sie_adapter.packed.packing import Shown
 from sie_adapter.readers.greedy import Greedy, ends_of
@@ -40,7 +41,7 @@ from sie_adapter.readers.written import (
 )
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_store.folder_files import read_json
 
 OCR = "ocr"
@@ -131,11 +132,10 @@ class Transcriber:
     def __init__(self, folder: Path, entry: ModelEntry, load: LoadOptions, compute: Compute) -> None:
         self._kind = _kind(folder)
         if compute.dtype == self._kind.refused:
-            raise load_failed(
-                "INCOMPATIBLE", f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16"
-            )
+            raise incompatible(f"{entry.id}: it overflows in {compute.precision}: set load.precision to bfloat16")
         model: Any = load_model(self._kind.model, folder, load, compute)
-        recipe, self._normalisation = _processor(folder, entry, model)
+        recipe, normalisation = _processor(folder, entry, model)
+        self._levels = Levels(normalisation, compute.device)
         self._model, self._device, self._dtype = model, compute.device, compute.dtype
         self.max_tokens = entry.max_tokens
         self.precision, self.memory_bytes = compute.precision, bytes_of(model)
@@ -154,8 +154,7 @@ class Transcriber:
         self._patch, self._unit = vision.patch_size, vision.patch_size * merge
         self.recipe = msgspec.structs.replace(recipe, tokens=max(1, _most_pixels(recipe) // self._unit**2))
         self._outputs = compute.outputs.of_tower()
-        if compute.device.type == "cpu":
-            block_linears(model)
+        block_linears(model)
         config = model.generation_config
         self._greedy = Greedy(config, compute.device, ends_of(config), stops_loops=True)
 
@@ -200,13 +199,8 @@ class Transcriber:
         return RowStart(own, scores[0, -1], shift=shift)
 
     def _page_features(self, image: Shown, grid: tuple[int, int]) -> Tensor:
-        return self._kind.see(self._model, self._pixels(image), grid)
-
-    def _pixels(self, image: Shown) -> Tensor:
-        rule = self._normalisation
-        levels = to_device(image.pixels.copy(), self._device).permute(2, 0, 1).float() * rule.rescale
-        mean, std = (torch.tensor(values, device=self._device).view(3, 1, 1) for values in (rule.mean, rule.std))
-        return ((levels - mean) / std).to(self._dtype)
+        pixels = self._levels.normalised(image.pixels.copy()).permute(2, 0, 1).to(self._dtype)
+        return self._kind.see(self._model, pixels, grid)
 
     def _scores(self, **named: Any) -> Tensor:
         """Return the scores of the last token of each row, [rows, 1, vocabulary]."""

@@ -23,7 +23,7 @@ from sie_adapter.readers.slots import DecoderSlots, RowStart, empty, prompted
 from sie_contracts.errors import InvalidInput, SIEError
 from sie_contracts.media.images import Normalisation, Recipe
 from sie_contracts.models.entries import ModelEntry
-from sie_contracts.models.load_errors import load_failed
+from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 P = TypeVar("P", bound=GenerationPrompt)
@@ -128,11 +128,9 @@ def check_rules(entry: ModelEntry, model: Any, positions: int, refused: Iterable
     """
     rules = model.generation_config
     if rule := unknown_rule(rules) or next((name for name in refused if getattr(rules, name, None)), ""):
-        raise load_failed("INCOMPATIBLE", f"{entry.id}: generation_config.json sets {rule}, which is not supported")
+        raise incompatible(f"{entry.id}: generation_config.json sets {rule}, which is not supported")
     if entry.max_tokens > positions:
-        raise load_failed(
-            "INCOMPATIBLE", f"{entry.id}: max_tokens is {entry.max_tokens}, its decoder has {positions} positions"
-        )
+        raise incompatible(f"{entry.id}: max_tokens is {entry.max_tokens}, its decoder has {positions} positions")
 
 
 def text_entity(text: str, label: str, bbox: Sequence[int] | None = None) -> dict[str, Any]:

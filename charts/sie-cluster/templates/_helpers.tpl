@@ -18,6 +18,13 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end }}
 
+{{/* What the metadata of an object begins with; further labels may follow: (list root component name) */}}
+{{- define "sie.metadata" -}}
+name: {{ index . 2 }}
+labels:
+  {{- include "sie.labels" . | nindent 2 }}
+{{- end }}
+
 {{/* One of our own images: (list root name) */}}
 {{- define "sie.image" -}}
 {{- $root := index . 0 -}}
@@ -232,6 +239,21 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* The pods of a Deployment, up to their specification: (list root component values) */}}
+{{- define "sie.pods" -}}
+selector:
+  matchLabels:
+    {{- include "sie.selector" . | nindent 4 }}
+template:
+  metadata:
+    labels:
+      {{- include "sie.labels" . | nindent 6 }}
+    {{- with (index . 2).podAnnotations }}
+    annotations:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+{{- end }}
+
 {{/* What the specification of every pod begins with: (list root component values account); `component` is that of its label */}}
 {{- define "sie.pod" -}}
 {{- $root := index . 0 -}}
@@ -284,9 +306,7 @@ topologySpreadConstraints:
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
-  name: {{ include "sie.fullname" $root }}-{{ index . 1 }}
-  labels:
-    {{- include "sie.labels" (list $root (index . 1)) | nindent 4 }}
+  {{- include "sie.metadata" (list $root (index . 1) (printf "%s-%s" (include "sie.fullname" $root) (index . 1))) | nindent 2 }}
 spec:
   maxUnavailable: {{ index . 2 }}
   # pods that are not ready do not hold up a drain
@@ -302,9 +322,7 @@ spec:
 apiVersion: v1
 kind: ServiceAccount
 metadata:
-  name: {{ include "sie.fullname" $root }}-{{ index . 1 }}
-  labels:
-    {{- include "sie.labels" (list $root (index . 1)) | nindent 4 }}
+  {{- include "sie.metadata" (list $root (index . 1) (printf "%s-%s" (include "sie.fullname" $root) (index . 1))) | nindent 2 }}
   {{- with index . 2 }}
   annotations:
     {{- toYaml . | nindent 4 }}

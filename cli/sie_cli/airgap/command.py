@@ -17,7 +17,7 @@ import click
 import sie_contracts
 from sie_cli import display
 from sie_cli.airgap import placing
-from sie_cli.airgap.archive import INDEX, ArchiveReader, ByteProgress, digest, write
+from sie_cli.airgap.archive import INDEX, ArchiveIndex, ArchiveReader, ByteProgress, digest, write
 from sie_cli.options import loaded, named_options
 from sie_cli.refusal import CommandRefused, refusing
 from sie_contracts.settings import BY_NAME, SettingError
@@ -172,6 +172,10 @@ def _again(reader: ArchiveReader, folder: Path, at: Path) -> None:
         raise CommandRefused(
             f"{folder} has another archive, with index {digest(raw)[:16]}..: name another --folder for this archive"
         )
+    _place_again(folder, index, at)
+
+
+def _place_again(folder: Path, index: ArchiveIndex, at: Path) -> None:
     if wrong := placing.wrong(folder, index, digests=False):
         raise CommandRefused(
             f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again"
@@ -233,12 +237,8 @@ def serve_command(folder: Path, arguments: tuple[str, ...]) -> None:
     folder = folder.absolute()
     with _refusing():
         index, _ = placing.loaded(folder)
-        if wrong := placing.wrong(folder, index, digests=False):
-            raise CommandRefused(
-                f"{folder} was changed after it was loaded: {wrong[0]}; remove it, then load the archive again"
-            )
         # the folder may have been moved after its load, so the paths in its files are written again
-        placing.place(folder, index, folder)
+        _place_again(folder, index, folder)
         flags = [word for name, value in placing.settings(index, folder).items() for word in flag(BY_NAME[name], value)]
     serve.main([*flags, *arguments], prog_name="sie serve")
 

@@ -67,7 +67,12 @@ def evals() -> None:
     help=f"{', '.join(tasks.SHIPPED)}, mteb/NAME, texts/FILE, or a folder in the format of BEIR: {tasks.FILES}.",
 )
 @click.option(
-    "--type", "kind", type=click.Choice(KINDS), default="quality", show_default=True, help="What is measured."
+    "--type",
+    "kind",
+    type=click.Choice(KINDS),
+    default="quality",
+    show_default=True,
+    help="quality: how good answers are. perf: how fast.",
 )
 @click.option(
     "-s",
@@ -75,18 +80,32 @@ def evals() -> None:
     default="sie",
     show_default=True,
     metavar="SOURCE,...",
-    help="Who answers, and what is expected: sie, st, patterns, targets, sie:URL, openai:URL, tei:URL, infinity:URL.",
+    help="What answers, and what is expected: sie, st, patterns, targets, sie:URL, openai:URL, tei:URL, infinity:URL.",
 )
-@click.option("--outputs", "kinds", default="", metavar="OUTPUT,...", help=f"Also these: {', '.join(outputs.NAMES)}.")
-@click.option("--rerank", multiple=True, metavar="MODEL", help="Also the nearest documents in the order of this model.")
+@click.option(
+    "--outputs",
+    "kinds",
+    default="",
+    metavar="OUTPUT,...",
+    help=f"Measure these outputs too: {', '.join(outputs.NAMES)}.",
+)
+@click.option(
+    "--rerank", multiple=True, metavar="MODEL", help="Measure the nearest documents in the order of this model too."
+)
 @click.option(
     "--clients", type=click.IntRange(1, 4096), help=f"Clients that ask one after another.  [default: {CLIENTS}]"
 )
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second, answered or not.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    help="Requests a second, sent whether the earlier ones are answered or not.",
+)
 @click.option("--sweep", metavar="clients=N,N or rate=R,R", help="Levels of load in turn, such as clients=1,4,16,64.")
-@click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Of each level.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Seconds of each level of load."
+)
 @click.option("--warm-up", type=click.FloatRange(0), default=2.0, show_default=True, help="Seconds before each level.")
-@click.option("--batch", type=click.IntRange(1, 2048), default=1, show_default=True, help="Texts to a request.")
+@click.option("--batch", type=click.IntRange(1, 2048), default=1, show_default=True, help="Texts in a request.")
 @click.option(
     "--targets",
     "targets_file",

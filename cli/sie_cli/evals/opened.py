@@ -33,7 +33,7 @@ from sie_cli.refusal import CommandRefused
 from sie_cli.serve.ports import free_port
 from sie_client import SIEClient
 from sie_client.errors import SIEConnectionError, SIEError
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import client_options
 from sie_contracts.settings import Secret, public_url
 
 CONNECT_S = 10.0  # seconds to reach a gateway that the user named, and to reach it again after a lost connection
@@ -105,10 +105,8 @@ class OpenSources:
         elif name == "st":
             source = SentenceTransformers(self._model, scores_pairs=self._scores_pairs())
         else:
-            transport = direct(url, httpx.HTTPTransport)
-            client = self._held.enter_context(
-                httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S, transport=transport)
-            )
+            options = client_options(url, httpx.HTTPTransport)
+            client = self._held.enter_context(httpx.Client(base_url=url.rstrip("/"), timeout=PATIENCE_S, **options))
             source = ServerSource(name, client, DIALECTS[kind], self._model, scores_pairs=self._scores_pairs())
         self.sources.append(source)
         return source
@@ -149,7 +147,7 @@ def first_cluster(sources: Sequence[EvalSource]) -> Sie | None:
 def _answers(url: str) -> bool:
     """Return whether a server answers at `url`. The address may be stale: a killed `sie serve` leaves its file."""
     try:
-        with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
+        with httpx.Client(**client_options(url, httpx.HTTPTransport), timeout=CONNECT_S) as client:
             client.get(f"{url}/healthz")
     except httpx.TransportError:
         return False

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sie_cli.evals.labelled import FactTask
-from sie_cli.evals.load import NOBODY, DeviceUsage, LoadLevel, LoadReply, LoadRequest, Send, SentRequest, UsageWatch
+from sie_cli.evals.load import NOBODY, DeviceUsage, LoadLevel, LoadReply, LoadRequest, Send, UsageWatch
 from sie_cli.evals.mteb_tasks import Mteb
 from sie_cli.evals.sources import EvalSource
 from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
@@ -143,9 +143,23 @@ async def _point(
     except ExceptionGroup as group:  # a source may refuse to send requests, and each such error ends a task
         raise group.exceptions[0] from group
     client_cores = await used
-    device = await watching if watching else DeviceUsage()
-    window = (start_s, end_s)
-    return _summed(source.name, level, calls, window, None if source.is_here else client_cores, device)
+    # the throughput counts answers within the window; latencies and errors count requests that were due in it, so they
+    # include a stall at its end
+    due = [call for call in calls if start_s <= call.due_s < end_s]
+    ended = [call for call in calls if start_s <= call.ended_s < end_s and not call.code]
+    tokens = [call.answer.tokens for call in ended]
+    return LoadPoint(
+        source.name,
+        level,
+        end_s - start_s,
+        sum(call.items for call in ended),
+        sorted(1e3 * call.latency_s for call in due if not call.code),
+        None if source.is_here else client_cores,
+        sum(count or 0 for count in tokens) if tokens and None not in tokens else None,
+        dict(Counter(call.code for call in due if call.code)),
+        _means([call.answer for call in due if not call.code]),
+        await watching if watching else DeviceUsage(),
+    )
 
 
 async def _used_cores(start_s: float, end_s: float) -> float:
@@ -154,36 +168,6 @@ async def _used_cores(start_s: float, end_s: float) -> float:
     before, began_s = time.process_time(), time.perf_counter()
     await asyncio.sleep(max(0.0, end_s - time.perf_counter()))
     return (time.process_time() - before) / (time.perf_counter() - began_s)
-
-
-def _summed(
-    name: str,
-    level: LoadLevel,
-    calls: Sequence[SentRequest],
-    window: tuple[float, float],
-    client_cores: float | None,
-    device: DeviceUsage,
-) -> LoadPoint:
-    """Compute a point from the sent requests. The throughput counts answers within the window. Latencies and errors
-    count requests that were due in it, so they include a stall at its end.
-    """
-    start_s, end_s = window
-    due = [call for call in calls if start_s <= call.due_s < end_s]
-    ended = [call for call in calls if start_s <= call.ended_s < end_s and not call.code]
-    answers = [call.answer for call in due if not call.code]
-    tokens = [call.answer.tokens for call in ended]
-    return LoadPoint(
-        name,
-        level,
-        end_s - start_s,
-        sum(call.items for call in ended),
-        sorted(1e3 * call.latency_s for call in due if not call.code),
-        client_cores,
-        sum(count or 0 for count in tokens) if tokens and None not in tokens else None,
-        dict(Counter(call.code for call in due if call.code)),
-        _means(answers),
-        device,
-    )
 
 
 def _means(answers: Sequence[LoadReply]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import SIEAsyncClient, SIEClient
 from sie_client.errors import SIEConnectionError, SIEError
 from sie_client.types import Item
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import client_options
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.settings import Secret, Settings
 
@@ -401,8 +401,8 @@ class ServerSource:
     async def sender(self) -> AsyncIterator[Send]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         url = str(self._client.base_url)
-        transport = direct(url, httpx.AsyncHTTPTransport, limits=limits)
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, transport=transport) as client:
+        options = client_options(url, httpx.AsyncHTTPTransport, limits=limits)
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, **options) as client:
 
             async def send(request: LoadRequest) -> LoadReply:
                 only_texts(self.name, request.texts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -29,15 +28,12 @@ class GatewayClients:
         self._gateway_url = gateway_url
         self._timeout_s = timeout_s
         self._clients: OrderedDict[str | None, _OpenClient] = OrderedDict()
-        self._opening = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def of_key(self, api_key: str | None) -> AsyncIterator[SIEAsyncClient]:
         """Return the client that sends this key, and no other one."""
-        async with self._opening:
-            if api_key not in self._clients:
-                # in a thread, because the certificates that it reads take a tenth of a second
-                self._clients[api_key] = _OpenClient(await asyncio.to_thread(self._opened, api_key))
+        if api_key not in self._clients:
+            self._clients[api_key] = _OpenClient(self._opened(api_key))
         entry = self._clients[api_key]
         self._clients.move_to_end(api_key)
         entry.uses += 1

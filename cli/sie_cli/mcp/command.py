@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sie_cli.cluster import GATEWAY_URL, Cluster, cluster_options
-from sie_cli.options import LAME_DUCK, refuse
+from sie_cli.options import LAME_DUCK, port_option, refuse
 from sie_contracts.settings import SettingError
 from sie_runtime.process import Stop, own_stderr
 from sie_runtime.process import run as run_process
@@ -26,13 +26,7 @@ STDIO_OWNER = "stdio"
 @click.command(short_help="Tools for agents, by the Model Context Protocol.")
 @click.option("--http", "is_http", is_flag=True, help="Serve over streamable HTTP at /mcp instead of stdio.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on, with --http.")
-@click.option(
-    "--port",
-    default=8085,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port, with --http; 0 picks a free one.",
-)
+@port_option(8085, "Port, with --http")
 @click.option(
     "--config",
     "config_file",
@@ -47,7 +41,11 @@ STDIO_OWNER = "stdio"
     help="Folder whose files parse_document may read by path. Not with --http.",
 )
 @click.option(
-    "--timeout-s", default=50.0, show_default=True, type=click.FloatRange(1, 600), help="Seconds that a call may wait."
+    "--timeout-s",
+    default=50.0,
+    show_default=True,
+    type=click.FloatRange(1, 600),
+    help="Seconds that a call of a tool may take.",
 )
 @click.option("--lame-duck-s", default=0.0, show_default=True, type=click.FloatRange(0), help=LAME_DUCK)
 @cluster_options(GATEWAY_URL, "SIE_ALLOWED_HOSTS", "SIE_LOG_JSON")
@@ -71,6 +69,8 @@ def mcp(
 
     The command is a client of the gateway: the scopes of the API key decide what an agent may do. SIE_JOBS_SINKS names
     the databases of the collections. Over HTTP the server has no key of its own.
+
+    An agent starts the command itself: docs/mcp.md has the settings of known agents.
 
     Status 0: ended. 2: an option or a setting is wrong.
     """

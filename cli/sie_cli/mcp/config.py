@@ -61,7 +61,9 @@ def read(path: Path | None) -> McpConfig:
     except OSError as error:
         raise SettingError("--config", f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingError("--config", f"{path} is not YAML") from error
+        mark = getattr(error, "problem_mark", None)
+        place = f": look at line {mark.line + 1}" if mark else ""
+        raise SettingError("--config", f"{path} is not YAML{place}") from error
     except (msgspec.ValidationError, StoreError) as error:
         raise SettingError("--config", f"{path}: {error}") from error
     return config

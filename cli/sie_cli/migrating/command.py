@@ -42,7 +42,9 @@ _STOPPED = {
 @click.command(short_help="Move an alias to another encoder.")
 @click.argument("alias")
 @click.argument("model", metavar="[NEW_MODEL]", required=False)
-@click.option("--corpus", metavar="FILE|URL", help="What the index is made of: as INPUT of `sie jobs submit`.")
+@click.option(
+    "--corpus", metavar="FILE|URL", help="The texts of the index: a file or address as INPUT of `sie jobs submit`."
+)
 @click.option("--text", metavar="TEMPLATE", help='The text of each row: "{title}\\n{body}".')
 @click.option(
     "--id",
@@ -53,13 +55,13 @@ _STOPPED = {
 @click.option(
     "--input-format",
     type=click.Choice(["jsonl", "csv", "parquet"]),
-    help="Of the corpus.  [default: by its name]",
+    help="Format of the corpus.  [default: by its name]",
 )
 @click.option("--output", "-o", metavar="URL|FOLDER", help="Where the new vectors go.  [default: kept with the job]")
 @click.option(
     "--sink",
     metavar="NAME",
-    help="A vector database of SIE_JOBS_SINKS. Without --corpus: it has the index itself, with its texts.",
+    help="Name of a vector database in SIE_JOBS_SINKS. Without --corpus: it has the index itself, with its texts.",
 )
 @click.option(
     "--collection",
@@ -67,7 +69,9 @@ _STOPPED = {
     help="The table or the alias of Qdrant that searches use. With --corpus: the new collection or table.",
 )
 @click.option(
-    "--vector", metavar="NAME", help="The vector of the index.  [default: embedding in a table, the only one in Qdrant]"
+    "--vector",
+    metavar="NAME",
+    help="The vector of the index.  [default: embedding in PostgreSQL, vector in LanceDB, the only one in Qdrant]",
 )
 @click.option(
     "--sample",
@@ -89,10 +93,18 @@ _STOPPED = {
     help="Queries, one a line: neighbours are theirs. A folder in the format of BEIR: NDCG is measured too.",
 )
 @click.option(
-    "--shadow-share", default=SHARE, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of requests."
+    "--shadow-share",
+    default=SHARE,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the requests that NEW_MODEL gets copies of in the shadow step.",
 )
 @click.option(
-    "--shadow-s", default=SHADOW_S, show_default=True, type=click.FloatRange(0), help="Seconds. 0: without a shadow."
+    "--shadow-s",
+    default=SHADOW_S,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds of the shadow step. 0: leave it out.",
 )
 @click.option(
     "--shadow-requests",
@@ -100,7 +112,7 @@ _STOPPED = {
     type=click.IntRange(1),
     help="Copies after which the shadow step ends earlier.",
 )
-@click.option("--yes", "accepts", is_flag=True, help="Although models agree less, or rows have no vector.")
+@click.option("--yes", "accepts", is_flag=True, help="Go on although the models agree less, or rows have no vector.")
 @click.option(
     "--step",
     "until",
@@ -111,22 +123,11 @@ _STOPPED = {
 )
 @cluster_options(GATEWAY_URL, CONFIG_URL)
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON; progress goes to standard error.")
-def migrate(
-    cluster: Cluster,
-    alias: str,
-    model: str | None,
-    corpus: str | None,
-    text: str | None,
-    sink: str | None,
-    collection: str | None,
-    until: str,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def migrate(cluster: Cluster, as_json: bool, **options: Any) -> None:
     """Move ALIAS from its present encoder to NEW_MODEL. Clients continue to use ALIAS during the migration.
 
     \b
-    An index in PostgreSQL (pgvector) or Qdrant that stores its texts: --sink, --collection, --text
+    An index in PostgreSQL (pgvector), Qdrant or LanceDB that stores its texts: --sink, --collection, --text
     1. check    checks the alias, both models, their widths, the index, and the rights of the user of the database
     2. embed    writes vectors of NEW_MODEL beside the present ones; follows rows that are written meanwhile
     3. quality  compares the nearest neighbours of a sample of rows, or of --queries, by both vectors
@@ -158,28 +159,20 @@ def migrate(
     Status 0: done. 1: refused, the models do not agree enough, or the job failed. 2: no gateway answered, or an option
     is wrong. 130: Ctrl-C.
     """
-    if text is not None:
-        text = text.replace("\\n", "\n")
-    if bool(sink) != bool(collection):
+    if options["text"] is not None:
+        options["text"] = options["text"].replace("\\n", "\n")
+    if bool(options["sink"]) != bool(options["collection"]):
         raise click.UsageError("--sink and --collection need each other: give both or neither")
-    if sink and collection and corpus is None:
-        if not (model and text):
+    if options["sink"] and options["corpus"] is None:
+        if not (options["model"] and options["text"]):
             raise click.UsageError("NEW_MODEL and --text are needed: the new model, and how to read the text of a row")
-        _migrate_live(cluster, alias, model, sink, collection, text, until, as_json, options)
+        _migrate_live(cluster, as_json, **options)
     else:
-        _migrate_corpus(cluster, alias, model, corpus, text, sink, collection, until, as_json, options)
+        _migrate_corpus(cluster, as_json, **options)
 
 
 def _migrate_live(
-    cluster: Cluster,
-    alias: str,
-    model: str,
-    sink: str,
-    collection: str,
-    text: str,
-    until: str,
-    as_json: bool,
-    options: dict[str, Any],
+    cluster: Cluster, as_json: bool, *, alias: str, sink: str, text: str, until: str, **options: Any
 ) -> None:
     """Migrate a collection in use, which has the texts itself."""
     from sie_cli.migrating.live import LIVE_STEPS, LiveMigration, LivePlan
@@ -204,10 +197,10 @@ def _migrate_live(
         template = Template.parsed(text, "--text")
     plan = LivePlan(
         alias,
-        model,
+        options["model"],
         sink,
         url.reveal(),
-        collection,
+        options["collection"],
         template,
         options["vector"] or "",
         options["id_column"] or "",
@@ -247,6 +240,8 @@ def _migrate_live(
 
 def _migrate_corpus(
     cluster: Cluster,
+    as_json: bool,
+    *,
     alias: str,
     model: str | None,
     corpus: str | None,
@@ -254,8 +249,7 @@ def _migrate_corpus(
     sink: str | None,
     collection: str | None,
     until: str,
-    as_json: bool,
-    options: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Migrate an index whose texts are in files."""
     from sie_cli.migrating.corpus import Corpus
@@ -282,11 +276,10 @@ def _migrate_corpus(
         )
     if options.pop("vector"):
         raise click.UsageError("--vector: a job writes the only vector of a new collection")
-    template, id_column = text, options.pop("id_column") or ""
     plan = MigrationPlan(
         alias,
         model,
-        Corpus.from_source(corpus, template, id_column, options.pop("input_format")),
+        Corpus.from_source(corpus, text, options.pop("id_column") or "", options.pop("input_format")),
         # no check for old files, because an earlier run of this migration may have filled the folder
         OutputPlace.from_option(options.pop("output"), is_new=False),
         {"sink": sink, "collection": collection} if sink and collection else {},
@@ -304,7 +297,7 @@ def _migrate_corpus(
                 settings = dataclasses.replace(cluster.settings, gateway_url=url)
                 one_gateway = dataclasses.replace(cluster, settings=settings)
                 clients.append(held.enter_context(gateway_client(one_gateway, SCOPE, is_patient=True)))
-            Migration(clients, urls[0], Aliases(service, write), plan, report, err=as_json).run()
+            Migration(clients, urls[0], Aliases(service, write), plan, report, as_json).run()
     except KeyboardInterrupt:
         note = _STOPPED.get(report.step, "the alias is as it was; the same command goes on")
         click.echo(f"\nstopped in the step {report.step}: {note.format(alias=alias)}", err=True)

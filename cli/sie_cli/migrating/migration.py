@@ -44,6 +44,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import Job, SIEClient
 from sie_client.jobs import JobInfo
 from sie_contracts.api.jobs import JobManifest
+from sie_contracts.models.entries import VECTORS
 
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # seconds between two requests for the shadow's measurements, or for the gateways' revisions
@@ -137,26 +138,20 @@ class MigrationReport:
         self.say(f"{self.steps.index(self.step) + 1}/{len(self.steps)} {self.step}: {printable(text)}")
 
 
+@dataclass
 class Migration:
     """Run of a migration. `clients`: of all gateways, that of `url` first. `err`: print progress to standard error."""
 
-    def __init__(
-        self,
-        clients: Sequence[SIEClient],
-        url: str,
-        aliases: Aliases,
-        plan: MigrationPlan,
-        report: MigrationReport,
-        *,
-        err: bool,
-    ) -> None:
-        self._clients = clients
-        self._client = clients[0]
-        self._url = url
-        self._aliases = aliases
-        self._plan = plan
-        self._report = report
-        self._err = err
+    _clients: Sequence[SIEClient]
+    _url: str
+    _aliases: Aliases
+    _plan: MigrationPlan
+    _report: MigrationReport
+    _err: bool
+
+    @property
+    def _client(self) -> SIEClient:
+        return self._clients[0]
 
     def run(self) -> None:
         """Run the remaining steps up to `plan.until`. Raises CommandRefused and SIEError."""
@@ -367,19 +362,32 @@ class Migration:
 
 def check_encoder(client: SIEClient, name: str) -> None:
     """Raise CommandRefused unless a model encodes texts as dense vectors. Raises the client's errors."""
-    info = _described(client.get_model(name))
-    if info.alias is not None:
-        raise CommandRefused(f"{name} is an alias: name the model that it stands for")
-    if "dense" not in info.dims or "text" not in info.inputs:
+    if "dense" not in (widths := vector_widths(client, name)):
         raise CommandRefused(
-            f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): a migration "
+            f"{name} does not encode texts as dense vectors (it has {', '.join(widths)}): a migration "
             "needs vectors for an index. `sie models alias` moves the alias without one"
         )
 
 
-def probe(client: SIEClient, name: str) -> tuple[int, str]:
+def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
+    """Return the widths of the vectors that a model makes of texts. Raises CommandRefused, SIEError."""
+    info = _described(client.get_model(name))
+    if info.alias is not None:
+        raise CommandRefused(f"{name} is an alias: name the model that it stands for")
+    widths = {output: info.dims[output] for output in VECTORS if output in info.dims}
+    if not widths or "text" not in info.inputs:
+        raise CommandRefused(
+            f"{name} does not encode texts as vectors (it has {', '.join(info.outputs)}): a migration needs vectors "
+            "for an index. `sie models alias` moves the alias without one"
+        )
+    return widths
+
+
+def probe(client: SIEClient, name: str, output: str = "dense") -> tuple[int, str]:
     """Return width and fingerprint of the model's vector for a test text. Raises CommandRefused, SIEError."""
-    (result,) = client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
+    (result,) = client.encode(name, [PROBE], output_types=[output], on_item_error="fail")
+    if output != "dense":
+        return 0, printable(str(result["fingerprint"]))
     dense = result.get("dense")
     if dense is None or dense.ndim != 1 or not dense.size:
         raise CommandRefused(
@@ -618,6 +626,8 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
+        # before the document: a change between both then has a newer revision, so a write is refused
+        history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:
             raise CommandRefused(
@@ -630,7 +640,6 @@ class Aliases:
                 f"{name} MODEL` sets it"
             )
         shadow = _model_of(document.shadow) if document.shadow is not None else ""
-        history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         return Present(name, targets[0], shadow, history[0].revision, history)
 
     def read_again(self, alias: Present) -> Present:
@@ -706,13 +715,20 @@ def shadow_since_s(history: Sequence[AliasRevision]) -> float:
 
 def former_target(history: Sequence[AliasRevision]) -> str:
     """Return the model that the alias named before the last change of its target. Raises CommandRefused."""
+    if (model := last_former_target(history)) is None:
+        raise CommandRefused("the history of the alias does not say which model it named before")
+    return model
+
+
+def last_former_target(history: Sequence[AliasRevision]) -> str | None:
+    """Return the model that the alias named before the last change of its target; None if the history does not say."""
     for change in (change for revision in history for change in revision.changes):
         if _TARGETS.match(change.path):
             target = change.before[0] if isinstance(change.before, list) and change.before else change.before
             model = target.get("model") if isinstance(target, dict) else target
             if isinstance(model, str):
                 return model
-    raise CommandRefused("the history of the alias does not say which model it named before")
+    return None
 
 
 def before_flip(history: Sequence[AliasRevision]) -> int:

@@ -25,24 +25,17 @@ POLL_S = 0.5
 STALE_S = 3.0
 
 
-class _GatewayClient(AdminClient):
-    """Client of the routes that load and unload models."""
-
-    def start(self, name: str, action: str, headers: dict[str, str]) -> dict[str, Any]:
-        """Send the first request, a POST. Raises CommandRefused, also if no gateway answers."""
-        return self.first("POST", _path(name, action), headers=headers)
-
-    def states(self, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
-        """Yield, every POLL_S seconds for `wait_s` seconds, the time since the start and the gateway's description of
-        the model. Failed connections are ignored, because the gateway may be restarting. Raises CommandRefused.
-        """
-        began_s = time.monotonic()
-        while (since_s := time.monotonic() - began_s) < wait_s:
-            try:
-                yield since_s, self.request("GET", _path(name))
-            except httpx.TransportError:
-                click.echo(f"{public_url(self.url)} does not answer, it is asked again", err=True)
-            time.sleep(POLL_S)
+def _states(gateway: AdminClient, name: str, wait_s: float) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yield, every POLL_S seconds for `wait_s` seconds, the time since the start and the gateway's description of the
+    model. Failed connections are ignored, because the gateway may be restarting. Raises CommandRefused.
+    """
+    began_s = time.monotonic()
+    while (since_s := time.monotonic() - began_s) < wait_s:
+        try:
+            yield since_s, gateway.request("GET", _path(name))
+        except httpx.TransportError:
+            click.echo(f"{public_url(gateway.url)} does not answer, it is asked again", err=True)
+        time.sleep(POLL_S)
 
 
 def _path(name: str, action: str = "") -> str:
@@ -86,8 +79,8 @@ def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: s
     sie models load BAAI/bge-m3 --wait
     """
     headers = _lane_headers(**target)
-    with _GatewayClient(cluster) as gateway:
-        reply = gateway.start(name, "/load", headers)
+    with AdminClient(cluster) as gateway:
+        reply = gateway.first("POST", _path(name, "/load"), headers=headers)
         for lane in reply["lanes"]:
             _show_lane(lane)
         if reply["state"] == "loaded" or not waits:
@@ -96,13 +89,13 @@ def load(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target: s
             _await_load(gateway, model, headers, timeout_s)
 
 
-def _await_load(gateway: _GatewayClient, model: str, headers: dict[str, str], wait_s: float) -> None:
+def _await_load(gateway: AdminClient, model: str, headers: dict[str, str], wait_s: float) -> None:
     has_begun, last = False, ""
-    for since_s, info in gateway.states(model, wait_s):
+    for since_s, info in _states(gateway, model, wait_s):
         has_begun = has_begun or info["state"] == "loading"
         # `info` describes the model in all lanes (a lane: pool, machine profile and bundle). The reply to a load
         # request describes only the requested lane.
-        if info["loaded"] and gateway.start(model, "/load", headers)["state"] == "loaded":
+        if info["loaded"] and gateway.first("POST", _path(model, "/load"), headers=headers)["state"] == "loaded":
             click.echo(f"{model}: loaded by {', '.join(info['workers'])} after {since_s:.1f} s")
             return
         if info["state"] == "failed" and (has_begun or since_s > STALE_S):
@@ -135,8 +128,8 @@ def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target:
     admin.
     """
     headers = _lane_headers(**target)
-    with _GatewayClient(cluster) as gateway:
-        reply = gateway.start(name, "/unload", headers)
+    with AdminClient(cluster) as gateway:
+        reply = gateway.first("POST", _path(name, "/unload"), headers=headers)
         if not reply["lanes"]:
             click.echo(f"{name}: no worker has it loaded")
             return
@@ -148,9 +141,9 @@ def unload(cluster: Cluster, name: str, waits: bool, timeout_s: float, **target:
             _await_unload(gateway, lane, timeout_s)
 
 
-def _await_unload(gateway: _GatewayClient, lane: dict[str, Any], wait_s: float) -> None:
+def _await_unload(gateway: AdminClient, lane: dict[str, Any], wait_s: float) -> None:
     model, having = lane["model"], {worker["worker"] for worker in lane["workers"]}
-    for since_s, info in gateway.states(model, wait_s):
+    for since_s, info in _states(gateway, model, wait_s):
         if info["state"] not in ("loading", "unloading") and having.isdisjoint(info["workers"]):
             click.echo(f"{model}: unloaded by {', '.join(sorted(having))} after {since_s:.1f} s")
             return

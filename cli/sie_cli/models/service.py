@@ -24,7 +24,7 @@ from msgspec import Struct
 from sie_cli.cluster import CONFIG_URL, GATEWAY_URL, SOURCE, Cluster, cluster_options
 from sie_cli.display import printable
 from sie_cli.refusal import CommandRefused
-from sie_contracts.loopback import cause_of, direct
+from sie_contracts.loopback import cause_of, client_options
 from sie_contracts.settings import public_url
 from sie_contracts.url_names import quoted
 
@@ -80,8 +80,8 @@ class ConfigServiceClient:
     def __init__(self, url: str, token: str, transport: httpx.BaseTransport | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        transport = transport or direct(self.url, httpx.HTTPTransport)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, transport=transport)
+        options = {"transport": transport} if transport else client_options(self.url, httpx.HTTPTransport)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, **options)
 
     def __enter__(self) -> ConfigServiceClient:
         return self

@@ -102,7 +102,7 @@ def replay_command(
     try:
         if generate is not None:
             _write(files, generate)
-        trace = traces.read(line for file in files for line in file.read_bytes().splitlines())
+        trace = _trace(files)
         was = dataclasses.replace(plan_of(loaded({}).settings), **_recorded(trace), **traces.numbers(base, PLAN))
         machine = _machine(trace, device, host)
         plans = {
@@ -119,6 +119,13 @@ def replay_command(
         f"+ {machine.token_s * 1e6:.3g} us a token + {machine.square_s * 1e9:.3g} ns a squared token"
     )
     click.echo(table(reports, plans))
+
+
+def _trace(files: Sequence[Path]) -> Trace:
+    try:
+        return traces.read(line for file in files for line in file.read_bytes().splitlines())
+    except TraceError as error:
+        raise TraceError(f"{', '.join(map(str, files))}: {error}") from error
 
 
 def _write(files: Sequence[Path], spec: str) -> None:

@@ -54,7 +54,7 @@ FIRST = (
     "--data-dir",
     default=None,
     type=click.Path(path_type=Path),
-    help="Queue, sockets and lock.  [default: ~/.local/share/sie]",
+    help="Folder of its data: queue, keys, jobs, addresses and passwords.  [default: ~/.local/share/sie]",
 )
 @click.option(
     "--standalone", is_flag=True, help="No broker: an in-process queue, with the same gateway, scheduler and adapter."
@@ -64,7 +64,7 @@ FIRST = (
     default=1,
     show_default=True,
     type=click.IntRange(1, 64),
-    help="Workers, each a sidecar and an adapter.",
+    help="Workers, each a sidecar (takes work from the queue) and an adapter (runs models).",
 )
 @click.option(
     "--gateways", default=1, show_default=True, type=click.IntRange(1, 8), help="Gateways, on ports that count up."
@@ -87,8 +87,8 @@ def serve(
     exit_with_parent: bool,
     **values: Any,
 ) -> None:
-    """Run a whole cluster on this machine: this command starts, watches and drains broker, config service, gateway and
-    workers.
+    """Run a whole cluster on this machine: this command starts, watches and ends broker, config service, gateway (the
+    HTTP API) and workers.
 
     Each MODEL is loaded before the server is ready. MODEL: a name in the catalogue, an id of the Hugging Face Hub, or a
     folder, with or without :PROFILE. A model that the catalogue lacks is added to the models folder, pinned to its

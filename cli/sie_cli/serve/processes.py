@@ -35,7 +35,7 @@ from sie_cli.serve.ports import free_port
 from sie_cli.serve.preflight import store_bytes
 from sie_cli.serve.readiness import FailedLoad, Probe, failed_load, lacks_workers, not_ready, unread_stream
 from sie_cli.serve.supervisor import Child, Supervisor
-from sie_contracts.loopback import is_loopback
+from sie_contracts.loopback import is_loopback, verification
 from sie_contracts.models.trust import Allowed
 from sie_contracts.settings import BY_NAME, ROWS, Secret, SettingRow, Settings, public_url
 from sie_runtime.process import end_signals
@@ -301,7 +301,7 @@ class LocalCluster:
         waiting = {**self._readiness, **self._visibility}
         failures: dict[str, FailedLoad] = {}
         gateway = f"http://{_reachable(self._plan.host)}:{self._plan.port}"
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False, verify=verification(gateway)) as client:
             while True:
                 reasons = {name: await probe(client) for name, probe in waiting.items()}
                 waiting = {name: probe for name, probe in waiting.items() if reasons[name] is not None}
@@ -349,7 +349,8 @@ class LocalCluster:
         embedded = self._embedded
         assert embedded is not None
         is_reported = False
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        verify = verification(embedded.monitor_url)
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False, verify=verify) as client:
             while True:
                 await asyncio.sleep(BROKER_POLL_S)
                 reason = await not_ready(client, f"{embedded.monitor_url}/healthz")

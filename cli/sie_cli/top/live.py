@@ -26,7 +26,7 @@ from sie_cli.cluster import FIRST_S
 from sie_cli.top.picture import HistoryTrend, StatusFrame, View, picture
 from sie_client import SIEAsyncClient
 from sie_client.errors import RequestError, SIEConnectionError, SIEError
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import client_options
 
 PAST_EVERY_S = 10.0
 PAST_S = 3.0  # seconds to wait for the reply of /v1/history
@@ -93,7 +93,7 @@ async def _ask_past(view: View, url: str, token: str | None) -> None:
     """Read the history of the last hour. If the answer is missing or of another format, keep the earlier one."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        async with httpx.AsyncClient(timeout=PAST_S, transport=direct(url, httpx.AsyncHTTPTransport)) as client:
+        async with httpx.AsyncClient(timeout=PAST_S, **client_options(url, httpx.AsyncHTTPTransport)) as client:
             answer = await client.get(f"{url}/v1/history?step_s=60", headers=headers)
         if answer.status_code == 200:
             view.past = msgspec.json.decode(answer.content, type=HistoryTrend)

@@ -17,7 +17,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import SIEClient
 from sie_client.core import quoted
 from sie_client.types import ExtractParams, Item
-from sie_contracts.loopback import direct
+from sie_contracts.loopback import client_options
 
 STDIN, FILE = "-", "@"
 
@@ -203,7 +203,7 @@ def words_of(ids: Iterable[int], model: str, url: str, token: str | None) -> dic
     headers = {"authorization": f"Bearer {token}"} if token else {}
     body = {"ids": [[token] for token in requested_ids], "skip_special_tokens": False}
     try:
-        with httpx.Client(transport=direct(url, httpx.HTTPTransport), timeout=DECODE_S) as client:
+        with httpx.Client(**client_options(url, httpx.HTTPTransport), timeout=DECODE_S) as client:
             answer = client.post(f"{url}/tei/{quoted(model, 'model')}/decode", json=body, headers=headers)
         words = answer.json() if answer.status_code == 200 else None
     except (httpx.HTTPError, ValueError):

@@ -259,5 +259,5 @@ def check_request(request: JobRequest | BatchRequest) -> None:
         return
     sizes = {name: len(msgspec.msgpack.encode(getattr(request, name))) for name in request.__struct_fields__}
     param = max(sizes, key=sizes.__getitem__)
-    message = f"{param}: it has {sizes[param]} bytes of {size} in all; a job or batch has at most {MAX_REQUEST_BYTES}"
-    raise InvalidInput(message, reason="too_large", param=param)
+    message = f"it has {sizes[param]} bytes of {size} in all; a job or batch has at most {MAX_REQUEST_BYTES}"
+    raise InvalidInput.at(param, message, reason="too_large")

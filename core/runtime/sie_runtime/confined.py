@@ -1,5 +1,9 @@
-"""Restrictions for a process that will read untrusted files: a memory limit, no output, and its end when its parent
-ends. It calls these functions before it reads the first file. Only the standard library is used.
+"""Process that reads untrusted files, one after the other. Its standard input is a socket to its parent.
+
+    limits ──► imports ──► Hello ──► job ──► answer or Unusable ──► job ... the parent has ended ──► end
+
+The parent starts it without its own environment variables, so the process has no secrets. It ends when the parent ends:
+on Linux the kernel kills it, and on every system its socket is then closed.
 """
 
 from __future__ import annotations
@@ -9,13 +13,57 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from sie_contracts.errors import InvalidInput
+from sie_contracts.media.media import cause_of, fault
+from sie_contracts.wire.child_frames import ChildFrames, Hello, Unusable
+from sie_contracts.wire.ipc import FrameError, receive_frame
 
 _PR_SET_PDEATHSIG = 1
 
 
-def limit(memory_bytes: int) -> None:
+def serve(
+    frames: ChildFrames[Any, Any], max_job_bytes: int, max_answer_bytes: int, make: Callable[[], Callable[[Any], Any]]
+) -> None:
+    """Answer jobs until the parent has ended. `sys.argv`: the parent's process id, and the memory limit in bytes.
+    `make`: called after the limits are set; returns a function that answers a job, or raises an error of `media.fault`.
+    """
+
+    def answered(job: Any) -> tuple[bytes, bytes]:
+        try:
+            parts = frames.frame(answer(job))
+            size = len(parts[1])
+            if size > max_answer_bytes:
+                message = f"the content of the file takes {size} bytes, at most {max_answer_bytes} are allowed"
+                raise fault("too_large", message)
+        except InvalidInput as error:
+            raised = type(error.__cause__).__name__ if error.__cause__ else ""
+            return frames.frame(Unusable(job.number, *cause_of(error), raised[:100]))
+        return parts
+
+    parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
+    _limit(memory_bytes)
+    _die_with(parent)
+    answer = make()
+    _silence()
+    # the socket raises these exceptions when the parent has ended
+    with socket.socket(fileno=0) as connection, contextlib.suppress(EOFError, FrameError, OSError):
+        _send(connection, frames.frame(Hello(os.getpid())))
+        while True:  # without names for a file and its answer: neither stays in memory until the next
+            _send(connection, answered(frames.job(receive_frame(connection, max_job_bytes))))
+
+
+def _send(connection: socket.socket, parts: tuple[bytes, bytes]) -> None:
+    for part in parts:
+        connection.sendall(part)
+
+
+def _limit(memory_bytes: int) -> None:
     """Limit this process's address space. If the machine runs out of memory, the kernel kills this process first."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain input of clients
     if sys.platform.startswith("linux"):  # other systems refuse or ignore RLIMIT_AS
@@ -24,7 +72,7 @@ def limit(memory_bytes: int) -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def die_with(parent: int) -> None:
+def _die_with(parent: int) -> None:
     """Make the kernel kill this process when the thread that started it ends. `parent`: process id of the parent. Call
     this before the first file is read: a process that hangs while it reads a file would not notice a closed socket.
     """
@@ -34,7 +82,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def silence() -> None:
+def _silence() -> None:
     """Redirect standard output and error to /dev/null: libraries may print parts of a client's file."""
     null_file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_file, 1)

@@ -25,6 +25,7 @@ import msgspec
 
 from sie_broker import BrokerError, Bus, CoreMessage, Subscription
 from sie_contracts.errors import SIEError, ValidationFailed
+from sie_contracts.loopback import verification
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.bundles import BundleEntry, parse_bundle
 from sie_contracts.models.catalogue import Catalogue, packaged_folder
@@ -85,7 +86,9 @@ class HttpConfigSource:
     def __init__(self, url: str, token: Secret | None) -> None:
         headers = {"authorization": f"Bearer {token.reveal()}"} if token else {}
         self._url = url
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=5.0, trust_env=False, verify=verification(url)
+        )
 
     async def _get(self, path: str) -> bytes:
         try:
@@ -241,10 +244,13 @@ class CatalogueFeed:
 
     def _ask_soon(self) -> None:
         """Read the epoch after a short random pause, because all readers do this at the same time."""
-        if self._soon is None or self._soon.when() <= asyncio.get_running_loop().time():
-            self._soon = asyncio.get_running_loop().call_later(
-                SPREAD_S * secrets.randbelow(1000) / 1000, self._refresh.set
-            )
+        if self._soon is None:
+            pause_s = SPREAD_S * secrets.randbelow(1000) / 1000
+            self._soon = asyncio.get_running_loop().call_later(pause_s, self._refresh_now)
+
+    def _refresh_now(self) -> None:
+        self._soon = None
+        self._refresh.set()
 
     async def _is_late(self, source: ConfigSource) -> bool:
         """Return whether the whole catalogue must be read again because this reader has missed a write. If no missed

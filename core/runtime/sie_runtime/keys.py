@@ -232,12 +232,9 @@ class Keys:
         try:
             while not await stop.wait_for(pause_s):
                 for record, trouble in zip(self._records, troubles, strict=True):
-                    try:
+                    with trouble.logged(BrokerError):
                         if await record.follow():
                             _logger.info("%s: %d keys", record.bucket.name, len(self._by_id))
-                        trouble.passed()
-                    except BrokerError as error:
-                        trouble.met(error)
                 # `loaded` depends on the bucket alone, not on its copy
                 self.loaded = self.loaded or not troubles[0].lasting
                 lost = self.lost()

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -275,6 +275,16 @@ class Trouble:
     def passed(self) -> None:
         """Record a success. The next failure is logged again."""
         self.lasting = False
+
+    @contextlib.contextmanager
+    def logged(self, *errors: type[Exception]) -> Iterator[None]:
+        """Record the success of the block, or its failure by one of `errors`, which is not raised."""
+        try:
+            yield
+        except errors as error:
+            self.met(error)
+        else:
+            self.passed()
 
 
 class Tasks:

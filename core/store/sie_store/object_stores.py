@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sie_contracts.settings import SettingError, store_url
 
 if TYPE_CHECKING:
-    from obstore import GetResult
+    from obstore import GetResult, ObjectMeta
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
@@ -212,6 +212,19 @@ async def first_bytes(store: ObjectStore, key: str, most: int) -> tuple[GetResul
     return answer, bytes(data[:most])
 
 
+async def whole_object(store: ObjectStore, key: str) -> bytes:
+    import obstore
+
+    return bytes(await (await obstore.get_async(store, key)).bytes_async())
+
+
+async def objects_below(store: ObjectStore, prefix: str) -> list[ObjectMeta]:
+    """Return name, size, time and tag of each object below a prefix."""
+    import obstore
+
+    return [entry async for page in obstore.list(store, prefix=prefix) for entry in page]
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """Time limit and number of attempts for calls of a store. `stall_s`: seconds of one attempt. `tries`: number of
@@ -229,9 +242,9 @@ class RetryPolicy:
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
-    async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
+    async def repeated(self, call: Callable[[], Awaitable[_T]], label: str = "a store") -> _T:
         """Return the result of `call`, repeated if that may help. `call` must have its own time limit and raise
-        StoreError.
+        StoreError. `label` appears in the log.
         """
         tries = 0
         while True:
@@ -239,7 +252,7 @@ class RetryPolicy:
                 return await call()
             except StoreError as error:
                 tries += 1
-                await self.pause(error, tries, "a store")
+                await self.pause(error, tries, label)
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
         """Wait before the next attempt. `tries`: number of failed attempts. `label` and the byte `at` appear in the

@@ -73,14 +73,13 @@ class PayloadStore:
 
     async def get(self, key: str, timeout_s: float) -> bytes:
         """Return a payload whose digest equals its key. Raises PayloadMissing, StoreError."""
-        import obstore
 
         digest = _digest_of(key)
 
         async def read() -> bytes:
             async with self._turns:
                 failpoint("payloads.before_get")
-                data = bytes(await (await obstore.get_async(self._store, key)).bytes_async())
+                data = await object_stores.whole_object(self._store, key)
                 if await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()) != digest:
                     raise PayloadMissing(f"the payload {key} is damaged: its digest differs from its key")
                 return data
@@ -126,10 +125,10 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
         raise PayloadMissing(str(error)) from error
 
 
-def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
+def open_store(url: str | None) -> PayloadStore | None:
     """Return the payload store at `url` (see SIE_PAYLOAD_STORE_URL); None if `url` is None. Raises SettingError.
 
     A folder is created if it does not exist, readable only by its owner, because it has clients' inputs. Buckets are
     not checked, because they may be created later.
     """
-    return None if url is None else PayloadStore(object_stores.opened(url, setting))
+    return None if url is None else PayloadStore(object_stores.opened(url, "SIE_PAYLOAD_STORE_URL"))

@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 from sie_gateway.answers.keys import DIGEST_BYTES
 from sie_gateway.answers.values import pack_row, unpack_row
 from sie_store.datasets.answers import RowAnswer
-from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, within
+from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, objects_below, room, whole_object, within
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 MAX_ITEMS = 4_000_000  # largest number of digests that a job keeps in memory, 24 bytes each
@@ -126,15 +125,7 @@ class StoredAnswers:
 
     async def open(self) -> None:
         """Read the digests of all segments. Raises StoreError."""
-        import obstore
-
-        metas: list[ObjectMeta] = []
-
-        async def listed() -> None:
-            async for page in obstore.list(self._store, prefix=self._folder):
-                metas.extend(page)
-
-        await within(LONG_S, listed())
+        metas = await within(LONG_S, objects_below(self._store, self._folder))
         digests: list[bytes] = []
         total = 0
         for entry in sorted(metas, key=lambda entry: entry["last_modified"], reverse=True):
@@ -173,12 +164,10 @@ class StoredAnswers:
         return answers
 
     async def _segment(self, number: int) -> CacheSegment | None:
-        import obstore
-
         if number not in self._read:
             try:
-                response = await within(LONG_S, obstore.get_async(self._store, self._names[number]))
-                self._read[number] = CacheSegment(bytes(await within(LONG_S, response.bytes_async())))
+                data = await within(LONG_S, whole_object(self._store, self._names[number]))
+                self._read[number] = CacheSegment(data)
             except ObjectMissing:  # the segment was removed to free space
                 return None
             if len(self._read) > SEGMENTS_KEPT:
@@ -206,13 +195,7 @@ async def trim(store: ObjectStore, max_bytes: int) -> int:
     """Remove the oldest segments until at most `max_bytes` remain. Return how many were removed. Raises StoreError."""
     import obstore
 
-    metas: list[ObjectMeta] = []
-
-    async def listed() -> None:
-        async for page in obstore.list(store, prefix=PREFIX):
-            metas.extend(page)
-
-    await within(LONG_S, listed())
+    metas = await within(LONG_S, objects_below(store, PREFIX))
     total, removed = sum(entry["size"] for entry in metas), 0
     for entry in sorted(metas, key=lambda entry: entry["last_modified"]):
         if total <= max_bytes:

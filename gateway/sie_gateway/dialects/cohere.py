@@ -21,7 +21,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 from sie_gateway.inference.images import header
 from sie_gateway.inference.results import RequestResult
-from sie_runtime.http.server import Body
+from sie_runtime.http.asgi import Body
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference
@@ -82,8 +82,8 @@ def _items(body: fields.Body, limit: int) -> tuple[str, tuple[RequestItem, ...]]
     """Return which of the fields `texts`, `images` and `inputs` the body has, and its inputs. Raises InvalidInput."""
     names = [name for name in ("texts", "images", "inputs") if body.get(name) is not None]
     if len(names) != 1:
-        message = f"texts: expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
-        raise InvalidInput(message, reason="schema" if names else "empty_items", param="texts")
+        message = f"expected exactly one of texts, images and inputs, got {' and '.join(names) or 'none'}"
+        raise InvalidInput.at("texts", message, reason="schema" if names else "empty_items")
     name = names[0]
     if name == "inputs":
         values = fields.inputs(body[name], name, limit)

@@ -50,11 +50,10 @@ def _rule(body: fields.Body, side: str) -> ChunkRule | None:
     if not fields.flag(body, "enable_auto_chunking"):
         for name in ("chunk_size", "chunk_overlap"):
             if body.get(name) is not None:
-                raise InvalidInput(f"{name}: only with enable_auto_chunking", reason="schema", param=name)
+                raise InvalidInput.at(name, "only with enable_auto_chunking")
         return None
     if side != "document":
-        message = "enable_auto_chunking: only with the input_type document"
-        raise InvalidInput(message, reason="schema", param="enable_auto_chunking")
+        raise InvalidInput.at("enable_auto_chunking", "only with the input_type document")
     size = fields.whole(body, "chunk_size", 1, MAX_RULE_TOKENS) or CHUNK_TOKENS
     return ChunkRule(size, fields.whole(body, "chunk_overlap", 0, size // 2) or 0)
 
@@ -68,13 +67,13 @@ def _items(values: list[Any], side: str, rule: ChunkRule | None) -> tuple[Reques
         texts = _texts(value, path)
         count += len(texts)
         if len(texts) > 1 and (side == "query" or rule is not None):
-            message = f"{path}: got {len(texts)} texts, a {'query' if rule is None else 'document to cut'} is one text"
-            raise InvalidInput(message, reason="schema", param=path)
+            message = f"got {len(texts)} texts, a {'query' if rule is None else 'document to cut'} is one text"
+            raise InvalidInput.at(path, message)
         item = RequestItem(texts[0]) if side == "query" else joined_texts.joined(texts, path)
         items.append(item if rule is None else RequestItem(item.text, chunks=TextChunks(rule)))
     if count > MAX_CHUNKS:
-        message = f"inputs: got {count} chunks, at most {MAX_CHUNKS} are allowed for all documents together"
-        raise InvalidInput(message, reason="too_many_chunks", param="inputs", extras={"limit": MAX_CHUNKS})
+        message = f"got {count} chunks, at most {MAX_CHUNKS} are allowed for all documents together"
+        raise InvalidInput.at("inputs", message, reason="too_many_chunks", extras={"limit": MAX_CHUNKS})
     return tuple(items)
 
 
@@ -84,7 +83,7 @@ def _texts(value: Any, path: str) -> list[str]:
         if not isinstance(text, str):
             raise fields.refused(where, text, "a string")
         if not text:
-            raise InvalidInput(f"{where}: expected a text that is not empty", reason="empty_item", param=where)
+            raise InvalidInput.at(where, "expected a text that is not empty", reason="empty_item")
         bodies.utf8(text, where)
     return list(value)
 

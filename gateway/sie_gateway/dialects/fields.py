@@ -21,7 +21,7 @@ Body = Mapping[str, Any]
 
 
 def refused(path: str, value: Any, expected: str, reason: str = "schema") -> InvalidInput:
-    return InvalidInput(f"{path}: expected {expected}, got {describe(value)}", reason=reason, param=path)
+    return InvalidInput.at(path, f"expected {expected}, got {describe(value)}", reason=reason)
 
 
 def flag(body: Body, name: str, *, default: bool = False) -> bool:
@@ -65,12 +65,12 @@ def choice(body: Body, name: str, choices: Sequence[str], default: str) -> str:
 def inputs(value: Any, name: str, limit: int) -> list[Any]:
     """Return `value`, a list of one to `limit` elements. Raises InvalidInput (schema, empty_items, too_many_items)."""
     if value == []:
-        raise InvalidInput(f"{name}: expected at least one input", reason="empty_items", param=name)
+        raise InvalidInput.at(name, "expected at least one input", reason="empty_items")
     if not isinstance(value, list):
         raise refused(name, value, "a list")
     if len(value) > limit:
-        message = f"{name}: got {len(value)} inputs, at most {limit} are allowed"
-        raise InvalidInput(message, reason="too_many_items", param=name, extras={"limit": limit})
+        message = f"got {len(value)} inputs, at most {limit} are allowed"
+        raise InvalidInput.at(name, message, reason="too_many_items", extras={"limit": limit})
     return value
 
 

@@ -23,8 +23,8 @@ def joined(texts: Sequence[str], path: str) -> RequestItem:
     space is inserted. Raises InvalidInput for a document beyond the limits of chunks.
     """
     if len(texts) > MAX_CHUNKS:
-        message = f"{path}: got {len(texts)} chunks of one document, at most {MAX_CHUNKS} are allowed"
-        raise InvalidInput(message, reason="too_many_chunks", param=path, extras={"limit": MAX_CHUNKS})
+        message = f"got {len(texts)} chunks of one document, at most {MAX_CHUNKS} are allowed"
+        raise InvalidInput.at(path, message, reason="too_many_chunks", extras={"limit": MAX_CHUNKS})
     pieces: list[str] = []
     spans: list[tuple[int, int]] = []
     end = 0
@@ -36,8 +36,8 @@ def joined(texts: Sequence[str], path: str) -> RequestItem:
         pieces.append(text)
         end += len(text)
     if end > MAX_TEXT:
-        message = f"{path}: the document has {end} code points, at most {MAX_TEXT} are allowed"
-        raise InvalidInput(message, reason="too_long", param=path, extras={"limit": MAX_TEXT})
+        message = f"the document has {end} code points, at most {MAX_TEXT} are allowed"
+        raise InvalidInput.at(path, message, reason="too_long", extras={"limit": MAX_TEXT})
     return RequestItem("".join(pieces), chunks=TextChunks(spans=np.array(spans, "<i4").tobytes()))
 
 

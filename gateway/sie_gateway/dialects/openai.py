@@ -45,18 +45,18 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
-    encoding = _encoding(body, resolved.entry)
+    encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
     items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
     is_late = fields.flag(body, "late_chunking")
     if is_late:
         items = (_document(items),)
     format_ = reply.requested_format(call.headers.get("accept", ""), raw=True, msgpack=False)
     if format_ in ("raw", "arrow") and kind != "float":
-        message = f"Accept: {format_} replies of this route hold float32; /v1/encode also returns other types"
-        raise InvalidInput(message, reason="unsupported_dtype", param="Accept")
+        message = f"{format_} replies of this route hold float32; /v1/encode also returns other types"
+        raise InvalidInput.at("Accept", message, reason="unsupported_dtype")
     if format_ != "json" and is_late:
-        message = f"Accept: {format_} replies cannot contain chunks, but JSON can"
-        raise InvalidInput(message, reason="unsupported_output", param="Accept")
+        message = f"{format_} replies cannot contain chunks, but JSON can"
+        raise InvalidInput.at("Accept", message, reason="unsupported_output")
     parameters = cut | _parameters(body, resolved.entry)
     with fields.named(
         output_types="model", **({"dimensions": "output_dimension"} if body.get("dimensions") is None else {})
@@ -67,7 +67,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     if format_ == "raw":
         native.check_raw(understood.options.run)
     if is_late and understood.options.run.is_query:
-        raise InvalidInput("late_chunking: a query has no chunks", reason="schema", param="late_chunking")
+        raise InvalidInput.at("late_chunking", "a query has no chunks")
     await check_tokens(inference, call, understood, "input", MAX_TOKENS)
     finished = await inference.execute(call, understood)
     if format_ == "raw":
@@ -76,11 +76,6 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
         finished.check("input")
         return native.arrow_answer(call, finished)
     return _answer(call, finished, kind, is_base64=is_base64)
-
-
-def _encoding(body: fields.Body, entry: ModelEntry) -> str:
-    """Return the vocabulary of the token ids, named by the request or the model's entry; empty if by neither."""
-    return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
 
 
 def _has_ids(body: fields.Body) -> bool:
@@ -103,8 +98,8 @@ def _parameters(body: fields.Body, entry: ModelEntry) -> dict[str, Any]:
         "options",
     )
     if fields.flag(body, "return_multivector"):
-        message = "return_multivector: expected false or null, this route returns one vector for each input"
-        raise InvalidInput(message, reason="schema", param="return_multivector")
+        message = "expected false or null, this route returns one vector for each input"
+        raise InvalidInput.at("return_multivector", message)
     if parameters.get("dimensions") == 0:  # Infinity's client sends 0 if it wants all dimensions
         del parameters["dimensions"]
     width = fields.whole(body, "output_dimension", 1)
@@ -170,8 +165,7 @@ def _document(items: Sequence[RequestItem]) -> RequestItem:
     """Return the inputs as one document with a chunk for each input. Raises InvalidInput for inputs without a text."""
     texts = [item.text or "" for item in items if not item.files and not item.links]
     if len(texts) < len(items) or not all(texts):
-        message = "late_chunking: expected texts, the chunks of one document, in their order"
-        raise InvalidInput(message, reason="schema", param="late_chunking")
+        raise InvalidInput.at("late_chunking", "expected texts, the chunks of one document, in their order")
     return joined_texts.joined(texts, "input")
 
 
@@ -204,13 +198,13 @@ def _sound(value: Any, path: str) -> RequestItem:
 
 def _check_text(text: str, path: str) -> None:
     if not text:
-        raise InvalidInput(f"{path}: expected a text that is not empty", reason="empty_item", param=path)
+        raise InvalidInput.at(path, "expected a text that is not empty", reason="empty_item")
     bodies.utf8(text, path)
 
 
 def _too_many(tokens: int, name: str, limit: int) -> InvalidInput:
-    message = f"{name}: got {tokens} tokens, at most {limit} are allowed for all inputs together"
-    return InvalidInput(message, reason="too_many_tokens", param=name, extras={"limit": limit})
+    message = f"got {tokens} tokens, at most {limit} are allowed for all inputs together"
+    return InvalidInput.at(name, message, reason="too_many_tokens", extras={"limit": limit})
 
 
 async def check_tokens(inference: Inference, call: Call, request: PlannedRequest, name: str, limit: int) -> None:

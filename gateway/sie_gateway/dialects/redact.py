@@ -91,17 +91,17 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
         results.append(await inference.execute(own, planned))
         results[-1].check()
     call.finished = finished = results[0]
+    tokens = sum(result.usage["prompt_tokens"] for result in results)
+    finished.usage = {**finished.usage, "prompt_tokens": tokens, "total_tokens": tokens}
     began_s = time.perf_counter()
     size = sum(len(item.text or "") for item in items)
     one_thread = inference.one_thread if size >= _ASIDE else None
     shared = finished.shared(explain=call.explains)
-    tokens = sum(result.usage["prompt_tokens"] for result in results)
     warnings = [warning for _, planned in plans for warning in planned.options.warnings]
     content = {
         "model": resolved.requested,
         "items": [slot async for slot in _slots(call, results, rules, one_thread)],
         **shared,
-        "usage": {**finished.usage, "prompt_tokens": tokens, "total_tokens": tokens},
         **({"warnings": list(dict.fromkeys(warnings))} if warnings else {}),
     }
     format_ = reply.requested_format(call.headers.get("accept", ""), body_is_msgpack=is_msgpack)
@@ -111,7 +111,6 @@ async def redact(inference: Inference, call: Call, raw: bytes) -> EncodedReply:
     failed = sum("error" in slot for slot in content["items"])
     headers = {
         **finished.headers(finished.reported_times),
-        "X-SIE-Units-Input-Tokens": str(tokens),
         **({"X-SIE-Failed-Items": str(failed)} if failed else {}),
     }
     return EncodedReply(data, content_type, headers)
@@ -146,8 +145,7 @@ def _further(inference: Inference, call: Call, first: Resolved, rules: Redaction
         with fields.named(model=f"models[{number}]"):
             resolved = checked(inference.resolve(name, call, CAN["redact"]), "redact")
         if resolved.canonical in [model.canonical for model in models]:
-            message = f"models[{number}]: expected a further model, this one reads the texts already"
-            raise InvalidInput(message, reason="schema", param=f"models[{number}]")
+            raise InvalidInput.at(f"models[{number}]", "expected a further model, this one reads the texts already")
         models.append(resolved)
     return models[1:]
 
@@ -222,11 +220,11 @@ def _check_texts(items: Sequence[RequestItem]) -> None:
     for index, item in enumerate(items):
         path = f"items[{index}]"
         if item.text is None or item.modalities:
-            message = f"{path}: expected a text and nothing else, only texts are redacted"
-            raise InvalidInput(message, reason="unsupported_modality", param=path)
+            message = "expected a text and nothing else, only texts are redacted"
+            raise InvalidInput.at(path, message, reason="unsupported_modality")
         if len(item.text) > MAX_TEXT:
-            message = f"{path}.text: it has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
-            raise InvalidInput(message, reason="too_long", param=f"{path}.text", extras={"limit": MAX_TEXT})
+            message = f"it has {len(item.text)} code points, at most {MAX_TEXT} are redacted"
+            raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})
 
 
 async def _slots(
@@ -306,7 +304,7 @@ def model_spans(text: str, outcome: Outcome, path: str) -> list[SensitiveSpan]:
     if not isinstance(outcome, Ok) or "entities" not in (outcome.data or {}):
         raise InferenceFailed("the model returned no list of entities")
     if outcome.truncated:
-        raise InvalidInput(f"{path}: longer than the model reads", reason="input_too_long", param=path)
+        raise InvalidInput.at(path, "longer than the model reads", reason="input_too_long")
     spans = []
     for entity in (outcome.data or {})["entities"]:
         start, end = entity.get("start"), entity.get("end")

@@ -118,9 +118,7 @@ def _document(value: Any, path: str, names: list[str] | None, *, reads_images: b
     if names:
         fields_present = [value[name] for name in names if value.get(name) is not None]
         if not fields_present:
-            raise InvalidInput(
-                f"{path}: expected at least one of the rank_fields, got none", reason="empty_item", param=path
-            )
+            raise InvalidInput.at(path, "expected at least one of the rank_fields, got none", reason="empty_item")
         for text in fields_present:
             if not isinstance(text, str | int | float) or isinstance(text, bool):
                 raise fields.refused(path, text, "strings or numbers in its rank_fields")

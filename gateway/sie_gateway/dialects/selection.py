@@ -75,7 +75,7 @@ def model_for(inference: Inference, call: Call, capability: Capability, named: A
     if call.resolved is not None:
         return call.resolved
     if named is not None and not isinstance(named, str):
-        raise InvalidInput(f"model: expected a string, got {describe(named)}", reason="schema", param="model")
+        raise InvalidInput.at("model", f"expected a string, got {describe(named)}")
     if named and named != NOT_NAMED:
         return inference.resolve(named, call, CAN[capability])
     defaults = inference.default_models
@@ -85,5 +85,5 @@ def model_for(inference: Inference, call: Call, capability: Capability, named: A
     if len(able) == 1:
         return inference.resolve(able[0])
     here = f"{len(able)} models here could do this" if able else "no model here can do this"
-    message = f"model: expected the name of a model; {here}, and SIE_DEFAULT_MODELS names none for {capability}"
-    raise InvalidInput(message, reason="model_required", param="model")
+    message = f"expected the name of a model; {here}, and SIE_DEFAULT_MODELS names none for {capability}"
+    raise InvalidInput.at("model", message, reason="model_required")

@@ -92,7 +92,7 @@ async def _transcribe(task: str, inference: Inference, call: Call, raw: bytes) -
     file = await beside(raw, lambda: form.whole(raw))
     resolved = able(inference, call, "transcribe", form.fields.get("model"))
     if not file:
-        raise InvalidInput("file: expected a sound file, got 0 bytes", reason="empty_item", param="file")
+        raise InvalidInput.at("file", "expected a sound file, got 0 bytes", reason="empty_item")
     write = _writer(form)
     parameters: dict[str, Any] = {"task": task} if task == "translate" else {}
     if prompt := form.fields.get("prompt", "").strip():

@@ -51,14 +51,14 @@ def load(name: str) -> dict[int, bytes]:
     file = path(name)
     if file is None:
         message = (
-            f"token_encoding: this gateway cannot read ids of {name}: send texts, or install sie-cluster[openai-tokens]"
+            f"this gateway cannot read ids of {name}: send texts, or install sie-cluster[openai-tokens]"
             f" there; {OWN_IDS}"
         )
-        raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
+        raise InvalidInput.at("token_encoding", message, reason="unsupported_modality")
     data = gzip.decompress(file.read_bytes())
     if hashlib.sha256(data).hexdigest() != _DIGESTS[name]:
-        message = f"token_encoding: the {name} that is installed at this gateway differs from the published file"
-        raise InvalidInput(message, reason="unsupported_modality", param="token_encoding")
+        message = f"the {name} that is installed at this gateway differs from the published file"
+        raise InvalidInput.at("token_encoding", message, reason="unsupported_modality")
     pairs = (line.split() for line in data.splitlines())
     return {int(number): base64.b64decode(token) for token, number in pairs} | _SPECIAL[name]
 

@@ -1,7 +1,7 @@
 """Requests for models that no worker has loaded. The gateway holds such a request for a limited time. The drawing shows
 what happens when this time ends. In addition, the demand is recorded for autoscalers.
 
-held until the end of the hold ──► a worker has loaded the model: go on waiting
+held until the end of the hold ──► a worker has loaded the model: go on waiting, until no worker of the lane is left
                                ──► a worker loads the model: MODEL_LOADING
                                ──► no worker of the lane is ready: PROVISIONING (202 to clients that expect it)
                                ──► a worker is ready and has not begun to load: go on waiting
@@ -159,11 +159,14 @@ class ColdStarts:
             for lane in [lane for lane in entries if lane.pool == pool]:
                 del entries[lane]
 
-    def check(self, lane: Lane, residency: str) -> bool:
+    def check(self, lane: Lane, residency: str, *, was_hosted: bool = False) -> bool:
         """Decide at the end of the hold whether a request may wait on: return True if a worker has loaded the model,
         False if a ready worker may soon begin the load. Raises ModelLoading, NotProvisioned.
+
+        `was_hosted`: an earlier check of this request returned True. Its work is in the queue or at a worker then, so
+        it also waits while the worker is started again or loads the model again.
         """
-        if self._fleet.hosts(lane, residency):
+        if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_alive(lane)):
             return True
         self.requested(lane)
         left_s = self._fleet.loading_left_s(lane, residency)

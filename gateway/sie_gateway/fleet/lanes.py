@@ -32,6 +32,7 @@ STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that a worker may report before it is ready itself
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
 NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
+LOST_S = 5.0  # seconds by which the loss of the connection to a frozen broker is noticed later than missing heartbeats
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -128,6 +129,8 @@ class Fleet:
         self._loading_s: dict[str, dict[str, float]] = {}
         # (time of the last computation, ids of the models on disks)
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
+        # last time at which `is_lane_alive` saw no connection to the broker
+        self._disconnected_s = -math.inf
         self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
@@ -181,7 +184,7 @@ class Fleet:
                     del self._statuses[status.model]
 
     def _join(self, beat: Heartbeat) -> None:
-        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        key = beat.lane
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = _LaneWorkers()
@@ -193,7 +196,7 @@ class Fleet:
         beat = self._healthy.pop(worker, None)
         if beat is None:
             return
-        key = Lane(beat.pool, beat.machine_profile, beat.bundle)
+        key = beat.lane
         lane = self._lanes[key]
         lane.drop(beat)
         if not lane.beats:
@@ -225,6 +228,19 @@ class Fleet:
         """Return whether the last heartbeat of a worker is in time, even if the worker is not ready."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
+    def is_lane_alive(self, lane: Lane) -> bool:
+        """Return whether a worker of this lane may still have work: its last heartbeat, ready or not, is less
+        than LOST_S seconds overdue. After a loss of the connection to the broker, heartbeats are awaited as long.
+        """
+        now_s = self._clock()
+        since_s = now_s - self._timeout_s - LOST_S
+        if not self._bus.connected:
+            self._disconnected_s = now_s
+        return self._disconnected_s > since_s or any(
+            seen_s > since_s and Lane(beat.pool, beat.machine_profile, beat.bundle) == lane
+            for seen_s, beat in self._seen.values()
+        )
+
     def listens(self, worker: str) -> bool:
         """Return whether a worker reports that it subscribes to the subject on which it is told its pool."""
         return worker in self._seen and self._seen[worker][1].listens
@@ -245,7 +261,7 @@ class Fleet:
         silent: dict[Lane, list[Heartbeat]] = {}
         for name, (_, beat) in self._seen.items():
             if name not in self._healthy and beat.ready and not beat.leaving:
-                silent.setdefault(Lane(beat.pool, beat.machine_profile, beat.bundle), []).append(beat)
+                silent.setdefault(beat.lane, []).append(beat)
         return silent
 
     def worker_names(self) -> Collection[str]:
@@ -472,10 +488,10 @@ def _in_order(resolved: Resolved, configured: Sequence[str]) -> list[str]:
 
 def _excluded(resolved: Resolved, param: str, why: str) -> InvalidInput:
     allowed = resolved.entry.machine_profiles
-    return InvalidInput(
-        f"{param}: {resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
+    return InvalidInput.at(
+        param,
+        f"{resolved.entry.id} runs only on {', '.join(allowed)} (machine_profiles of its entry), {why}",
         reason="machine_profile_excluded",
-        param=param,
         extras={"machine_profiles": list(allowed)},
     )
 
@@ -485,10 +501,10 @@ def _configured(requested: str, configured: tuple[str, ...]) -> str:
     key = requested.strip().lower()
     profile = names.get(key) or names.get(f"{key}-spot")
     if profile is None:
-        raise InvalidInput(
-            f"X-SIE-MACHINE-PROFILE: {key[:60]!r} is not configured",
+        raise InvalidInput.at(
+            "X-SIE-MACHINE-PROFILE",
+            f"{key[:60]!r} is not configured",
             reason="gpu_not_configured",
-            param="X-SIE-MACHINE-PROFILE",
             extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": list(configured)},
         )
     return profile

@@ -81,7 +81,7 @@ class Placer:
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
         # changes of stored tables that arrived during the running step and are applied after it; None while no step
         # runs
-        self._held: list[Callable[[], None]] | None = None
+        self._held: list[Callable[[], object]] | None = None
         self._planners: dict[Lane, Planner] = {}
         # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
         # tokens
@@ -102,15 +102,12 @@ class Placer:
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
-        self._when_looked(lambda: self._put(key, value, revision))
-
-    def _put(self, key: str, value: StoredPart | None, revision: int) -> None:
-        self._stored(topology.lane_key_of(key)).put(key, value, revision)
+        self._when_looked(lambda: self._stored(topology.lane_key_of(key)).put(key, value, revision))
 
     def _on_lost(self) -> None:
         self._when_looked(self._tables.clear)
 
-    def _when_looked(self, take: Callable[[], None]) -> None:
+    def _when_looked(self, take: Callable[[], object]) -> None:
         """Call `take` now, or at the end of the step if one is running."""
         if self._held is not None:
             self._held.append(take)
@@ -164,13 +161,10 @@ class Placer:
         """Update all tables until `stop`: each EVERY_S, and at once if a model without a host gets work."""
         trouble = Trouble(_logger, "not every placement table could be computed")
         while not await stop.wait_for(COLD_GAP_S) and not await stop.wait_woken(self._cold, EVERY_S):
-            try:
+            with trouble.logged(BrokerError):
                 if trouble.lasting or self._record.is_stale:  # the broker may have lost the bucket
                     await self.start()
                 await self.step()
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
 
     async def step(self) -> None:
         """Update the table of every lane once. Raises BrokerError."""

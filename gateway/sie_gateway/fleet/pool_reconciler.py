@@ -81,15 +81,12 @@ class PoolReconciler:
         """Call `step` after each change, and at least every EVERY_S seconds, until `stop`."""
         trouble = Trouble(_logger, "reservations are not updated for now")
         while not await stop.wait_woken(self._record.woken, EVERY_S) and not await stop.wait_for(GAP_S):
-            try:
+            with trouble.logged(BrokerError):
                 if trouble.lasting or self._record.is_stale:
                     await self._record.follow()
                 if math.isinf(self._clock.margin_s):  # leases end by the broker's time: measure its offset first
                     await self._clock.measure()
                 await self.step()
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
         if self._is_leader:
             with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
                 await self._lease.release()

@@ -34,24 +34,6 @@ def not_found(name: str) -> PoolNotFound:
     return PoolNotFound(f"there is no pool {shown(name)[:70]!r}, or its lease has ended", param="name")
 
 
-def exists(name: str, pool: api.Pool) -> PoolConflict:
-    """Return the error for a new reservation with the name of a pool that the operator configured. `pool`: its Pool
-    object.
-    """
-    return PoolConflict(
-        f"name: a pool {shown(name)!r} exists and is no reservation",
-        param="name",
-        extras={"pool": msgspec.to_builtins(pool)},
-    )
-
-
-def exists_elsewhere(name: str) -> PoolConflict:
-    """Return the error for a new reservation whose name is taken by a reservation of another key. It reveals nothing
-    else.
-    """
-    return PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
-
-
 # ---- changes of the record
 
 
@@ -65,7 +47,8 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     name = spec.name
     present = record.pools.get(name)
     if present is not None and not grant.owns(present.owner):
-        raise exists_elsewhere(name)
+        # the error reveals nothing else of a reservation of another key
+        raise PoolConflict(f"name: {name!r} is taken by a reservation of another key", param="name")
     if name in record.ended or (present is not None and now_s >= present.expires_s):
         raise QueueUnavailable(f"an earlier pool {name!r} is being removed: try again")
     if present is None and len(record.pools) >= MAX_RESERVATIONS:

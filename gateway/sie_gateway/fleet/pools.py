@@ -16,6 +16,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+import msgspec
+
 from sie_broker import BrokerError, Entry, Store, TopologyMismatch, Write, WrongRevision
 from sie_broker.record import Record, RecordBucket
 from sie_contracts.api import operations as api
@@ -209,7 +211,9 @@ class PoolDirectory:
         """
         name = spec.name
         if name in self.record.own or name in self._physical():
-            raise pool_rules.exists(name, self.pool(name, grant))
+            message = f"name: a pool {pool_rules.shown(name)!r} exists and is no reservation"
+            pool = msgspec.to_builtins(self.pool(name, grant))
+            raise PoolConflict(message, param="name", extras={"pool": pool})
         await self.record.until_removed(name)
         now_s = self._clock.now_s()
         is_new = False

@@ -17,7 +17,7 @@ import time
 from asyncio import Event
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from sie_broker import BrokerError, Bus
 from sie_contracts.api.residency import ResidencyState
@@ -30,9 +30,6 @@ from sie_gateway.fleet.demand import ColdStarts
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.placement import Placer
 from sie_runtime.process import Stop, Trouble
-
-if TYPE_CHECKING:
-    pass
 
 EVERY_S = 0.5
 AGAIN_S = 2.0  # seconds before a message is sent again: it may be lost, or a worker with an old catalogue may ignore it
@@ -122,8 +119,7 @@ class Residencies:
         placed: dict[Lane, list[tuple[Heartbeat, ModelStatus]]] = {}
         for beat, status in self._fleet.model(resolved.residency)[1]:
             if status.state in _HERE and where.means(beat.pool, beat.machine_profile):
-                lane = Lane(beat.pool, beat.machine_profile, beat.bundle)
-                placed.setdefault(lane, []).append((beat, status))
+                placed.setdefault(beat.lane, []).append((beat, status))
                 await self._publish(beat, "unload", resolved.residency)
         return [Placed(resolved.canonical, lane, "unloading", reports) for lane, reports in sorted(placed.items())]
 
@@ -145,13 +141,10 @@ class Residencies:
     async def run(self, stop: Stop) -> None:
         trouble = Trouble(_logger, "loads that operators requested could not be sent to workers")
         while not await stop.wait_woken(self._wake, EVERY_S if self._wishes else None):
-            try:
+            with trouble.logged(BrokerError):
                 for (lane, residency), wish in list(self._wishes.items()):
                     if await self._is_over(lane, residency, wish):
                         self._wishes.pop((lane, residency), None)
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
 
     async def _is_over(self, lane: Lane, residency: str, wish: _Wish) -> bool:
         """Do the next step of a wish (a requested load). Return whether it has ended. Raises BrokerError."""

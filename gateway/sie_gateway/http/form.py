@@ -28,9 +28,7 @@ class Form:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY_BYTES:
-            raise InvalidInput(
-                "Content-Type: expected multipart/form-data with a boundary", reason="malformed", param="Content-Type"
-            )
+            raise InvalidInput.at("Content-Type", "expected multipart/form-data with a boundary", reason="malformed")
         self.fields: dict[str, str] = {}
         self.lists: dict[str, list[str]] = {name: [] for name in listed}
         self.file_name = ""
@@ -83,7 +81,7 @@ class Form:
         if not self._is_complete:
             raise _malformed("it ends before its last boundary")
         if not self._has_file:
-            raise InvalidInput("file: the form has no file of this name", reason="schema", param="file")
+            raise InvalidInput.at("file", "the form has no file of this name")
 
     def _on_part_begin(self) -> None:
         self._disposition, self._value = b"", bytearray()
@@ -110,14 +108,11 @@ class Form:
         self._count += not self._in_file
         is_second = self._field in self.fields or (self._in_file and self._has_file)
         if is_second or self._count > MAX_FIELDS:
-            message = f"{self._field[:80]}: the form has this field twice, or more than {MAX_FIELDS} fields"
-            raise InvalidInput(message, reason="schema", param=self._field[:80])
+            raise InvalidInput.at(self._field[:80], f"the form has this field twice, or more than {MAX_FIELDS} fields")
         if not self._in_file:
             return
         if self._field != "file":
-            raise InvalidInput(
-                f"{self._field[:80]}: expected a file only in the field `file`", reason="schema", param=self._field[:80]
-            )
+            raise InvalidInput.at(self._field[:80], "expected a file only in the field `file`")
         name = _text(options[b"filename"], "the name of the file")
         check_name(name)
         self.file_name, self._has_file = name, True
@@ -128,8 +123,7 @@ class Form:
             return
         self._value += data[start:end]
         if len(self._value) > MAX_FIELD_BYTES:
-            message = f"{self._field[:80]}: expected at most {MAX_FIELD_BYTES} bytes"
-            raise InvalidInput(message, reason="schema", param=self._field[:80])
+            raise InvalidInput.at(self._field[:80], f"expected at most {MAX_FIELD_BYTES} bytes")
 
     def _on_part_end(self) -> None:
         if self._in_file:
@@ -152,11 +146,11 @@ def _text(data: bytes, field_name: str) -> str:
 
 
 def _malformed(why: str) -> InvalidInput:
-    return InvalidInput(f"body: {why}", reason="malformed", param="body")
+    return InvalidInput.at("body", why, reason="malformed")
 
 
 def check_name(name: str) -> None:
     """Raise InvalidInput unless the name of a file has 1 to MAX_NAME_CHARS printable characters."""
     if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
-        message = f"file: expected a name of 1 to {MAX_NAME_CHARS} printable characters, got {len(name)} characters"
-        raise InvalidInput(message, reason="schema", param="file")
+        message = f"expected a name of 1 to {MAX_NAME_CHARS} printable characters, got {len(name)} characters"
+        raise InvalidInput.at("file", message)

@@ -110,7 +110,7 @@ def count(body: bytes, *, msgpack: bool) -> int:
     try:
         return plain.count(body, msgpack=msgpack)
     except plain.Malformed as error:
-        raise InvalidInput(f"body: {error}", reason=error.reason, param="body") from None
+        raise InvalidInput.at("body", str(error), reason=error.reason) from None
 
 
 def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
@@ -120,9 +120,9 @@ def decode(body: bytes, *, msgpack: bool) -> Mapping[str, Any]:
     try:
         value = (plain.from_msgpack if msgpack else plain.from_json)(body, is_counted=True)
     except plain.Malformed as error:
-        raise InvalidInput(f"body: {error}", reason=error.reason, param="body") from None
+        raise InvalidInput.at("body", str(error), reason=error.reason) from None
     if not isinstance(value, dict):
-        raise InvalidInput(f"body: expected a map, got {describe(value)}", reason="schema", param="body")
+        raise InvalidInput.at("body", f"expected a map, got {describe(value)}")
     return value
 
 
@@ -136,15 +136,12 @@ def items(body: Mapping[str, Any], *, limit: int) -> tuple[RequestItem, ...]:
         raw = [raw]
     if raw is None or raw == []:
         instead = in_its_place(body, "items", FIELDS) if raw is None else ""
-        raise InvalidInput(f"{name}: expected at least one item{instead}", reason="empty_items", param=name)
+        raise InvalidInput.at(name, f"expected at least one item{instead}", reason="empty_items")
     if not isinstance(raw, list):
-        raise InvalidInput(f"{name}: expected a list of items, got {describe(raw)}", reason="schema", param=name)
+        raise InvalidInput.at(name, f"expected a list of items, got {describe(raw)}")
     if len(raw) > limit:
-        raise InvalidInput(
-            f"{name}: got {len(raw)} items, at most {limit} are allowed",
-            reason="too_many_items",
-            param=name,
-            extras={"limit": limit},
+        raise InvalidInput.at(
+            name, f"got {len(raw)} items, at most {limit} are allowed", reason="too_many_items", extras={"limit": limit}
         )
     inputs = tuple(_item(value, f"{name}[{index}]") for index, value in enumerate(raw))
     _check_chunks(inputs, name)
@@ -159,16 +156,15 @@ def _check_chunks(inputs: Sequence[RequestItem], name: str) -> None:
     spans = sum(len(item.chunks.spans) // 8 for item in inputs if item.chunks is not None)
     if spans > chunk_fields.MAX_REQUEST_CHUNKS:
         limit = chunk_fields.MAX_REQUEST_CHUNKS
-        message = f"{name}: they have {spans} chunks in all, at most {limit} are allowed: send fewer items"
-        raise InvalidInput(message, reason="too_many_chunks", param=name, extras={"limit": limit})
+        message = f"they have {spans} chunks in all, at most {limit} are allowed: send fewer items"
+        raise InvalidInput.at(name, message, reason="too_many_chunks", extras={"limit": limit})
 
 
 def query(body: Mapping[str, Any]) -> RequestItem:
     """Read the query to which the items are compared. Raises InvalidInput with the reason `schema`."""
     raw = body.get("query")
     if raw is None:
-        message = f"query: missing{in_its_place(body, 'query', FIELDS)}"
-        raise InvalidInput(message, reason="schema", param="query")
+        raise InvalidInput.at("query", f"missing{in_its_place(body, 'query', FIELDS)}")
     return _item(raw, "query")
 
 
@@ -215,7 +211,7 @@ def _item(value: Any, path: str) -> RequestItem:
     if isinstance(value, str):
         return RequestItem(utf8(value, path))
     if not isinstance(value, dict):
-        raise InvalidInput(f"{path}: expected a map or a string, got {describe(value)}", reason="schema", param=path)
+        raise InvalidInput.at(path, f"expected a map or a string, got {describe(value)}")
     # shortcut for the most common item, a map with only a text: it takes a third of the time
     if len(value) == 1 and isinstance(text := value.get("text"), str):
         return RequestItem(utf8(text, path))
@@ -223,10 +219,8 @@ def _item(value: Any, path: str) -> RequestItem:
     metadata = value.get("metadata")
     if metadata is not None and not _is_portable(metadata):
         where = f"{path}.metadata"
-        message = (
-            f"{where}: the reply cannot repeat numbers above 64 bits, not finite ones, or keys that are no strings"
-        )
-        raise InvalidInput(message, reason="schema", param=where)
+        message = "the reply cannot repeat numbers above 64 bits, not finite ones, or keys that are no strings"
+        raise InvalidInput.at(where, message)
     # `_is_unset`, not `entry != []`: a multivector may be an array, which would be compared element by element
     used = tuple(
         modality
@@ -310,7 +304,7 @@ def _vectors(value: Any, path: str) -> arrays.Array:
     try:
         return arrays.multivector(value)
     except ValueError as error:
-        raise InvalidInput(f"{path}: {error}", reason="schema", param=path) from error
+        raise InvalidInput.at(path, str(error)) from error
 
 
 def _is_portable(value: Any) -> bool:
@@ -333,9 +327,7 @@ def _optional_text(value: Mapping[str, Any], name: str, path: str) -> str | None
     if text is None:
         return None
     if not isinstance(text, str):
-        raise InvalidInput(
-            f"{path}.{name}: expected a string or null, got {describe(text)}", reason="schema", param=f"{path}.{name}"
-        )
+        raise InvalidInput.at(f"{path}.{name}", f"expected a string or null, got {describe(text)}")
     return utf8(text, f"{path}.{name}")
 
 
@@ -345,8 +337,8 @@ def utf8(text: str, path: str) -> str:
         try:
             utf8_bytes(text)
         except UnicodeEncodeError as error:
-            raise InvalidInput(
-                f"{path}: holds a lone surrogate, which is not valid Unicode", reason="malformed", param=path
+            raise InvalidInput.at(
+                path, "holds a lone surrogate, which is not valid Unicode", reason="malformed"
             ) from error
     return text
 
@@ -356,9 +348,9 @@ def token_ids(value: Any, path: str) -> tuple[int, ...]:
     reason schema, empty_item or bad_token_id.
     """
     if not isinstance(value, list):
-        raise InvalidInput(f"{path}: expected a list of token ids, got {describe(value)}", reason="schema", param=path)
+        raise InvalidInput.at(path, f"expected a list of token ids, got {describe(value)}")
     if not value:
-        raise InvalidInput(f"{path}: expected at least one token id", reason="empty_item", param=path)
+        raise InvalidInput.at(path, "expected at least one token id", reason="empty_item")
     if set(map(type, value)) != {int}:
         index, wrong = next((index, token) for index, token in enumerate(value) if type(token) is not int)
         raise InvalidInput(f"{path}[{index}]: expected a token id, got {describe(wrong)}", reason="schema", param=path)

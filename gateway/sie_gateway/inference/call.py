@@ -34,7 +34,7 @@ from sie_gateway.admission.grant import ANYBODY, Charge, Grant
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.reattach import ClientGone
 from sie_runtime import control_group
-from sie_runtime.http.server import Body, Receive
+from sie_runtime.http.asgi import Body, Receive
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem
@@ -154,10 +154,8 @@ def route_key(call: Call | None) -> str:
     if not named:
         return f"key {call.key}" if call.key else f"client {call.client}"
     if len(named) > MAX_KEY_CHARS or not (named.isascii() and named.isprintable()):
-        message = (
-            f"{ROUTE_KEY}: expected at most {MAX_KEY_CHARS} printable ASCII characters, got {len(named)} characters"
-        )
-        raise InvalidInput(message, reason="schema", param=ROUTE_KEY)
+        message = f"expected at most {MAX_KEY_CHARS} printable ASCII characters, got {len(named)} characters"
+        raise InvalidInput.at(ROUTE_KEY, message)
     return f"named {named}"
 
 
@@ -165,7 +163,7 @@ def cache_mode(headers: Mapping[str, str]) -> str:
     """Return the value of X-SIE-Cache; empty if the client has not sent it. Raises InvalidInput."""
     mode = headers.get(_CACHE_HEADER, "")
     if mode not in ("", "no-store", "only"):
-        raise InvalidInput(f"{CACHE}: expected no-store or only", reason="schema", param=CACHE)
+        raise InvalidInput.at(CACHE, "expected no-store or only")
     return mode
 
 

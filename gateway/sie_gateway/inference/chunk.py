@@ -22,7 +22,7 @@ from sie_contracts.models.entries import ModelEntry
 from sie_contracts.models.options import TOKEN_STATES
 from sie_contracts.models.output_schemas import decisions_of, parts_of
 from sie_contracts.wire import messages
-from sie_contracts.wire.messages import Ok, Operation, RunOptions, WorkResult
+from sie_contracts.wire.messages import Operation, RunOptions
 from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import MAX_BODY_BYTES, RequestItem, sizes
 from sie_gateway.inference.images import pixels
@@ -194,18 +194,6 @@ def _files_of(item: RequestItem, shared: int) -> ItemFiles:
     if item.document is None:
         return ItemFiles(len(item.files) + shared, item.file_bytes)
     return ItemFiles(len(item.files) - 1 + shared, item.file_bytes, documents.cost(len(item.document.data)))
-
-
-def document_tokens(items: Sequence[RequestItem], results: Sequence[WorkResult]) -> int:
-    """Return the tokens that the parsed documents among the items cost: workers report none for a document."""
-    if all(item.document is None for item in items):
-        return 0
-    outcomes = (outcome for result in results for outcome in result.outcomes)
-    return sum(
-        documents.cost(len(item.document.data))
-        for item, outcome in zip(items, outcomes, strict=True)
-        if item.document is not None and isinstance(outcome, Ok)
-    )
 
 
 def estimated_tokens(size_bytes: int, max_tokens: int) -> int:

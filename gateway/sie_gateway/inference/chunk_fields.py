@@ -36,8 +36,8 @@ def read(item: Mapping[str, Any], text: str | None, path: str) -> TextChunks | N
     if not text:
         raise _bad(where, "only an item with a text has chunks")
     if len(text) > MAX_TEXT:
-        message = f"{path}.text: it has {len(text)} code points, a text with chunks at most {MAX_TEXT}"
-        raise InvalidInput(message, reason="too_long", param=f"{path}.text", extras={"limit": MAX_TEXT})
+        message = f"it has {len(text)} code points, a text with chunks at most {MAX_TEXT}"
+        raise InvalidInput.at(f"{path}.text", message, reason="too_long", extras={"limit": MAX_TEXT})
     if isinstance(value, list):
         return TextChunks(spans=_spans(value, len(text), where), context=context)
     if isinstance(value, dict):
@@ -59,7 +59,7 @@ def step_of(rule: ChunkRule) -> int:
 
 def _bad(path: str, message: str, reason: str = "schema", limit: int = 0) -> InvalidInput:
     extras = {"limit": limit} if limit else None
-    return InvalidInput(f"{path}: {message}", reason=reason, param=path, extras=extras)
+    return InvalidInput.at(path, message, reason=reason, extras=extras)
 
 
 def _spans(value: list[Any], length: int, path: str) -> bytes:

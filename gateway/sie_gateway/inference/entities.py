@@ -22,8 +22,8 @@ def mentions(item: RequestItem) -> tuple[Mention, ...]:
     if not isinstance(entities, list):
         raise bad(_PATH, entities, "a list of entities")
     if len(entities) > MAX_MENTIONS:
-        message = f"{_PATH}: got {len(entities)} entities, at most {MAX_MENTIONS} are paired"
-        raise InvalidInput(message, reason="schema", param=_PATH, extras={"limit": MAX_MENTIONS})
+        message = f"got {len(entities)} entities, at most {MAX_MENTIONS} are paired"
+        raise InvalidInput.at(_PATH, message, extras={"limit": MAX_MENTIONS})
     return tuple(_mention(entity, f"{_PATH}[{index}]", len(item.text or "")) for index, entity in enumerate(entities))
 
 

@@ -137,7 +137,7 @@ class Inference:
         """
         catalogue = self.catalogue
         if ".." in spec.split("/"):
-            raise InvalidInput("model: '..' is not part of any name", reason="schema", param="model")
+            raise InvalidInput.at("model", "'..' is not part of any name")
         try:
             return catalogue.resolve(spec.removesuffix("/"), route_key(call) if catalogue.aliases else "")
         except ModelNotFound as error:
@@ -364,9 +364,7 @@ class Inference:
         if raw is None:
             return self._settings.gateway_request_timeout
         if not raw.isascii() or not raw.isdigit() or len(raw) > 6 or not 1 <= int(raw) <= 600_000:
-            raise InvalidInput(
-                "X-SIE-Timeout-Ms: expected a whole number from 1 to 600000", reason="schema", param="X-SIE-Timeout-Ms"
-            )
+            raise InvalidInput.at("X-SIE-Timeout-Ms", "expected a whole number from 1 to 600000")
         return min(int(raw) / 1000, self._settings.gateway_request_timeout)
 
     @staticmethod
@@ -376,7 +374,7 @@ class Inference:
             return "bulk"
         if raw == "interactive":
             return "interactive"
-        raise InvalidInput("X-SIE-Priority: expected interactive or bulk", reason="schema", param="X-SIE-Priority")
+        raise InvalidInput.at("X-SIE-Priority", "expected interactive or bulk")
 
     def lane(self, headers: Mapping[str, str], resolved: Resolved) -> Lane:
         """Return the lane of a request. Raises InvalidInput, PoolNotFound, BundleConflict, NotFound, NotProvisioned."""
@@ -387,10 +385,8 @@ class Inference:
             before, _, machine_profile = machine_profile.partition("/")
             named = _pool_name(before)
             if pool_header and pool != named:
-                raise InvalidInput(
-                    "X-SIE-Pool: differs from the pool in X-SIE-MACHINE-PROFILE",
-                    reason="pool_conflict",
-                    param="X-SIE-Pool",
+                raise InvalidInput.at(
+                    "X-SIE-Pool", "differs from the pool in X-SIE-MACHINE-PROFILE", reason="pool_conflict"
                 )
             pool = named
         return self._fleet.lane(resolved, pool=pool, machine_profile=machine_profile, known_pools=self._pools)
@@ -426,7 +422,7 @@ def _pool_name(value: str) -> str:
     try:
         return topology.pool_name(value) if value else topology.DEFAULT_POOL
     except ValueError as error:
-        raise InvalidInput(f"X-SIE-Pool: {error}", reason="pool_name", param="X-SIE-Pool") from error
+        raise InvalidInput.at("X-SIE-Pool", str(error), reason="pool_name") from error
 
 
 def _error_mode(call: Call) -> str:
@@ -435,7 +431,7 @@ def _error_mode(call: Call) -> str:
     """
     mode = call.headers.get("x-sie-on-item-error") or call.dialect.on_item_error
     if mode not in ("slot", "fail"):
-        raise InvalidInput("X-SIE-On-Item-Error: expected slot or fail", reason="schema", param="X-SIE-On-Item-Error")
+        raise InvalidInput.at("X-SIE-On-Item-Error", "expected slot or fail")
     return mode
 
 
@@ -443,7 +439,7 @@ def _check_remote(headers: Mapping[str, str]) -> None:
     """Raise InvalidInput if X-SIE-Remote has a value other than forbid (no remote server may get the inputs)."""
     named = headers.get("x-sie-remote")
     if named is not None and named.strip().lower() != "forbid":
-        raise InvalidInput("X-SIE-Remote: expected forbid", reason="schema", param="X-SIE-Remote")
+        raise InvalidInput.at("X-SIE-Remote", "expected forbid")
 
 
 async def _within(read: Callable[[], Awaitable[bytes]], budget_s: float) -> bytes:

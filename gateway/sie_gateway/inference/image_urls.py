@@ -173,18 +173,17 @@ class ImageUrls:
         urls = links(items, query)
         for link in urls:
             if not self._hosts:
-                message = f"{link.path}: got a URL, which is not fetched: send {EXPECTED}"
-                raise InvalidInput(message, reason="invalid_media", param=link.path)
+                message = f"got a URL, which is not fetched: send {EXPECTED}"
+                raise InvalidInput.at(link.path, message, reason="invalid_media")
             try:
                 self._target(link.url)
             except _Unfetched as error:
                 self._count(error.result)
-                message = f"{link.path}: {error}"
-                raise InvalidInput(message, reason="invalid_media", param=link.path, extras=error.extras) from None
+                raise InvalidInput.at(link.path, str(error), reason="invalid_media", extras=error.extras) from None
         if len(urls) > MAX_URLS:
             path = urls[MAX_URLS].path
-            message = f"{path}: the request has {len(urls)} URLs of images, at most {MAX_URLS} are fetched"
-            raise InvalidInput(message, reason="invalid_media", param=path, extras={"limit": MAX_URLS})
+            message = f"the request has {len(urls)} URLs of images, at most {MAX_URLS} are fetched"
+            raise InvalidInput.at(path, message, reason="invalid_media", extras={"limit": MAX_URLS})
 
     @contextlib.asynccontextmanager
     async def fetched(self, items: Sequence[RequestItem], until_s: float) -> AsyncIterator[list[RequestItem]]:

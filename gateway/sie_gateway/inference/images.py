@@ -178,8 +178,7 @@ def _single(value: Any, path: str, kind: str, expected: str, instead: str) -> Fi
     except _Undecodable as error:
         return File(b"", _fault(f"{path}: {error}", path).fault)
     if isinstance(file, Link):
-        message = f"{file.path}: got a URL, {kind} are not fetched: send {expected}"
-        raise InvalidInput(message, reason="invalid_media", param=file.path)
+        raise InvalidInput.at(file.path, f"got a URL, {kind} are not fetched: send {expected}", reason="invalid_media")
     return File(file)
 
 
@@ -214,8 +213,7 @@ def _file(
     """Return the bytes of a file, or the link to it. Raises _Undecodable, InvalidInput."""
     if isinstance(value, dict):
         if "nd" in value:
-            message = f"{path}: expected {expected}, got an array: send {instead}"
-            raise InvalidInput(message, reason="schema", param=path)
+            raise InvalidInput.at(path, f"expected {expected}, got an array: send {instead}")
         if not isinstance(value.get("format"), str | None):
             raise bad(f"{path}.format", value["format"], "a string or null")
         value, path = value.get("data"), f"{path}.data"

@@ -89,7 +89,7 @@ class Runner:
             error = failed.error
             if error.param.startswith("query"):  # the message already names the query
                 raise InvalidInput(error.message, reason=error.reason, param=error.param)
-            raise InvalidInput(f"query: {error.message}", reason=error.reason, param="query")
+            raise InvalidInput.at("query", f"{error.message}", reason=error.reason)
         refused = self.refused(request, takers)
         runnable = [index for index in range(len(request.items)) if index not in refused]
         if not runnable:
@@ -172,7 +172,7 @@ class Runner:
             telemetry.trace_chunks(call.span, published_s, finished.publish_ms, results, waits_ms)
         tokens = sum(map(tokens_of, results))
         if call.charge is not None:
-            call.charge.settle(tokens + chunk.document_tokens(items, results))
+            call.charge.settle(tokens)
         self._metrics.used(call.grant.name, tokens, device_seconds(results))
         return results
 
@@ -198,10 +198,10 @@ class Runner:
             except TimeoutError as error:
                 # also after `load_hold_s`, the begin of a load and the loss of the last worker end the wait with an
                 # error
-                hosted = hosted or self._cold.check(request.lane, request.resolved.residency)
+                hosted = self._cold.check(request.lane, request.resolved.residency, was_hosted=hosted)
                 if until_s >= deadline_s:
                     raise GatewayTimeout(f"no result within the budget of {call.budget_s:g} s") from error
-            until_s = deadline_s if hosted else min(deadline_s, time.perf_counter() + CHECK_AGAIN_S)
+            until_s = min(deadline_s, time.perf_counter() + CHECK_AGAIN_S)
 
 
 class _Sending:

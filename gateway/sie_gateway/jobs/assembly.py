@@ -21,7 +21,7 @@ from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_gateway.jobs.results import JobResults
 from sie_gateway.jobs.scheduler import JobScheduler
 from sie_gateway.jobs.service import JobService, Sweeper
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
 from sie_store.files import open_files
@@ -78,7 +78,7 @@ def assembled(
     engine = JobEngine(settings, inference, ledger, files, store, Credentials(grant_of_key, charge), route_of)
 
     def workers(job: JobRecord) -> int:
-        return sum(str(Lane(beat.pool, beat.machine_profile, beat.bundle)) == job.lane for beat in fleet.healthy())
+        return sum(str(beat.lane) == job.lane for beat in fleet.healthy())
 
     jobs = JobService(ledger, engine.check, workers, engine.remove, files.content, now_s)
     keeper = JobScheduler(

@@ -33,10 +33,20 @@ class DocumentReply(msgspec.Struct):
 
 
 class DocumentTexts:
-    """Parser of the documents of one job. `spec`: the name of the model that parses, with its profile."""
+    """Parser of the documents of one job. `spec`: the name of the model that parses, with its profile. `fingerprint`:
+    that of the parser in all earlier answers of the job; empty if there are none.
+    """
 
-    def __init__(self, client: JobClient, spec: str) -> None:
-        self._values = _ParserValues(client, spec)
+    def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:
+        self._values = _ParserValues(client, spec, fingerprint)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._values.fingerprint
+
+    def check(self, fingerprint: str) -> None:
+        """Check that the fingerprint is that of the parser in all earlier answers. Raises Halted."""
+        self._values.check(fingerprint)
 
     async def parsed(self, rows: Sequence[InputRow]) -> list[InputRow]:
         """Return the rows with the texts of their documents. A row whose document cannot be parsed gets a fault. Raises
@@ -54,8 +64,8 @@ class DocumentTexts:
 class _ParserValues(RowValues):
     """Answers of the parser, checked and reduced as soon as they arrive."""
 
-    def __init__(self, client: JobClient, spec: str) -> None:
-        super().__init__(client, spec, "extract", PARAMS, "")
+    def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:
+        super().__init__(client, spec, "extract", PARAMS, fingerprint)
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def _compute(self, inputs: Sequence[ModelInput]) -> list[RowAnswer]:

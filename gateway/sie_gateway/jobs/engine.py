@@ -27,7 +27,7 @@ from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.lines import BatchJob
 from sie_gateway.jobs.native import Before, JobPlaces, NativeJob, chunks_of
-from sie_gateway.jobs.run import JobProgress, JobWork
+from sie_gateway.jobs.run import JobRun, JobWork
 from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets import templates
 from sie_store.datasets.places import Place
@@ -77,7 +77,7 @@ class JobEngine:
         """Return the job with its model's alias resolved, once for all rows. Raises SIEError if it can never run."""
         self.require_store()
         if job.batch is not None:
-            await self._files.find(job.batch.input_file_id, call.grant.key, sees_all="admin" in call.grant.scopes)
+            await self._files.find(job.batch.input_file_id, call.grant.owns)
             return job
         request = job.request
         assert request is not None
@@ -89,7 +89,7 @@ class JobEngine:
         if request.input.url:
             Place.opened(request.input.url, self._urls)
         else:
-            await self._files.find(request.input.file, call.grant.key, sees_all="admin" in call.grant.scopes)
+            await self._files.find(request.input.file, call.grant.owns)
         understood = self._pinned(call, request)
         if request.output.sink:
             self._check_sink(request, understood)
@@ -101,8 +101,8 @@ class JobEngine:
         resolved = self._inference.resolve(request.input.parser or DEFAULT_PARSER, call)
         entry = resolved.entry
         if entry.family != PARSER_FAMILY:
-            message = f"input.parser: expected a model of the family {PARSER_FAMILY}, {entry.id} is of {entry.family}"
-            raise InvalidInput(message, reason="schema", param="input.parser")
+            message = f"expected a model of the family {PARSER_FAMILY}, {entry.id} is of {entry.family}"
+            raise InvalidInput.at("input.parser", message)
         return resolved.canonical
 
     def _pinned(self, call: Call, request: JobRequest) -> PlannedRequest:
@@ -120,18 +120,18 @@ class JobEngine:
         infer_request = InferRequest(request.operation, resolved, (item,), body, query, "bulk")
         if request.operation not in resolved.entry.tasks:
             tasks = ", ".join(resolved.entry.tasks)
-            message = f"operation: {resolved.entry.id} does not {request.operation}, it does {tasks}"
-            raise InvalidInput(message, reason="unsupported_operation", param="operation")
+            message = f"{resolved.entry.id} does not {request.operation}, it does {tasks}"
+            raise InvalidInput.at("operation", message, reason="unsupported_operation")
         if reads_images and "image" not in resolved.entry.inputs:
-            message = f"input.text: expected a template, such as {{text}}; {resolved.entry.id} reads no images"
-            raise InvalidInput(message, reason="schema", param="input.text")
+            message = f"expected a template, such as {{text}}; {resolved.entry.id} reads no images"
+            raise InvalidInput.at("input.text", message)
         # without x-sie-strict, an unknown option would be ignored in every row
         headers = {**headers_of(request), "x-sie-strict": "true"}
         probe = Call(call.id, call.received_s, headers, grant=call.grant)
         understood = self._inference.understand(probe, infer_request)
         if source.chunks is not None:
             if understood.options.run.is_query:
-                raise InvalidInput("params.is_query: a query has no chunks", reason="schema", param="params.is_query")
+                raise InvalidInput.at("params.is_query", "a query has no chunks")
             if (fault := self._inference.fault_of(understood)) is not None:
                 raise InvalidInput(f"input.{fault.message}", reason=fault.reason, param=f"input.{fault.param}")
         return understood
@@ -139,30 +139,31 @@ class JobEngine:
     def _check_sink(self, request: JobRequest, understood: PlannedRequest) -> None:
         """Raise InvalidInput if the database cannot store the output, before any rows are computed."""
         output, run = request.output, understood.options.run
-
-        def refused(param: str, why: str) -> InvalidInput:
-            return InvalidInput(f"{param}: {why}", reason="schema", param=param)
-
         url = self._sinks.get(output.sink)
         if url is None:
             names = ", ".join(self._sinks) or "none"
-            raise refused("output.sink", f"expected a name of SIE_JOBS_SINKS, which has {names}")
+            raise InvalidInput.at("output.sink", f"expected a name of SIE_JOBS_SINKS, which has {names}")
         if not output.collection:
-            raise refused("output.collection", "expected a name")
+            raise InvalidInput.at("output.collection", "expected a name")
         try:
             checked_name(output.collection)
         except CollectionRefused as error:
-            raise refused("output.collection", str(error)) from error
+            raise InvalidInput.at("output.collection", str(error)) from error
         if request.operation != "encode":
-            raise refused("operation", f"a database stores vectors: encode returns them, {request.operation} does not")
-        if "dense" not in run.outputs:
-            outputs = ", ".join(run.outputs)
-            raise refused("params.output_types", f"a database stores dense vectors, and this job has {outputs}")
+            raise InvalidInput.at(
+                "operation", f"a database stores vectors: encode returns them, {request.operation} does not"
+            )
+        stores = opening.outputs(url.reveal())
+        if foreign := [name for name in run.outputs if name not in stores]:
+            raise InvalidInput.at(
+                "params.output_types",
+                f"{output.sink} stores {', '.join(stores)} vectors, and this job has {foreign[0]}",
+            )
         if run.dtype not in SINK_DTYPES:
             expected = " or ".join(SINK_DTYPES)
-            raise refused("params.output_dtype", f"a database stores {expected}, and this job has {run.dtype}")
+            raise InvalidInput.at("params.output_dtype", f"a database stores {expected}, and this job has {run.dtype}")
         if columns_taken := opening.reserved(url.reveal()).intersection(request.input.keep):
-            raise refused(
+            raise InvalidInput.at(
                 "input.keep", f"{min(columns_taken)!r} is the field in which the database stores the ids of rows"
             )
 
@@ -181,7 +182,7 @@ class JobEngine:
 
     # work of a job that runs
 
-    def work(self, job: JobRecord, progress: JobProgress) -> JobWork:
+    def work(self, job: JobRecord, progress: JobRun) -> JobWork:
         """Build the JobWork of a job for the gateway that leads the job. Raises NotReady."""
         workplace = self.workplace(job)
         identity = JobIdentity(job.owner, *self._credentials)

@@ -13,7 +13,7 @@ import orjson
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import Plan, RowSpan
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250
@@ -92,8 +92,8 @@ class BatchCut:
         for line in lines:
             self._line(line, 1)
         if len(self._rest) > MAX_LINE_BYTES:
-            message = f"input_file_id: line {self._lines + 1} has more than {MAX_LINE_BYTES} bytes"
-            raise InvalidInput(message, reason="too_large", param="input_file_id")
+            message = f"line {self._lines + 1} has more than {MAX_LINE_BYTES} bytes"
+            raise InvalidInput.at("input_file_id", message, reason="too_large")
 
     def _line(self, line: bytes, newline: int) -> None:
         self._lines += 1
@@ -107,10 +107,8 @@ class BatchCut:
         self._requests += 1
         self._rows += 1
         if self._requests > MAX_LINES:
-            message = (
-                f"input_file_id: more than {MAX_LINES} lines, the limit of a batch; POST /v1/jobs takes any number"
-            )
-            raise InvalidInput(message, reason="too_many_items", param="input_file_id")
+            message = f"more than {MAX_LINES} lines, the limit of a batch; POST /v1/jobs takes any number"
+            raise InvalidInput.at("input_file_id", message, reason="too_many_items")
         request = _lenient(line)
         # a body with n commas outside of strings has at most n + 1 inputs
         self._inputs += 1 + count_outside(bytes(request.body), b",", SHARD_INPUTS)
@@ -131,7 +129,7 @@ class BatchCut:
             self._line(self._rest, 0)
         self._cut()
         if not self._spans:
-            raise InvalidInput("input_file_id: the file has no lines", reason="empty_file", param="input_file_id")
+            raise InvalidInput.at("input_file_id", "the file has no lines", reason="empty_file")
         return Plan(tuple(self._spans), repeated=tuple(self._repeated))
 
 

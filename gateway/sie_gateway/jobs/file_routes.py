@@ -14,9 +14,9 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import FileRecord
 from sie_gateway.http.form import Form, check_name
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference.call import Call, family
-from sie_gateway.jobs.files import MAX_FILE_BYTES, FileDescription, sees_all
-from sie_gateway.operations.handlers import json_response, number
+from sie_gateway.inference.call import family
+from sie_gateway.jobs.files import MAX_FILE_BYTES, FileDescription
+from sie_gateway.operations.handlers import call_of, json_response, number
 from sie_runtime.http.routes import FORM, RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -38,27 +38,25 @@ async def upload(gateway: Gateway, request: Request) -> Response:
         name, purpose = request.query_params.get("filename", ""), _purpose(request.query_params["purpose"])
         check_name(name)
         record = await gateway.files.receive(
-            _call(request).key, request.stream(), lambda: FileDescription(name, purpose, 0)
+            call_of(request).key, request.stream(), lambda: FileDescription(name, purpose, 0)
         )
     else:
         form = Form(request.headers.get("content-type", ""))
         file = form.file(request.stream())
-        record = await gateway.files.receive(_call(request).key, file, functools.partial(_about, form))
+        record = await gateway.files.receive(call_of(request).key, file, functools.partial(_about, form))
     return json_response(_shown(record))
 
 
 def _purpose(text: str) -> str:
     if text not in UPLOADED:
-        raise InvalidInput(f"purpose: expected one of {', '.join(UPLOADED)}", reason="schema", param="purpose")
+        raise InvalidInput.at("purpose", f"expected one of {', '.join(UPLOADED)}")
     return text
 
 
 def _about(form: Form) -> FileDescription:
     for name in form.fields:
         if name not in _FIELDS:
-            raise InvalidInput(
-                f"{name[:80]}: no such field here, expected {', '.join(_FIELDS)}", reason="schema", param=name[:80]
-            )
+            raise InvalidInput.at(name[:80], f"no such field here, expected {', '.join(_FIELDS)}")
     return FileDescription(form.file_name, _purpose(form.fields.get("purpose", "")), _expires_after_s(form))
 
 
@@ -67,26 +65,23 @@ def _expires_after_s(form: Form) -> int:
     if anchor is None and seconds is None:
         return 0
     if anchor != "created_at":
-        raise InvalidInput(f"{_ANCHOR}: expected created_at", reason="schema", param=_ANCHOR)
+        raise InvalidInput.at(_ANCHOR, "expected created_at")
     if seconds is None or not (
         seconds.isascii() and seconds.isdigit() and len(seconds) <= 9 and 1 <= int(seconds) <= MAX_EXPIRES_S
     ):
-        raise InvalidInput(
-            f"{_SECONDS}: expected a whole number from 1 to {MAX_EXPIRES_S}", reason="schema", param=_SECONDS
-        )
+        raise InvalidInput.at(_SECONDS, f"expected a whole number from 1 to {MAX_EXPIRES_S}")
     return int(seconds)
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    query, grant = request.query_params, _call(request).grant
+    query = request.query_params
     purpose, order = query.get("purpose", ""), query.get("order", "desc")
     if purpose and purpose not in PURPOSES:
-        raise InvalidInput(f"purpose: expected one of {', '.join(PURPOSES)}", reason="schema", param="purpose")
+        raise InvalidInput.at("purpose", f"expected one of {', '.join(PURPOSES)}")
     if order not in ("asc", "desc"):
-        raise InvalidInput("order: expected asc or desc", reason="schema", param="order")
+        raise InvalidInput.at("order", "expected asc or desc")
     listed = gateway.files.page(
-        grant.key,
-        sees_all=sees_all(grant),
+        call_of(request).grant.owns,
         purpose=purpose,
         after=query.get("after", ""),
         limit=int(number(query, "limit", 10_000, 1, 10_000)),
@@ -120,14 +115,8 @@ async def remove(gateway: Gateway, request: Request) -> Response:
     return json_response(api.FileDeleted(id=record.id))
 
 
-def _call(request: Request) -> Call:
-    call: Call = request.scope["sie.call"]
-    return call
-
-
 async def _file_of(gateway: Gateway, request: Request) -> FileRecord:
-    grant = _call(request).grant
-    return await gateway.files.find(request.path_params["file"], grant.key, sees_all=sees_all(grant))
+    return await gateway.files.find(request.path_params["file"], call_of(request).grant.owns)
 
 
 def _shown(record: FileRecord) -> api.FileObject:

@@ -23,7 +23,6 @@ from sie_broker import BrokerError
 from sie_broker.record import LeaderLease
 from sie_contracts.errors import InvalidInput, NotFound, NotReady, PayloadTooLarge, QueueUnavailable, ResourceExhausted
 from sie_contracts.jobs import FileRecord
-from sie_gateway.admission.grant import Grant
 from sie_gateway.admission.slots import KeySlots
 from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse
 from sie_runtime.http.asgi import uuid7
@@ -95,14 +94,14 @@ class FileStore:
 
     # records of files
 
-    async def find(self, file: str, owner: str, *, sees_all: bool = False) -> FileRecord:
-        """Return the record of a file of this owner; with `sees_all`, of any owner. Raises NotFound."""
+    async def find(self, file: str, owns: Callable[[str], bool]) -> FileRecord:
+        """Return the record of a file. `owns` returns whether its owner may be read. Raises NotFound."""
         self._required()
         record = self._records.get(file)
         if record is None or record.state == "writing":  # another gateway may have just completed the record
             with _unavailable():
                 record = await self._records.refresh(file) if _is_id(file) else None
-        if record is None or not self._is_served(record) or not (sees_all or record.owner == owner):
+        if record is None or not self._is_served(record) or not owns(record.owner):
             raise NotFound("there is no such file, or it belongs to another key", param="file_id")
         return record
 
@@ -112,18 +111,18 @@ class FileStore:
         return None if record is None else (record.name, record.sha256)
 
     def page(
-        self, owner: str, *, sees_all: bool = False, purpose: str = "", after: str = "", limit: int, newest_first: bool
+        self, owns: Callable[[str], bool], *, purpose: str = "", after: str = "", limit: int, newest_first: bool
     ) -> Page:
         """Return at most `limit` files in order of creation, beginning with the file that follows `after`. Raises
         InvalidInput.
         """
         self._required()
         if after and not _is_id(after):
-            raise InvalidInput("after: expected the id of a file", reason="schema", param="after")
+            raise InvalidInput.at("after", "expected the id of a file")
         records = sorted(
             id_
             for id_, record in self._records.items()
-            if (sees_all or record.owner == owner)
+            if owns(record.owner)
             and purpose in ("", record.purpose)
             and self._is_served(record)
             and (not after or (id_ < after if newest_first else id_ > after))
@@ -163,7 +162,10 @@ class FileStore:
         file: str,
     ) -> FileRecord:
         """Store an output as the file `file`. If that file exists, return its record without reading `data`."""
-        if (existing := await self._refreshed(file)) is not None and existing.state == "ready":
+        self._required()
+        with _unavailable():
+            existing = await self._records.refresh(file)
+        if existing is not None and existing.state == "ready":
             return existing
         async with self._outputs:
             return await self._receive(
@@ -294,19 +296,11 @@ class FileStore:
         """Call `clean` at least every CLEAN_S seconds until `stop`."""
         trouble = Trouble(_logger, "files could not be cleaned up")
         while not await stop.wait_for(CLEAN_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
-            try:
+            with trouble.logged(BrokerError, StoreError):
                 if removed := await self.clean():
                     _logger.info("removed %d files that had expired, were not completed, or were half removed", removed)
-                trouble.passed()
-            except (BrokerError, StoreError) as error:
-                trouble.met(error)
         with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
             await self._lease.release()
-
-    async def _refreshed(self, file: str) -> FileRecord | None:
-        self._required()
-        with _unavailable():
-            return await self._records.refresh(file)
 
     def _required(self) -> FileObjects:
         if self._objects is None:
@@ -316,11 +310,6 @@ class FileStore:
             )
         self._bucket.require()
         return self._objects
-
-
-def sees_all(grant: Grant) -> bool:
-    """Return whether a credential sees the files of all owners."""
-    return "admin" in grant.scopes
 
 
 class _Read:
@@ -340,7 +329,7 @@ class _Read:
             try:
                 self._first = await anext(self._data)
             except StopAsyncIteration:
-                raise InvalidInput("file: the file is empty", reason="schema", param="file") from None
+                raise InvalidInput.at("file", "the file is empty") from None
 
     async def pieces(self) -> AsyncIterator[bytes]:
         yield self._counted(self._first)

@@ -22,8 +22,8 @@ from sie_contracts.api import batches as batches_api
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.inference.call import Call, family
-from sie_gateway.operations.handlers import json_response, number
+from sie_gateway.inference.call import family
+from sie_gateway.operations.handlers import call_of, json_response, number
 from sie_runtime.http.routes import RAW, Content, Parameter
 
 if TYPE_CHECKING:
@@ -80,17 +80,19 @@ def requested(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, instead in _REFUSED.items():
         if name in body:
-            raise _refused(name, instead)
+            raise InvalidInput.at(name, instead)
     try:
         job = msgspec.convert(body, _SubmittedJob)
     except msgspec.ValidationError as error:
         raise _schema_fault(error) from error
     src = job.src or job.source
     if job.execution != "run":
-        raise _refused("execution", "expected run: a job always begins at once, and cannot only be planned")
+        raise InvalidInput.at("execution", "expected run: a job always begins at once, and cannot only be planned")
     for name, named, place in (("connection", job.connection, src), ("sink_connection", job.sink_connection, job.sink)):
         if named and named != _authority(place):
-            raise _refused(name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places")
+            raise InvalidInput.at(
+                name, "leave it out: SIE_JOBS_URLS and the gateway's own credentials give access to places"
+            )
     params: dict[str, Any] = {"output_types": list(job.output_types)} if job.output_types else {}
     options = dict(job.options)
     input_map = _input(job, src, options)
@@ -110,17 +112,17 @@ def _input(job: _SubmittedJob, src: str, options: dict[str, Any]) -> dict[str, A
     """Return the field `input` of a JobRequest. The query of a score is moved from `options` into it."""
     fields = job.field_map
     if fields.input_type != "text":
-        raise _refused("field_map.input_type", "expected text: a job reads the column of a text")
+        raise InvalidInput.at("field_map.input_type", "expected text: a job reads the column of a text")
     if not fields.input_field:
-        raise _refused("field_map.input_field", "expected the column of the texts")
+        raise InvalidInput.at("field_map.input_field", "expected the column of the texts")
     if any(char in fields.input_field for char in "{}"):
-        raise _refused("field_map.input_field", "expected a name without braces")
+        raise InvalidInput.at("field_map.input_field", "expected a name without braces")
     input_map: dict[str, Any] = {"file": src.removeprefix(_UPLOADED)} if src.startswith(_UPLOADED) else {"url": src}
     column = f"{{{fields.input_field}}}"
     if job.operation == "score":
         query = options.pop("query", None)
         if not isinstance(query, str) or not query:
-            raise _refused("options.query", "expected the query that the texts are scored for")
+            raise InvalidInput.at("options.query", "expected the query that the texts are scored for")
         input_map |= {"query": query.replace("{", "{{").replace("}", "}}"), "document": column}
     else:
         input_map["text"] = column
@@ -135,7 +137,9 @@ def _output(sink: str) -> dict[str, Any]:
     if not sink:
         return {}
     if sink.startswith(_UPLOADED) or "://" not in sink:
-        raise _refused("sink", "leave it out, and read the output from /v1/jobs/{job}/manifest; or name a folder")
+        raise InvalidInput.at(
+            "sink", "leave it out, and read the output from /v1/jobs/{job}/manifest; or name a folder"
+        )
     return {"url": sink}
 
 
@@ -158,27 +162,18 @@ def _authority(uri: str) -> str:
     return uri.partition("://")[2].partition("/")[0]
 
 
-def _refused(field: str, message: str) -> InvalidInput:
-    return InvalidInput(f"{field}: {message}", reason="schema", param=field)
-
-
 def _schema_fault(error: msgspec.DecodeError) -> InvalidInput:
     """Return an InvalidInput that names the faulty field. The decoder's message ends with its path, such as `$.a.b`."""
     message, at, path = str(error).rpartition(" - at ")
     name, _, parent = path.rpartition(" in ")
     field = (parent or path).strip("`").removeprefix("$.")
     if not at or field == "$":
-        return _refused("body", message or path)
-    return _refused(field, f"a key: {message}" if name else message)
+        return InvalidInput.at("body", message or path)
+    return InvalidInput.at(field, f"a key: {message}" if name else message)
 
 
 PATH, BATCH_PATH = "/v1/jobs", "/v1/batches"
 _T = TypeVar("_T")
-
-
-def _call(request: Request) -> Call:
-    call: Call = request.scope["sie.call"]
-    return call
 
 
 async def _body(request: Request, kind: type[_T], form: Callable[[Any], Any] | None = None) -> _T:
@@ -203,17 +198,17 @@ def _form(body: Any) -> Any:
 
 
 def _info_reply(request: Request, info: api.JobInfo, status: int = 200) -> Response:
-    is_public = _call(request).dialect is not sdk_versions.NATIVE
+    is_public = call_of(request).dialect is not sdk_versions.NATIVE
     return json_response(as_public(info) if is_public else info, status)
 
 
 async def submit(gateway: Gateway, request: Request) -> Response:
     job_request = await _body(request, api.JobRequest, _form)
-    return _info_reply(request, await gateway.jobs.submit(_call(request), job_request), 201)
+    return _info_reply(request, await gateway.jobs.submit(call_of(request), job_request), 201)
 
 
 async def page(gateway: Gateway, request: Request) -> Response:
-    query, call = request.query_params, _call(request)
+    query, call = request.query_params, call_of(request)
     jobs_page = gateway.jobs.page(call, _limit(request, 50, 1000), query.get("after", ""), query.get("state", ""))
     if call.dialect is sdk_versions.NATIVE:
         return json_response(jobs_page)
@@ -222,49 +217,49 @@ async def page(gateway: Gateway, request: Request) -> Response:
 
 async def show(gateway: Gateway, request: Request) -> Response:
     jobs = gateway.jobs
-    return _info_reply(request, jobs.as_info(jobs.find(_call(request), request.path_params["job"])))
+    return _info_reply(request, jobs.as_info(jobs.find(call_of(request), request.path_params["job"])))
 
 
 async def pause(gateway: Gateway, request: Request) -> Response:
     """Stop a job until it is resumed; its answers stay stored. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "pause"))
+    return json_response(await gateway.jobs.want(call_of(request), request.path_params["job"], "pause"))
 
 
 async def resume(gateway: Gateway, request: Request) -> Response:
     """Continue a paused job with the rows that have no answer. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.want(_call(request), request.path_params["job"], "run"))
+    return json_response(await gateway.jobs.want(call_of(request), request.path_params["job"], "run"))
 
 
 async def cancel(gateway: Gateway, request: Request) -> Response:
     """End a job; its output has the rows that were answered. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return _info_reply(request, await gateway.jobs.want(_call(request), request.path_params["job"], "cancel"))
+    return _info_reply(request, await gateway.jobs.want(call_of(request), request.path_params["job"], "cancel"))
 
 
 async def retry(gateway: Gateway, request: Request) -> Response:
     """Create a job for the failed rows of an earlier job. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.retry(_call(request), request.path_params["job"]), 201)
+    return json_response(await gateway.jobs.retry(call_of(request), request.path_params["job"]), 201)
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
     """Delete an ended job's records, and its objects in the payload store. Raises NotFound, ContentConflict."""
-    return json_response(await gateway.jobs.delete(_call(request), request.path_params["job"]))
+    return json_response(await gateway.jobs.delete(call_of(request), request.path_params["job"]))
 
 
 async def manifest(gateway: Gateway, request: Request) -> Response:
-    job = gateway.jobs.find(_call(request), request.path_params["job"])
+    job = gateway.jobs.find(call_of(request), request.path_params["job"])
     after = int(number(request.query_params, "after", 0, 0, 1 << 31))
     return json_response(await gateway.results.manifest(job, after, _limit(request, 1000, 10_000)))
 
 
 async def part(gateway: Gateway, request: Request) -> Response:
-    job = gateway.jobs.find(_call(request), request.path_params["job"])
+    job = gateway.jobs.find(call_of(request), request.path_params["job"])
     data = await gateway.results.part(job, request.query_params.get("name", ""))
     headers = {"Content-Disposition": "attachment"}
     return Response(data, headers=headers, media_type=RAW)
 
 
 async def rows(gateway: Gateway, request: Request) -> Response:
-    job = gateway.jobs.find(_call(request), request.path_params["job"])
+    job = gateway.jobs.find(call_of(request), request.path_params["job"])
     only_failed = request.query_params.get("failed", "false") == "true"
     return json_response(await gateway.results.rows(job, _limit(request, 20, 1000), only_failed=only_failed))
 
@@ -273,27 +268,27 @@ async def rows(gateway: Gateway, request: Request) -> Response:
 
 
 async def submit_batch(gateway: Gateway, request: Request) -> Response:
-    return json_response(await gateway.jobs.batch(_call(request), await _body(request, batches_api.BatchRequest)))
+    return json_response(await gateway.jobs.batch(call_of(request), await _body(request, batches_api.BatchRequest)))
 
 
 async def batch_page(gateway: Gateway, request: Request) -> Response:
     query = request.query_params
-    return json_response(gateway.jobs.batch_page(_call(request), _limit(request, 20, 100), query.get("after", "")))
+    return json_response(gateway.jobs.batch_page(call_of(request), _limit(request, 20, 100), query.get("after", "")))
 
 
 async def show_batch(gateway: Gateway, request: Request) -> Response:
     jobs = gateway.jobs
-    return json_response(jobs.batch_told(jobs.find_batch(_call(request), request.path_params["batch"])))
+    return json_response(jobs.batch_told(jobs.find_batch(call_of(request), request.path_params["batch"])))
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
     """End a batch; its files have the answered requests. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.cancel_batch(_call(request), request.path_params["batch"]))
+    return json_response(await gateway.jobs.cancel_batch(call_of(request), request.path_params["batch"]))
 
 
 async def delete_batch(gateway: Gateway, request: Request) -> Response:
     """Delete the records of a batch that has ended. Raises NotFound, ContentConflict, QueueUnavailable."""
-    return json_response(await gateway.jobs.delete_batch(_call(request), request.path_params["batch"]))
+    return json_response(await gateway.jobs.delete_batch(call_of(request), request.path_params["batch"]))
 
 
 _AFTER = Parameter("after", "query", str, "The id of the last one of the page before.")

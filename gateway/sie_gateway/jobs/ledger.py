@@ -65,27 +65,25 @@ class JobLedger:
             self._usage.check(job.owner, RecordUse(1, size))
             self._usage.charge(job.id, job.owner, size)
         try:
-            return await self.change(job.id, lambda before: job if before is None else before, created=True)
+            stands = await self._jobs.change(job.id, lambda before: job if before is None else before)
+            assert stands is not None
+            return stands
         finally:
             self._charge(job.id, self._jobs.get(job.id))
 
     def require(self) -> None:
         self._bucket.require()
 
-    async def change(
-        self, job_id: str, make: Callable[[JobRecord | None], JobRecord | None], *, created: bool = False
-    ) -> JobRecord:
-        """Replace a job by `make(job)`. Raises BrokerError, and NotFound for a missing job. With `created`, a missing
-        job is created from `make(None)`.
-        """
+    async def change(self, job_id: str, make: Callable[[JobRecord], JobRecord]) -> JobRecord:
+        """Replace a job by `make(job)`. Raises BrokerError, and NotFound for a missing job."""
 
-        def changed(before: JobRecord | None) -> JobRecord | None:
-            if before is None and not created:
+        def changed(before: JobRecord | None) -> JobRecord:
+            if before is None:
                 raise NotFound("there is no such job", param="job")
             return make(before)
 
         stands = await self._jobs.change(job_id, changed)
-        assert stands is not None, "make returned no job"
+        assert stands is not None
         return stands
 
     async def shards(self, job_id: str) -> dict[int, ShardRecord]:

@@ -27,7 +27,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.documents import DocumentTexts
-from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
+from sie_gateway.jobs.run import JobRun, ShardBroken, broken_parts
 from sie_gateway.jobs.storage import JobStorage
 from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, document_bounds, unique
 from sie_store.datasets import manifests, parts, plans, shards, templates
@@ -40,12 +40,16 @@ from sie_store.sinks.sink import (
     CollectionMissing,
     CollectionRefused,
     Kind,
+    Output,
     RowsRefused,
     Sink,
     SinkRows,
     SinkUnsuitable,
+    SparseRow,
+    Widths,
 )
 
+PARSED_BY = "+"  # between the fingerprints of the model and of the parser
 SPAN_TOKENS = 16  # tokens assumed per chunk, to size shards, if the rows themselves have the spans of their chunks
 UNTRIMMED = 0.1  # share of the cache's size limit; after writing so many bytes, a job removes old segments
 REFUSALS = (AccessRefused, CollectionMismatch, CollectionMissing, CollectionRefused, RowsRefused, SinkUnsuitable)
@@ -85,7 +89,7 @@ class NativeJob:
         workplace: JobStorage,
         job: JobRecord,
         client: JobClient,
-        progress: JobProgress,
+        progress: JobRun,
         places: JobPlaces,
         *,
         cache_bytes: int,
@@ -112,10 +116,11 @@ class NativeJob:
         self._preparing = asyncio.Lock()
         # by number, the answered shards that are not in the database or not in the store yet
         self._unwritten: dict[int, AnsweredShard] = {}
-        self._values = RowValues(client, job.model, job.request.operation, job.request.params, job.fingerprint)
+        model, _, parser = job.fingerprint.partition(PARSED_BY)
+        self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
         # another model has machines of its own, so the job's machine profile is not that of the parser
         self._documents = (
-            DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser) if job.parser else None
+            DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
 
     async def plan(self) -> Plan:
@@ -190,7 +195,7 @@ class NativeJob:
         name = parts.part_name(number, self._count, self._request.output.format)
         record = await shards.existing(self._places.output, name, self._request.output.format)
         if record is not None:  # an earlier leader wrote the part, and died before it wrote the record: use the part
-            self._values.check(record.fingerprint)
+            self._check(record.fingerprint)
         if record is None or self._places.sink is not None:
             record = await self._answer_shard(number, name, span)
         if record.rows != self._planned_rows[number]:
@@ -198,6 +203,18 @@ class NativeJob:
                 f"{name} exists with {record.rows} rows, but in this job it has {self._planned_rows[number]}"
             )
         return msgspec.structs.replace(record, source=_named(span))
+
+    def _fingerprint(self) -> str:
+        """Return the fingerprint of the answers; that of a job with documents has the fingerprint of the parser too."""
+        model = self._values.fingerprint
+        return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
+
+    def _check(self, fingerprint: str) -> None:
+        """Check that a part has the fingerprint of the job's earlier answers. Raises Halted."""
+        model, _, parser = fingerprint.partition(PARSED_BY)
+        self._values.check(model)
+        if self._documents is not None:
+            self._documents.check(parser)
 
     async def _answer_shard(self, number: int, name: str, span: RowSpan) -> ShardRecord:
         """Answer a shard, then send it to the database and write it. After an error, the next call for this shard
@@ -224,7 +241,7 @@ class NativeJob:
         if self._documents is not None:
             rows = await self._documents.parsed(rows)
         answers, reused = await self._answers(number, rows)
-        about = About(self._job.id, number, self._job.model, self._values.fingerprint, reused=reused)
+        about = About(self._job.id, number, self._job.model, self._fingerprint(), reused=reused)
         shard = await asyncio.to_thread(shard_of, about, rows, answers, self._request.input.keep)
         data = await asyncio.to_thread(parts.encode, shard, self._request.output.format)
         return AnsweredShard(
@@ -241,7 +258,7 @@ class NativeJob:
             answers[place] = results[unique_place]
         faults = len(rows) - len(places)
         self._progress.rows(number, faults, faults)
-        return answers, self._reused(number, once)
+        return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
         """Return the answers, which have only the errors of faulty rows yet, and the inputs of the other rows by the
@@ -258,9 +275,6 @@ class NativeJob:
                     fault = error.info()
             answers.append(RowAnswer(error=fault))
         return answers, inputs
-
-    def _reused(self, number: int, once: Unique) -> int:
-        return len(once.places) - self._computed.pop(number, len(once.inputs))
 
     async def _unique(self, number: int, once: Unique) -> list[RowAnswer]:
         weights = np.bincount(once.places, minlength=len(once.inputs)).tolist() if once.places else []
@@ -343,7 +357,8 @@ class NativeJob:
             if not self._is_prepared:
                 unfiltered = () if self._request.input.chunks is None else ("text", "start", "end")
                 kinds = _kinds(rows.payloads, unfiltered)
-                await sink.prepare(self._request.output.collection, rows.vectors.shape[1], kinds)
+                entry = self._client.inference.resolve(self._job.model, self._client.call()).entry
+                await sink.prepare(self._request.output.collection, _widths(rows, entry.outputs), kinds)
                 self._is_prepared = True
         await sink.upsert(rows)
 
@@ -354,15 +369,14 @@ class NativeJob:
 
     async def finish(self, job: JobRecord, state: str, shards: dict[int, ShardRecord]) -> dict[str, Any]:
         """Write the manifest of the shards that exist (see `run.JobWork`)."""
-        fields = dict[str, Any]()
         if not shards:
-            return fields
+            return {}
         plan = await self._workplace.plan()
         whole = await asyncio.to_thread(manifest, job, state, shards, plan.unread if plan else ())
         await manifests.write(self._places.output, whole)
         if self._cache_bytes:
             await self._trim()
-        return fields
+        return {}
 
     async def _trim(self) -> None:
         """Remove old segments of the cache. If the store fails, a later trim removes them."""
@@ -413,8 +427,29 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
     lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
     if not lines:
         return None
-    vectors = np.stack([line.answer.arrays["dense"] for line in lines]).astype(np.float32, copy=False)
-    return SinkRows([line.unique_id for line in lines], vectors, [_payload(line) for line in lines])
+    arrays = [line.answer.arrays for line in lines]
+    dense = [row["dense"] for row in arrays] if "dense" in arrays[0] else [np.empty(0)] * len(arrays)
+    return SinkRows(
+        [line.unique_id for line in lines],
+        np.stack(dense).astype(np.float32, copy=False),
+        [_payload(line) for line in lines],
+        [SparseRow.from_arrays(row["sparse.indices"], row["sparse.values"]) for row in arrays]
+        if "sparse.indices" in arrays[0]
+        else (),
+        [row["multivector"].astype(np.float32, copy=False) for row in arrays] if "multivector" in arrays[0] else (),
+    )
+
+
+def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
+    """Return the widths of the vectors of rows. `outputs`: those of the model; sparse vectors do not show theirs."""
+    widths: dict[Output, int] = {}
+    if rows.vectors.shape[1]:
+        widths["dense"] = rows.vectors.shape[1]
+    if rows.sparse:
+        widths["sparse"] = outputs["sparse"]
+    if rows.multivectors:
+        widths["multivector"] = rows.multivectors[0].shape[1]
+    return widths
 
 
 def _payload(line: OutputLine) -> dict[str, Any]:

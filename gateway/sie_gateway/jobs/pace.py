@@ -97,16 +97,15 @@ def zone(name: str) -> zoneinfo.ZoneInfo:
     try:
         return zoneinfo.ZoneInfo(name)
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError) as error:
-        message = "time_zone: expected a name of the IANA database, such as Europe/Zurich or UTC"
-        raise InvalidInput(message, reason="schema", param="time_zone") from error
+        message = "expected a name of the IANA database, such as Europe/Zurich or UTC"
+        raise InvalidInput.at("time_zone", message) from error
 
 
 def check(windows: Sequence[str]) -> None:
     """Raise InvalidInput unless each window has the form 22:00-06:00."""
     for number, window in enumerate(windows):
         if not _WINDOW.fullmatch(window):
-            message = f"windows[{number}]: expected two times of the day, such as 22:00-06:00"
-            raise InvalidInput(message, reason="schema", param=f"windows[{number}]")
+            raise InvalidInput.at(f"windows[{number}]", "expected two times of the day, such as 22:00-06:00")
 
 
 def opens_in_s(windows: Sequence[str], time_zone: str, now_s: float) -> float:

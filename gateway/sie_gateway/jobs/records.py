@@ -199,13 +199,9 @@ class JobsBucket:
         trouble = Trouble(_logger, "the records of jobs and files are not updated for now")
         try:
             while not await stop.wait_for(LOOK_S):
-                if not self._record.is_stale:
-                    continue
-                try:
-                    await self.follow()
-                    trouble.passed()
-                except BrokerError as error:
-                    trouble.met(error)
+                if self._record.is_stale:
+                    with trouble.logged(BrokerError):
+                        await self.follow()
         finally:
             await self._record.close()
 

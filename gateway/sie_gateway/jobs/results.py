@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 from sie_contracts.api import jobs as api
 from sie_contracts.errors import NotFound, QueueUnavailable
 from sie_contracts.jobs import JobRecord
@@ -32,19 +34,7 @@ class JobResults:
         whole = await asyncio.to_thread(manifest, job, job.state, every, plan.unread if plan else ())
         shown = whole.parts[after : after + limit]
         end = after + len(shown)
-        return api.JobManifest(
-            job=whole.job,
-            state=whole.state,
-            url=whole.url,
-            format=whole.format,
-            model=whole.model,
-            fingerprint=whole.fingerprint,
-            rows=whole.rows,
-            failed=whole.failed,
-            parts=shown,
-            broken=whole.broken,
-            next=end if end < len(whole.parts) else None,
-        )
+        return replace(whole, parts=shown, next=end if end < len(whole.parts) else None)
 
     async def part(self, job: JobRecord, name: str) -> bytes:
         """Return a part in the payload store. Raises NotFound, also if the output is at a URL; QueueUnavailable."""

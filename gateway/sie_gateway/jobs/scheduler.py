@@ -16,7 +16,7 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import JobLedger
-from sie_gateway.jobs.run import JobProgress, JobRun, JobWork, is_due, left
+from sie_gateway.jobs.run import JobRun, JobWork, is_due, left
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
@@ -57,7 +57,7 @@ class JobScheduler:
         ledger: JobLedger,
         broker: Store,
         name: str,
-        work: Callable[[JobRecord, JobProgress], JobWork],
+        work: Callable[[JobRecord, JobRun], JobWork],
         *,
         at_once: int,
         storage: str,
@@ -81,13 +81,10 @@ class JobScheduler:
         trouble = Trouble(_logger, "jobs of this gateway make no progress")
         try:
             while not await stop.wait_woken(self._ledger.woken, EVERY_S):
-                try:
+                with trouble.logged(BrokerError):
                     await self._renew()
                     if self._ledger.is_read:
                         await self._acquire()
-                    trouble.passed()
-                except BrokerError as error:
-                    trouble.met(error)
                 if await stop.wait_for(0.1):  # wait a short time, so that a burst of changes causes only one round
                     break
         finally:
@@ -148,11 +145,6 @@ class JobScheduler:
 
     async def _hand_over(self, job_id: str, running: _Running) -> None:
         """Give up a job whose task ended: remove its leader from the record, release its lease. Raises BrokerError."""
-
-        def handed(job: JobRecord | None) -> JobRecord:
-            assert job is not None
-            return left(job, self._name)
-
         with contextlib.suppress(NotFound):
-            await self._ledger.change(job_id, handed)
+            await self._ledger.change(job_id, lambda job: left(job, self._name))
         await running.lease.release()

@@ -30,7 +30,7 @@ from sie_gateway.inference.call import Call
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import forecast
 from sie_gateway.jobs.run import expires_s, window_s
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 from sie_store.object_stores import StoreError
 
@@ -105,8 +105,7 @@ class JobService:
         """Set the requested state of a job: run, pause or cancel. Raises NotFound, ContentConflict if it has ended."""
         self.find(call, job_id)
 
-        def changed(job: JobRecord | None) -> JobRecord:
-            assert job is not None
+        def changed(job: JobRecord) -> JobRecord:
             if job.ended:
                 raise ContentConflict(f"the job is {job.state}", param="job")
             if desired == "run" and job.state == "paused":
@@ -188,9 +187,9 @@ class JobService:
         """Store a new batch and return it; for a repeated Idempotency-Key, the earlier batch. Raises SIEError."""
         if request.endpoint not in batches_api.ENDPOINTS:
             endpoints = ", ".join(batches_api.ENDPOINTS)
-            raise InvalidInput(f"endpoint: expected one of {endpoints}", reason="schema", param="endpoint")
+            raise InvalidInput.at("endpoint", f"expected one of {endpoints}")
         if window_s(request.completion_window) > MAX_WINDOW_S:
-            raise InvalidInput("completion_window: expected at most 30d", reason="schema", param="completion_window")
+            raise InvalidInput.at("completion_window", "expected at most 30d")
         job_id = self._new_id(call, "batch_")
         job = self._existing(call, job_id) or await self._create(await self._new(call, job_id, batch=request))
         if job.batch != request:
@@ -214,7 +213,14 @@ class JobService:
     async def cancel_batch(self, call: Call, batch_id: str) -> batches_api.BatchObject:
         """End a batch; its files have the answered requests. Raises NotFound, ContentConflict."""
         self.find_batch(call, batch_id)
-        return self.batch_told(await self._cancelled(batch_id))
+
+        def changed(job: JobRecord) -> JobRecord:
+            if job.ended:
+                raise ContentConflict(f"the batch is {job.state}", param="batch")
+            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
+
+        async with broker_errors_mapped():
+            return self.batch_told(await self.ledger.change(batch_id, changed))
 
     async def delete_batch(self, call: Call, batch_id: str) -> batches_api.BatchDeleted:
         """Delete a batch that has ended. Its files are not deleted. Raises NotFound, ContentConflict."""
@@ -223,16 +229,6 @@ class JobService:
             raise ContentConflict(f"the batch is {self.batch_told(job).status}: cancel it first", param="batch")
         await self.remove(job)
         return batches_api.BatchDeleted(id=batch_id)
-
-    async def _cancelled(self, job_id: str) -> JobRecord:
-        def changed(job: JobRecord | None) -> JobRecord:
-            assert job is not None
-            if job.ended:
-                raise ContentConflict(f"the batch is {job.state}", param="batch")
-            return replace(job, wanted="cancel", cancelling_s=job.cancelling_s or self._now_s())
-
-        async with broker_errors_mapped():
-            return await self.ledger.change(job_id, changed)
 
     def batch_told(self, job: JobRecord) -> batches_api.BatchObject:
         """Return a batch in the format of OpenAI's API."""
@@ -349,11 +345,8 @@ class Sweeper:
         """Call `sweep` at least every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "jobs that have ended are not deleted for now")
         while not await stop.wait_for(EVERY_S * random.uniform(0.5, 1.0)):  # noqa: S311  no secret
-            try:
+            with trouble.logged(BrokerError, SIEError):
                 await self.sweep()
-                trouble.passed()
-            except (BrokerError, SIEError) as error:
-                trouble.met(error)
 
     async def sweep(self) -> int:
         """Delete the jobs that ended at least `keep_s` seconds ago, under a lease, and return their number. Raises

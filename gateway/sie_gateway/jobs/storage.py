@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sie_contracts import jobs as records
 from sie_contracts.jobs import Plan
 from sie_gateway.jobs.files import FileStore
-from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, within
+from sie_store.object_stores import FILES, ObjectMissing, WrittenMeanwhile, room, whole_object, within
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -41,13 +41,8 @@ class JobStorage:
 
     async def existing(self, name: str) -> bytes | None:
         """Return the bytes of an object of this job, such as a part; None if it does not exist. Raises StoreError."""
-        import obstore
-
-        async def read() -> bytes:
-            return bytes(await (await obstore.get_async(self.store, f"{self._prefix}/{name}")).bytes_async())
-
         try:
-            return await within(LONG_S, read())
+            return await within(LONG_S, whole_object(self.store, f"{self._prefix}/{name}"))
         except ObjectMissing:
             return None
 

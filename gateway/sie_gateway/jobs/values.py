@@ -157,8 +157,8 @@ class RowValues:
             self.fingerprint = fingerprint
         elif fingerprint and fingerprint != self.fingerprint:
             message = (
-                f"the model changed while the job ran: earlier answers have fingerprint {self.fingerprint}, and new "
-                f"answers have {fingerprint}. Roll the model back and resume, or start another job"
+                f"{self._spec} changed while the job ran: earlier answers have fingerprint {self.fingerprint}, and new "
+                f"answers have {fingerprint}. Roll it back and resume, or start another job"
             )
             raise Halted(ErrorInfo(MODEL_CHANGED, message))
 

@@ -20,7 +20,7 @@ from sie_contracts.wire.heartbeats import AnswerErasure
 from sie_gateway.answers.keys import digests_of
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.inference.body import RequestItem, utf8
-from sie_gateway.operations.handlers import json_response
+from sie_gateway.operations.handlers import call_of, json_response
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
@@ -57,7 +57,7 @@ async def erase(gateway: Gateway, request: Request) -> Response:
         message = f"{count} answers are erased here, but the other gateways cannot be reached: send the request again"
         raise QueueUnavailable(message) from error
     selected = ", ".join(name for name in ("model", "key", "digest") if getattr(erasure, name)) or "everything"
-    _logger.info("%s erased %d cached answers by %s", request.scope["sie.call"].grant.name, count, selected)
+    _logger.info("%s erased %d cached answers by %s", call_of(request).grant.name, count, selected)
     return json_response(api.CacheErased(answers=count, gateways=gateway.peers.count()))
 
 
@@ -66,18 +66,16 @@ def _erasure(body: bytes) -> AnswerErasure:
     try:
         selection = _decode(body)
     except msgspec.DecodeError as error:
-        message = "body: expected a map with model, key, text, query or all"
-        raise InvalidInput(message, reason="schema", param="body") from error
+        raise InvalidInput.at("body", "expected a map with model, key, text, query or all") from error
     model, key = selection.model or "", selection.key or ""
     if selection.query is not None and selection.text is None:
-        raise InvalidInput("text: missing, it is the document of the query", reason="schema", param="text")
+        raise InvalidInput.at("text", "missing, it is the document of the query")
     digest = b""
     if selection.text is not None:
         query = None if selection.query is None else RequestItem(utf8(selection.query, "query"))
         (digest,) = digests_of((RequestItem(utf8(selection.text, "text")),), query)
     if (selection.all is True) == bool(model or key or digest):
-        message = "all: expected true to erase every answer, or else one of model, key, text"
-        raise InvalidInput(message, reason="schema", param="all")
+        raise InvalidInput.at("all", "expected true to erase every answer, or else one of model, key, text")
     return AnswerErasure(model, key, digest)
 
 

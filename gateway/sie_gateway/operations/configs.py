@@ -19,6 +19,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from sie_contracts.errors import ModelNotFound, NotFound, NotReady
+from sie_contracts.loopback import verification
 from sie_contracts.models.aliases import Alias
 from sie_contracts.url_names import quoted
 from sie_contracts.wire import configs
@@ -53,7 +54,7 @@ async def _forward(gateway: Gateway, request: Request, after: str = "") -> Respo
         headers["authorization"] = f"Bearer {reader.reveal()}"
     path = f"{url.rstrip('/')}{MODELS}{_named(request.path_params.get('id', ''))}{after}"
     try:
-        async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=LIMIT_S, trust_env=False, verify=verification(url)) as client:
             answer = await client.request(
                 request.method,
                 path,

@@ -13,7 +13,7 @@ from sie_contracts.api import dead_letters as api
 from sie_contracts.errors import InvalidInput
 from sie_gateway.http.route_kinds import GatewayRoute, control
 from sie_gateway.operations.dead_letters import EXAMINED, FILTERS, LETTER_S, REPLAY_S, Filter
-from sie_gateway.operations.handlers import json_response, number
+from sie_gateway.operations.handlers import call_of, json_response, number
 from sie_runtime.http.routes import Parameter
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ def _checked(request: Request, *more: str) -> None:
     """Raise InvalidInput for an unknown parameter: if a misspelt filter were ignored, too many letters would fit."""
     for name in request.query_params:
         if name not in ("pool", *more):
-            raise InvalidInput(
-                f"{name}: no such parameter here, expected {', '.join(('pool', *more))}", reason="schema", param=name
-            )
+            raise InvalidInput.at(name, f"no such parameter here, expected {', '.join(('pool', *more))}")
 
 
 def _pool(gateway: Gateway, request: Request) -> str:
@@ -39,10 +37,6 @@ def _pool(gateway: Gateway, request: Request) -> str:
 def _filter(gateway: Gateway, request: Request) -> Filter:
     named = {name: request.query_params.get(name, "") for name in FILTERS}
     return Filter(_pool(gateway, request), **named)
-
-
-def _caller(request: Request) -> str:
-    return str(request.scope["sie.call"].grant.name)
 
 
 def _whole(request: Request, name: str, default: int, least: int, most: int) -> int:
@@ -65,7 +59,7 @@ async def replay(gateway: Gateway, request: Request) -> Response:
     timeout_s = number(request.query_params, "timeout_s", LETTER_S, 1, REPLAY_S)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.replay(pool, name, timeout_s)
-    _logger.info("%s ran dead letter %s of pool %s again: %s", _caller(request), done.id, pool, done.state)
+    _logger.info("%s ran dead letter %s of pool %s again: %s", call_of(request).grant.name, done.id, pool, done.state)
     return json_response(done)
 
 
@@ -76,7 +70,7 @@ async def replay_all(gateway: Gateway, request: Request) -> Response:
     letters = _filter(gateway, request)
     done = await gateway.dead_letters.replay_all(letters, after, limit, timeout_s)
     answered = sum(entry.removed for entry in done.replayed)
-    summary = _caller(request), len(done.replayed), letters.pool, answered
+    summary = call_of(request).grant.name, len(done.replayed), letters.pool, answered
     _logger.info("%s ran %d dead letters of pool %s again: %d were answered", *summary)
     return json_response(done)
 
@@ -85,7 +79,7 @@ async def purge(gateway: Gateway, request: Request) -> Response:
     _checked(request)
     name, pool = request.path_params["letter"], _pool(gateway, request)
     done = await gateway.dead_letters.purge(pool, name)
-    _logger.info("%s removed dead letter %s of pool %s for good", _caller(request), name, pool)
+    _logger.info("%s removed dead letter %s of pool %s for good", call_of(request).grant.name, name, pool)
     return json_response(done)
 
 
@@ -94,14 +88,14 @@ async def purge_all(gateway: Gateway, request: Request) -> Response:
     _checked(request, *FILTERS, "all")
     letters = _filter(gateway, request)
     if letters.is_all != (request.query_params.get("all") == "true"):
-        raise InvalidInput(
-            f"all: expected true to forget every dead letter of pool {letters.pool}, or else one of "
-            f"{', '.join(FILTERS)}",
-            reason="schema",
-            param="all",
+        raise InvalidInput.at(
+            "all",
+            f"expected true to forget every dead letter of pool {letters.pool}, or else one of {', '.join(FILTERS)}",
         )
     done = await gateway.dead_letters.purge_all(letters)
-    _logger.info("%s removed %d dead letters of pool %s for good", _caller(request), done.removed, letters.pool)
+    _logger.info(
+        "%s removed %d dead letters of pool %s for good", call_of(request).grant.name, done.removed, letters.pool
+    )
     return json_response(done)
 
 

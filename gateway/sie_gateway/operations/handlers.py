@@ -19,6 +19,7 @@ from sie_contracts.models.alias_checks import resolve_all
 from sie_contracts.models.catalogue import Resolved
 from sie_gateway.fleet.residency import SLOWEST_FIRST, Placed, Where
 from sie_gateway.http.route_kinds import HEADERS, GatewayRoute, control
+from sie_gateway.inference.call import Call
 from sie_gateway.operations.models import alias_info, model_info, model_list
 from sie_runtime.http.routes import Content
 from sie_runtime.http.server import scrape
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from sie_gateway.state import Gateway
 
 _logger = logging.getLogger("sie.gateway.residency")
+
+
+def call_of(request: Request) -> Call:
+    """Return the call to which a request belongs."""
+    call: Call = request.scope["sie.call"]
+    return call
 
 
 def json_response(body: Any, status: int = 200) -> Response:
@@ -41,7 +48,7 @@ def number(query: QueryParams, name: str, default: float, least: float, most: fl
     except ValueError:
         value = math.nan
     if not least <= value <= most:  # with `not`, the condition is also true for nan
-        raise InvalidInput(f"{name}: expected a number from {least:g} to {most:g}", reason="schema", param=name)
+        raise InvalidInput.at(name, f"expected a number from {least:g} to {most:g}")
     return value
 
 
@@ -82,7 +89,7 @@ async def model(gateway: Gateway, request: Request) -> Response:
 
 
 async def health(gateway: Gateway, request: Request) -> Response:
-    return json_response(gateway.status.health(request.scope["sie.call"].grant))
+    return json_response(gateway.status.health(call_of(request).grant))
 
 
 async def scaling(gateway: Gateway, request: Request) -> Response:
@@ -126,7 +133,7 @@ def _residency_reply(request: Request, state: ResidencyState, status: int, place
 
 
 def _log(request: Request, action: str, models: Iterable[Resolved]) -> None:
-    name = request.scope["sie.call"].grant.name
+    name = call_of(request).grant.name
     _logger.info("%s requests to %s %s", name, action, ", ".join(model.canonical for model in models))
 
 
@@ -155,11 +162,7 @@ async def unload(gateway: Gateway, request: Request) -> Response:
         for resolved, where in zip(models, places, strict=True)
         for placed_model in await gateway.residencies.unload(resolved, where)
     ]
-    return (
-        _residency_reply(request, "unloading", 202, placed)
-        if placed
-        else _residency_reply(request, "available", 200, placed)
-    )
+    return _residency_reply(request, "unloading" if placed else "available", 202 if placed else 200, placed)
 
 
 def _residency_row(action: str, handler: Any, summary: str, done: str) -> GatewayRoute:

@@ -13,9 +13,9 @@ from sie_contracts.errors import BundleConflict, ModelNotFound
 from sie_contracts.models import families
 from sie_contracts.models.aliases import Alias
 from sie_contracts.models.catalogue import Catalogue, Resolved
-from sie_contracts.models.entries import ModelEntry, classifies, listed_outputs, needs_labels, widths
+from sie_contracts.models.entries import EXTRACTS, ModelEntry, classifies, listed_outputs, needs_labels, widths
 from sie_contracts.places import without_paths
-from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus
+from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedEngine, ServedPrecision
 from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.inference.shadow import ShadowStatistics
 
@@ -32,7 +32,11 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
     fingerprint = next((status.fingerprint for _, status in reports if status.fingerprint), None)
     certificate = next((status.certificate for _, status in reports if status.certificate), None)
     loaded = sorted(beat.worker for beat, status in reports if status.state == "loaded")
-    engine = _engine(resolved.load.engine, reports)
+    engine = _served(resolved.load.engine, [status.engine for _, status in reports])
+    precisions = [status.precision for _, status in reports]
+    requested: str | None = resolved.load.precision or next(
+        (report.requested for report in precisions if report and report.requested), None
+    )
     info: dict[str, Any] = {
         "name": resolved.canonical,
         "id": resolved.canonical,
@@ -56,6 +60,8 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "score_scale": score_scale(entry),
         "supports_lora": families.row(entry.family).takes_lora,
         "needs_labels": needs_labels(entry),
+        "extracts": [name for name in EXTRACTS if name in entry.outputs],
+        "options": sorted(families.row(entry.family).parameters),
         "prompts": sorted(entry.prompts),
         "prompt_texts": entry.prompts,
         "revision": entry.revision,
@@ -63,15 +69,10 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
         "languages": list(entry.languages),
         "description": entry.description,
         "certificate": certificate,
-        "precision": _precision(resolved.load.precision, reports),
+        "precision": _served(requested, precisions),
         "fingerprint": fingerprint,
         "downloads": [
-            {
-                "worker": worker,
-                "done_bytes": download.done_bytes,
-                "total_bytes": download.total_bytes,
-                "bytes_per_s": download.bytes_per_s,
-            }
+            {"worker": worker, **msgspec.structs.asdict(download)}
             for worker, download in fleet.downloads(resolved.residency)
         ],
         "engine": engine,
@@ -86,27 +87,13 @@ def model_info(catalogue: Catalogue, fleet: Fleet, entry: ModelEntry, profile: s
     return info
 
 
-def _precision(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested and the served precisions, and why they differ. `own`: the precision that the catalogue
-    entry or the profile requests; None if neither does.
-    """
-    reported = [status.precision for _, status in reports if status.precision is not None]
-    requested = own or next((precision.requested for precision in reported if precision.requested), None)
-    reasons = sorted({precision.reason for precision in reported if precision.reason})
+def _served(requested: str | None, reports: Sequence[ServedPrecision | ServedEngine | None]) -> dict[str, Any]:
+    """Return the requested precision or engine (or None), those in use at workers, and why they differ."""
+    reported = [report for report in reports if report is not None]
     return {
         "requested": requested,
-        "served": sorted({precision.served for precision in reported}),
-        "reason": "; ".join(reasons) or None,
-    }
-
-
-def _engine(own: str | None, reports: Sequence[tuple[Heartbeat, ModelStatus]]) -> dict[str, Any]:
-    """Return the requested engine (or None), the engines in use at workers, and the reasons for a difference."""
-    reported = [status.engine for _, status in reports if status.engine is not None]
-    return {
-        "requested": own,
-        "served": sorted({engine.served for engine in reported}),
-        "reason": "; ".join(sorted({engine.reason for engine in reported if engine.reason})) or None,
+        "served": sorted({report.served for report in reported}),
+        "reason": "; ".join(sorted({report.reason for report in reported if report.reason})) or None,
     }
 
 

@@ -13,9 +13,8 @@ from msgspec import Meta
 
 from sie_contracts.api import views as api
 from sie_contracts.errors import InvalidInput, NotFound
-from sie_gateway.admission.grant import Grant
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.operations.handlers import json_response, number
+from sie_gateway.operations.handlers import call_of, json_response, number
 from sie_gateway.operations.history import STEP_S
 from sie_runtime.http.routes import HTML, OPEN, Content, Parameter
 
@@ -39,11 +38,6 @@ def console(name: str, root: str = "") -> bytes:
     return content.replace(b'="console/', f'="{root}/console/'.encode()) if root and name == "index.html" else content
 
 
-def _grant(request: Request) -> Grant:
-    grant: Grant = request.scope["sie.call"].grant
-    return grant
-
-
 async def page(_gateway: Gateway, request: Request) -> Response:
     name = request.path_params.get("file", "index.html")
     if name not in CONSOLE_FILES:
@@ -57,11 +51,11 @@ async def page(_gateway: Gateway, request: Request) -> Response:
 
 
 async def cluster(gateway: Gateway, request: Request) -> Response:
-    return json_response(gateway.status.shown(request.query_params.get("filter", ""), _grant(request)))
+    return json_response(gateway.status.shown(request.query_params.get("filter", ""), call_of(request).grant))
 
 
 async def placement(gateway: Gateway, request: Request) -> Response:
-    return json_response(gateway.status.placed(request.query_params.get("filter", ""), _grant(request)))
+    return json_response(gateway.status.placed(request.query_params.get("filter", ""), call_of(request).grant))
 
 
 async def doctor(gateway: Gateway, _request: Request) -> Response:
@@ -73,17 +67,17 @@ async def history(gateway: Gateway, request: Request) -> Response:
     since_s = number(query, "since", 0.0, 0.0, math.inf)
     step_s = int(number(query, "step_s", STEP_S, STEP_S, 600))
     if step_s % STEP_S:
-        raise InvalidInput(f"step_s: expected a multiple of {STEP_S}", reason="schema", param="step_s")
+        raise InvalidInput.at("step_s", f"expected a multiple of {STEP_S}")
     return json_response(gateway.status.history.since(since_s, step_s))
 
 
 async def requests(gateway: Gateway, request: Request) -> Response:
     most = int(number(request.query_params, "limit", 50, 1, 1000))
-    return json_response({"requests": gateway.status.history.requests(most, _grant(request))})
+    return json_response({"requests": gateway.status.history.requests(most, call_of(request).grant)})
 
 
 async def request(gateway: Gateway, request: Request) -> Response:
-    note = gateway.status.history.find(request.path_params["request"], _grant(request))
+    note = gateway.status.history.find(request.path_params["request"], call_of(request).grant)
     if note is None:
         raise NotFound(
             "this gateway has no record of a request of yours with this id: it keeps records for one hour, and only of "
@@ -94,7 +88,7 @@ async def request(gateway: Gateway, request: Request) -> Response:
 
 async def request_log(gateway: Gateway, request: Request) -> Response:
     """Return the log lines of a request. Memory has only the newest lines, so the list may be empty."""
-    return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], _grant(request))})
+    return json_response({"lines": gateway.status.log.lines_of(request.path_params["request"], call_of(request).grant)})
 
 
 _FILTER = Parameter("filter", "query", str, "Only models with this in their name.")

@@ -30,10 +30,10 @@ from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.names import did_you_mean
 from sie_contracts.wire import messages, topology
 from sie_contracts.wire.records import ReservationSpec
-from sie_gateway.admission.grant import WORKERS_NAME, Grant
+from sie_gateway.admission.grant import WORKERS_NAME
 from sie_gateway.fleet import assignments
 from sie_gateway.fleet.pool_rules import not_found
-from sie_gateway.operations.handlers import json_response
+from sie_gateway.operations.handlers import call_of, json_response
 
 if TYPE_CHECKING:
     from sie_gateway.state import Gateway
@@ -53,37 +53,30 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
     field, PoolOperationForbidden above a limit, ModelNotFound for a pinned model, PayloadTooLarge.
     """
     if not isinstance(body, dict):
-        raise InvalidInput(f"body: expected an object, got {_kind(body)}", reason="schema", param="body")
+        raise InvalidInput.at("body", f"expected an object, got {_kind(body)}")
     unknown = sorted(str(key) for key in body.keys() - _FIELDS)
     if unknown:
         field = unknown[0][:60]
         hint = did_you_mean(field, _FIELDS) or f"; expected {', '.join(sorted(_FIELDS))}"
-        raise InvalidInput(f"{field}: no such field{hint}", reason="schema", param=field)
+        raise InvalidInput.at(field, f"no such field{hint}")
     name = _name(body.get("name"))
     queue_pool = body.get("queue_pool")
     if queue_pool is not None and queue_pool not in ("default", "_default"):
-        message = f"queue_pool: expected default, the pool whose workers can be reserved, got {str(queue_pool)[:60]!r}"
-        raise InvalidInput(message, reason="schema", param="queue_pool")
+        message = f"expected default, the pool whose workers can be reserved, got {str(queue_pool)[:60]!r}"
+        raise InvalidInput.at("queue_pool", message)
     gpus = _counts(body, "gpus", profiles)
     if not gpus:
-        raise InvalidInput(
-            "gpus: expected a count for at least one machine profile, got none", reason="schema", param="gpus"
-        )
+        raise InvalidInput.at("gpus", "expected a count for at least one machine profile, got none")
     caps = _counts(body, "gpu_caps", profiles)
     for profile, cap in caps.items():
         if cap < gpus.get(profile, 0):
-            message = f"gpu_caps.{profile}: expected at least the {gpus[profile]} of gpus, got {cap}"
-            raise InvalidInput(message, reason="schema", param=f"gpu_caps.{profile}")
+            raise InvalidInput.at(f"gpu_caps.{profile}", f"expected at least the {gpus[profile]} of gpus, got {cap}")
     bundle = body.get("bundle")
     if bundle is not None and not isinstance(bundle, str):
-        raise InvalidInput(f"bundle: expected a string or null, got {_kind(bundle)}", reason="schema", param="bundle")
+        raise InvalidInput.at("bundle", f"expected a string or null, got {_kind(bundle)}")
     bundles = {*catalogue.bundles, assignments.DEFAULT_BUNDLE}
     if bundle and bundle not in bundles:
-        raise InvalidInput(
-            f"bundle: expected one of {', '.join(sorted(bundles))}, got {bundle[:60]!r}",
-            reason="schema",
-            param="bundle",
-        )
+        raise InvalidInput.at("bundle", f"expected one of {', '.join(sorted(bundles))}, got {bundle[:60]!r}")
     minimum = _whole(body, "minimum_worker_count", 0, 0)
     if minimum > MAX_MINIMUM_WORKERS:
         raise PoolOperationForbidden(
@@ -95,8 +88,7 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
         raise PoolOperationForbidden(f"ttl_seconds: at most {MAX_TTL_S} are allowed, got {ttl_s}", param="ttl_seconds")
     pinned = body.get("pinned_models") or []
     if not isinstance(pinned, list) or not all(isinstance(model, str) for model in pinned) or len(pinned) > MAX_PINNED:
-        message = f"pinned_models: expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}"
-        raise InvalidInput(message, reason="schema", param="pinned_models")
+        raise InvalidInput.at("pinned_models", f"expected a list of at most {MAX_PINNED} strings, got {_kind(pinned)}")
     models = tuple(dict.fromkeys(resolved.residency for model in pinned for resolved in resolve_all(catalogue, model)))
     spec = ReservationSpec(name, gpus, bundle or "", minimum, ttl_s, caps, models)
     if len(messages.encode(spec)) > MAX_SPEC_BYTES:
@@ -107,13 +99,13 @@ def parse_spec(body: object, profiles: Collection[str], catalogue: Catalogue) ->
 
 def _name(value: object) -> str:
     if not isinstance(value, str):
-        raise InvalidInput(f"name: expected a string, got {_kind(value)}", reason="pool_name", param="name")
+        raise InvalidInput.at("name", f"expected a string, got {_kind(value)}", reason="pool_name")
     try:
         name = topology.pool_name(value)
     except ValueError:
-        raise InvalidInput("name: expected 1 to 63 letters, digits, _ or -", reason="pool_name", param="name") from None
+        raise InvalidInput.at("name", "expected 1 to 63 letters, digits, _ or -", reason="pool_name") from None
     if name in _NO_NAMES:
-        raise InvalidInput(f"name: {name!r} cannot be the name of a pool", reason="pool_name", param="name")
+        raise InvalidInput.at("name", f"{name!r} cannot be the name of a pool", reason="pool_name")
     return name
 
 
@@ -123,26 +115,22 @@ def _counts(body: Mapping[str, Any], field: str, profiles: Collection[str]) -> d
     if counts is None:
         return {}
     if not isinstance(counts, dict) or len(counts) > MAX_PROFILES:
-        raise InvalidInput(
-            f"{field}: expected a map of counts by machine profile, got {_kind(counts)}", reason="schema", param=field
-        )
+        raise InvalidInput.at(field, f"expected a map of counts by machine profile, got {_kind(counts)}")
     parsed: dict[str, int] = {}
     for key, count in counts.items():
         profile = key.strip().lower()
         profile = profile if profile in profiles else f"{profile}-spot"
         path = f"{field}.{key[:60]}"
         if profile not in profiles:
-            raise InvalidInput(
-                f"{path}: no such machine profile; there are {', '.join(sorted(profiles))}",
+            raise InvalidInput.at(
+                path,
+                f"no such machine profile; there are {', '.join(sorted(profiles))}",
                 reason="gpu_not_configured",
-                param=path,
                 extras={"status": "gpu_not_configured", "gpu": key[:60], "configured_gpu_types": sorted(profiles)},
             )
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_GPUS or profile in parsed:
             got = f"{key[:60]!r} twice" if profile in parsed else count if isinstance(count, int) else _kind(count)
-            raise InvalidInput(
-                f"{path}: expected a whole number from 1 to {MAX_GPUS}, got {got}", reason="schema", param=path
-            )
+            raise InvalidInput.at(path, f"expected a whole number from 1 to {MAX_GPUS}, got {got}")
         parsed[profile] = count
     return dict(sorted(parsed.items()))
 
@@ -153,9 +141,7 @@ def _whole(body: Mapping[str, Any], field: str, default: int, least: int) -> int
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         got = value if isinstance(value, int) else _kind(value)
-        raise InvalidInput(
-            f"{field}: expected a whole number of at least {least}, got {got}", reason="schema", param=field
-        )
+        raise InvalidInput.at(field, f"expected a whole number of at least {least}, got {got}")
     return value
 
 
@@ -175,7 +161,7 @@ async def _body(request: Request) -> object:
     try:
         return plain.from_json(bytes(data))
     except plain.Malformed as error:
-        raise InvalidInput(f"body: {error}", reason="malformed", param="body") from None
+        raise InvalidInput.at("body", str(error), reason="malformed") from None
 
 
 async def _written(work: Awaitable[T]) -> T:
@@ -185,11 +171,6 @@ async def _written(work: Awaitable[T]) -> T:
     except BrokerError as error:
         _logger.warning("the broker did not store a change of a pool: %s", error)
         raise QueueUnavailable("the broker did not store the change of the pool: try again") from error
-
-
-def _grant(request: Request) -> Grant:
-    grant: Grant = request.scope["sie.call"].grant
-    return grant
 
 
 def _named(request: Request) -> str:
@@ -212,17 +193,17 @@ async def create(gateway: Gateway, request: Request) -> Response:
     """Create a reservation, or change and renew it if the caller already has it."""
     catalogue = gateway.inference.catalogue
     spec = parse_spec(await _body(request), _profiles(gateway), catalogue)
-    grant = _grant(request)
+    grant = call_of(request).grant
     await _written(gateway.pools.create(spec, grant))
     return json_response(gateway.pools.pool(spec.name, grant), 201)
 
 
 async def pools(gateway: Gateway, request: Request) -> Response:
-    return json_response(Pools(pools=gateway.pools.pools(_grant(request))))
+    return json_response(Pools(pools=gateway.pools.pools(call_of(request).grant)))
 
 
 async def assignment(gateway: Gateway, request: Request) -> Response:
-    worker, grant = request.query_params.get("worker", ""), _grant(request)
+    worker, grant = request.query_params.get("worker", ""), call_of(request).grant
     served = gateway.pools.assigned(worker)
     if grant.name != WORKERS_NAME and not all(map(gateway.pools.visible(grant), served)):
         raise PoolNotFound(
@@ -233,14 +214,14 @@ async def assignment(gateway: Gateway, request: Request) -> Response:
 
 
 async def pool(gateway: Gateway, request: Request) -> Response:
-    return json_response(gateway.pools.pool(_named(request), _grant(request)))
+    return json_response(gateway.pools.pool(_named(request), call_of(request).grant))
 
 
 async def delete(gateway: Gateway, request: Request) -> Response:
-    await _written(gateway.pools.delete(_named(request), _grant(request)))
+    await _written(gateway.pools.delete(_named(request), call_of(request).grant))
     return json_response(PoolDeleted(message="Pool deleted"))
 
 
 async def renew(gateway: Gateway, request: Request) -> Response:
-    renewed = await _written(gateway.pools.renew(_named(request), _grant(request)))
+    renewed = await _written(gateway.pools.renew(_named(request), call_of(request).grant))
     return json_response(PoolRenewed(message="Pool renewed", expires_at=None if renewed is None else renewed.expires_s))

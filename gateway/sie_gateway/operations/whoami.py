@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from sie_contracts.api import dead_letters as api
 from sie_gateway.http.route_kinds import GatewayRoute, control
-from sie_gateway.operations.handlers import json_response
+from sie_gateway.operations.handlers import call_of, json_response
 from sie_runtime.http.routes import ANY, SCOPES
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def whoami(gateway: Gateway, request: Request) -> Response:
-    grant = request.scope["sie.call"].grant
+    grant = call_of(request).grant
     return json_response(
         api.Whoami(
             name=grant.name,

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -22,7 +22,18 @@ MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
 _UNFIT = frozenset({400, 413, 422})  # statuses that a request causes, not a fault of the server
 
+MAX_NAME = 200  # characters of a reported model that are compared
 Vectors = NDArray[np.float32]
+
+
+class RemoteAnswer(NamedTuple):
+    """Vectors, and what the server reports beside them: the number of tokens or None, and its models: the fingerprint
+    of SIE, the name in OpenAI's shape, empty for TEI. Replicas behind one address may report several.
+    """
+
+    vectors: Vectors
+    tokens: int | None
+    models: frozenset[str]
 
 
 class RemoteFailed(Exception):
@@ -45,6 +56,7 @@ class _RemoteEmbedding(msgspec.Struct):
 class _OpenAIAnswer(msgspec.Struct):
     data: list[_RemoteEmbedding]
     usage: _TokenCount = _TokenCount()
+    model: str | None = None
 
     @property
     def rows(self) -> list[list[float]]:
@@ -62,6 +74,7 @@ class _SIEItem(msgspec.Struct):
 class _SIEAnswer(msgspec.Struct):
     items: list[_SIEItem]
     usage: _TokenCount = _TokenCount()
+    fingerprint: str = ""
 
     @property
     def rows(self) -> list[list[float]]:
@@ -85,12 +98,9 @@ class RemoteClient:
 
     async def encode(
         self, texts: Sequence[str], width: int, timeout_s: float, *, normalize: bool = True
-    ) -> tuple[Vectors, int | None]:
-        """Return the vectors of the texts, and the number of tokens if the server reports it. All calls together take
-        at most `timeout_s` seconds. Raises RemoteFailed.
-        """
-        parts: list[Vectors] = []
-        tokens: int | None = 0
+    ) -> RemoteAnswer:
+        """Return the answer to the texts. All calls together take at most `timeout_s` seconds. Raises RemoteFailed."""
+        answers: list[RemoteAnswer] = []
         until_s = time.monotonic() + timeout_s
         for start in range(0, len(texts), MAX_TEXTS):
             piece = texts[start : start + MAX_TEXTS]
@@ -103,10 +113,11 @@ class RemoteClient:
                 raise RemoteFailed("no answer in time", is_fault=is_fault) from None
             except httpx.HTTPError as error:
                 raise RemoteFailed(f"the connection failed ({type(error).__name__})") from None
-            vectors, used = self._read(raw, len(piece), width)
-            parts.append(vectors)
-            tokens = None if tokens is None or used is None else tokens + used
-        return np.concatenate(parts), tokens
+            answers.append(self._read(raw, len(piece), width))
+        vectors, tokens, models = zip(*answers, strict=True)
+        return RemoteAnswer(
+            np.concatenate(vectors), None if None in tokens else sum(tokens), frozenset().union(*models)
+        )
 
     def _request(self, texts: Sequence[str], *, normalize: bool) -> tuple[str, dict[str, Any]]:
         """Return path and body of a request that adds no prompt to the texts."""
@@ -134,18 +145,19 @@ class RemoteClient:
                 data += part
         return bytes(data)
 
-    def _read(self, raw: bytes, count: int, width: int) -> tuple[Vectors, int | None]:
-        """Return the vectors of an answer, checked for count, width and finite numbers, and its tokens."""
+    def _read(self, raw: bytes, count: int, width: int) -> RemoteAnswer:
+        """Return an answer whose vectors have been checked for count, width and finite numbers."""
         used: int | None = None
+        model: str | None = None
         try:
             if self._server.kind == "tei":
                 rows = msgspec.json.decode(raw, type=list[list[float]])
             elif self._server.kind == "openai":
                 embeddings = msgspec.json.decode(raw, type=_OpenAIAnswer)
-                rows, used = embeddings.rows, embeddings.usage.total_tokens
+                rows, used, model = embeddings.rows, embeddings.usage.total_tokens, embeddings.model
             else:
                 encoded = msgspec.json.decode(raw, type=_SIEAnswer)
-                rows, used = encoded.rows, encoded.usage.total_tokens
+                rows, used, model = encoded.rows, encoded.usage.total_tokens, encoded.fingerprint
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise RemoteFailed(f"its answer is not that of a server of kind {self._server.kind}") from None
         if len(rows) != count or any(len(row) != width for row in rows):
@@ -156,7 +168,8 @@ class RemoteClient:
         if not np.isfinite(vectors).all():
             raise RemoteFailed("its vectors have numbers that are not finite")
         # each text has a token at least: a smaller report is none, so that no server makes its texts free
-        return vectors, used if used is not None and used >= count else None
+        tokens = used if used is not None and used >= count else None
+        return RemoteAnswer(vectors, tokens, frozenset({(model or "")[:MAX_NAME]}))
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -114,7 +114,8 @@ class Reference:
 class Proof:
     """A passed comparison. It holds for this entry of the model, for requests with these prompts. `any_length`: false
     if texts that may be truncated were not compared, or differ. `any_spaces`: false if no compared text has more white
-    space than single spaces between words. `unit_length`: all vectors have the length 1.
+    space than single spaces between words. `unit_length`: all vectors have the length 1. `models`: those that the
+    server reported, see `RemoteAnswer`.
     """
 
     entry: ModelEntry
@@ -126,6 +127,7 @@ class Proof:
     fingerprint: str
     measured: Measured
     width: int
+    models: frozenset[str] = frozenset()
 
     def covers(self, entry: ModelEntry, run: RunOptions, texts: Sequence[str]) -> bool:
         """Return whether the vectors of these texts, which contain the prompt, are proven for these options."""

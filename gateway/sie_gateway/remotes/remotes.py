@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from sie_gateway.remotes.client import RemoteClient, RemoteFailed, Vectors
 from sie_gateway.remotes.configuration import SETTING, RemoteServer
 from sie_gateway.remotes.proof import Deviates, Prompt, Proof, Reference
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 
 # codes of refusals that mean: no capacity of this cluster can answer now
@@ -56,6 +57,8 @@ PROVEN_S = 86_400.0  # seconds until a proof is repeated
 # seconds until the next probe after a failure; the pause doubles with each failure, up to the second number
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 300.0
 DEVIATES_S = 3600.0  # seconds until a server whose vectors differ is probed again
+AGAIN_S = 60.0  # shortest time between two probes of a server that failed, or reports another model
+MAX_MODELS = 16  # models that a server may report in turn, such as replicas in several precisions
 GOLDEN_S = 3600.0  # seconds until a proof by golden vectors is repeated: they prove less than those of a worker
 BUDGET_S = 30.0  # longest time for reference vectors of a worker
 BROKER_S = 2.0
@@ -86,6 +89,8 @@ class Remote:
         self.reason = UNTESTED
         self.failures = 0  # failures in a row
         self.due_s = 0.0
+        self.probed_s = -AGAIN_S  # time of the last probe
+        self.models: set[str] = set()  # models that it reported in proofs for the same entry
         self.pause_s = FIRST_PAUSE_S
         self.shortage = Trouble(_logger, f"the monthly budget of remote {server.name}")
 
@@ -93,10 +98,17 @@ class Remote:
         """Store a new proof. The next probe is due at `due_s`."""
         self.proof, self.reason, self.failures, self.pause_s = proof, "", 0, FIRST_PAUSE_S
         self.due_s = due_s
+        if len(self.models) >= MAX_MODELS:
+            self.models.clear()
+        self.models |= proof.models
 
     def refuse(self, reason: str, due_s: float) -> None:
         """Drop the proof. The next probe is due at `due_s`."""
         self.proof, self.reason, self.due_s = None, reason, due_s
+
+    def again_s(self, now_s: float) -> float:
+        """Return the seconds until the server may be probed again."""
+        return max(0.0, self.probed_s + AGAIN_S - now_s)
 
     def answered(self, *, failed: bool) -> None:
         """Count the end of a call."""
@@ -190,9 +202,12 @@ class Remotes:
         remote.shortage.passed()
         left_s = call.received_s + call.budget_s - time.perf_counter()
         try:
-            vectors, used_tokens = await remote.client.encode(
+            vectors, used_tokens, models = await remote.client.encode(
                 texts, proof.width, left_s, normalize=request.options.run.normalize
             )
+            if not models <= remote.models:
+                self._refuse(remote, "it reports another model than in its proof", remote.again_s(self._clock()))
+                raise RemoteFailed(remote.reason)
             if not proof.accepts(vectors):
                 raise RemoteFailed("its vectors do not have the length 1")
         except RemoteFailed as failure:
@@ -230,7 +245,12 @@ class Remotes:
             return
         remote.answered(failed=True)
         _logger.warning("remote %s failed: %s", remote.server.name, failure)
-        if remote.failures >= MAX_FAILURES and remote.proof is not None:
+        if remote.proof is None:
+            return
+        # after an outage it may be another server
+        now_s = self._clock()
+        remote.due_s = min(remote.due_s, now_s + remote.again_s(now_s))
+        if remote.failures >= MAX_FAILURES:
             self._refuse(remote, f"{remote.failures} calls in a row failed, the last: {failure}", FIRST_PAUSE_S)
 
     def _count(self, remote: Remote, result: str) -> None:
@@ -252,6 +272,7 @@ class Remotes:
                 continue
             entry = self._feed.catalogue.entries.get(remote.server.model)
             if remote.proof is not None and remote.proof.entry != entry:
+                remote.models.clear()
                 self._refuse(remote, "the entry of its model has changed since its proof", 0.0)
             if self._clock() >= remote.due_s:
                 await self._probe(remote)
@@ -259,9 +280,11 @@ class Remotes:
     async def _probe(self, remote: Remote) -> None:
         """Probe a remote server, and store its proof or the reason of its refusal."""
         name = remote.server.name
+        remote.probed_s = self._clock()
         try:
             proof = await self._proven(remote)
         except Deviates as error:
+            remote.models.clear()
             self._measured(remote, error.measured)
             self._refuse(remote, f"its vectors are not those of {remote.server.model}: {error}", DEVIATES_S)
         except NoReference as error:
@@ -320,27 +343,29 @@ class Remotes:
         max_tokens = resolved.entry.max_tokens
         cost = sum(estimated_tokens(utf8_bytes(text), max_tokens) for text in reference.texts)
         await remote.budget.spend(cost)
-        actual = await self._vectors(remote, reference, normalize=run.normalize)
-        return proofs.prove(resolved.entry, run, reference, actual)
+        vectors, models = await self._vectors(remote, reference, normalize=run.normalize)
+        return replace(proofs.prove(resolved.entry, run, reference, vectors), models=models)
 
-    async def _vectors(self, remote: Remote, reference: Reference, *, normalize: bool) -> Vectors:
-        """Return the vectors of a remote server for the reference texts. If it refuses the long text, the vector of
-        that text is zero, which differs from any other.
+    async def _vectors(
+        self, remote: Remote, reference: Reference, *, normalize: bool
+    ) -> tuple[Vectors, frozenset[str]]:
+        """Return the vectors of a remote server for the reference texts, and the models that it reports. If it
+        refuses the long text, the vector of that text is zero, which differs from any other.
         """
         width, timeout_s = reference.vectors.shape[1], remote.server.timeout_s
         texts = [text for place, text in enumerate(reference.texts) if place != reference.long]
-        vectors, _ = await remote.client.encode(texts, width, timeout_s, normalize=normalize)
+        vectors, _, models = await remote.client.encode(texts, width, timeout_s, normalize=normalize)
         if reference.long is None:
-            return vectors
+            return vectors, models
         try:
-            long, _ = await remote.client.encode(
+            long, _, _ = await remote.client.encode(
                 [reference.texts[reference.long]], width, timeout_s, normalize=normalize
             )
         except RemoteFailed as error:
             if error.is_fault:
                 raise
             long = 0 * vectors[:1]
-        return np.concatenate([vectors, long])  # the long text is the last one
+        return np.concatenate([vectors, long]), models  # the long text is the last one
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have

@@ -51,11 +51,8 @@ class Backlog:
         """Read the numbers of every pool every EVERY_S seconds until `stop`."""
         trouble = Trouble(_logger, "the backlog is unknown")
         while not await stop.wait_for(EVERY_S):
-            try:
+            with trouble.logged(BrokerError):
                 await independently(functools.partial(self.fresh, pool, EVERY_S / 2) for pool in sorted(self._pools))
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
 
     def drop_pool(self, pool: str) -> None:
         self._read.pop(pool, None)

@@ -343,11 +343,8 @@ class WorkConsumers:
         trouble, pause_s = Trouble(_consumers_logger, "not every consumer could be checked"), 0.0
         while not await stop.wait_for(pause_s):
             pause_s = ROUND_S
-            try:
+            with trouble.logged(BrokerError):
                 await independently((self._refresh, self.take_turn))
-                trouble.passed()
-            except BrokerError as error:
-                trouble.met(error)
 
     async def close(self) -> None:
         for stream in self._streams.values():

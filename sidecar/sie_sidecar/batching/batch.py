@@ -232,9 +232,6 @@ class _ModelLine(Generic[T]):
         self.push_number = 0
         self.queues: dict[BatchKey, _KeyQueue[T]] = {}
 
-    def pick(self, now_s: float, limits: BatchLimits, *, idle: bool) -> _KeyQueue[T] | None:
-        return next((queue for queue in self.queues.values() if queue.is_ready(now_s, limits, idle=idle)), None)
-
 
 class _PriorityLine(Generic[T]):
     """Work items of one priority. In the heap `_heads`, only a model's newest entry is valid; older ones are ignored
@@ -284,8 +281,8 @@ class _PriorityLine(Generic[T]):
         model = self.oldest()
         if model is None:
             return None
-        queue = model.pick(now_s, limits, idle=idle)
-        if queue is not None:
+        queues = model.queues.values()
+        if (queue := next((queue for queue in queues if queue.is_ready(now_s, limits, idle=idle)), None)) is not None:
             return queue
         # the oldest work item has not waited for the time limit yet, so no other one has: only full queues can be ready
         full = (queue for queue in self.queues() if queue.is_full(limits))
@@ -359,16 +356,11 @@ class Waiting(Generic[T]):
             times = self._times[residency] = BatchTimes(TIMES_OVER)
         return times
 
-    def add(self, entry: BatchEntry[T]) -> None:
-        """Add a work item behind all work items of its key."""
-        self._add(entry, in_order=True)
-
-    def put_back(self, entry: BatchEntry[T]) -> None:
-        """Add a work item that was sent but did not run, at its place by time of arrival."""
-        self._add(entry, in_order=False)
-
-    def _add(self, entry: BatchEntry[T], *, in_order: bool) -> None:
-        self.lines[entry.bulk].add(entry, in_order=in_order)
+    def add(self, entry: BatchEntry[T], *, back: bool = False) -> None:
+        """Add a work item behind all work items of its key; with `back` (it was sent but did not run), at its place by
+        time of arrival.
+        """
+        self.lines[entry.bulk].add(entry, in_order=not back)
         self.cost += entry.cost
         self._length += 1
 

@@ -181,10 +181,6 @@ class Rate:
         self._busy_s = 0.0
 
     @property
-    def running(self) -> int:
-        return self._running
-
-    @property
     def tokens_per_s(self) -> float:
         """Return the tokens per second; 0 before a batch has ended."""
         return self._tokens / self._busy_s if self._tokens and self._busy_s else 0.0

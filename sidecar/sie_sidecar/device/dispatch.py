@@ -156,10 +156,7 @@ class DeviceQueue:
         if entry.writes:
             self._inventory.count(flight, 0)
             self._writers.add(flight.lease.delivery.consumer)
-        if back:
-            line.put_back(entry)
-        else:
-            line.add(entry)
+        line.add(entry, back=back)
 
     def _line(self, entry: BatchEntry[InFlight]) -> Waiting[InFlight]:
         return self.writing if entry.writes else self.waiting
@@ -246,14 +243,12 @@ class DeviceQueue:
         flights = [entry.work for entry in batch.entries]
         with spans.batch(self._tracer, flights) if self._tracer is not None else contextlib.nullcontext() as span:
             frame, note = _frame(batch, f"{self._name}-{self.number}", span)
-            done = await self.link.run_batch(frame, on_started, self._abandonment(batch))
+            # set when no request waits for generated text any more; None for other batches
+            abandoned = self._written.get(id(flights[0]))
+            done = await self.link.run_batch(frame, on_started, abandoned)
         if len(done.outcomes) != note.items:
             raise RuntimeError(f"the adapter got {note.items} inputs and returned {len(done.outcomes)} outcomes")
         return done, note
-
-    def _abandonment(self, batch: Batch[InFlight]) -> asyncio.Event | None:
-        """Return the event for the moment when no request waits for generated text; None for other batches."""
-        return self._written.get(id(batch.entries[0].work))
 
     def alone(self, flight: InFlight) -> Batch[InFlight]:
         """Return a batch of this work item alone, to run without the queue. Raises NotReady if the catalogue entry of

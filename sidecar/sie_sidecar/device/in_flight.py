@@ -209,19 +209,15 @@ def cut(outcomes: tuple[Outcome, ...], block: memoryview) -> tuple[tuple[Outcome
         return outcomes, b""
     low = min(piece.offset for piece in slices)
     high = max(piece.offset + _size(piece) for piece in slices)
-    moved = tuple(
-        msgspec.structs.replace(
-            outcome,
-            outputs={
-                name: ArraySlice(piece.dtype, piece.shape, piece.offset - low)
-                for name, piece in outcome.outputs.items()
-            },
-        )
-        if isinstance(outcome, Ok)
-        else outcome
-        for outcome in outcomes
-    )
-    return moved, bytes(block[low:high])
+    return tuple(_moved(outcome, -low) for outcome in outcomes), bytes(block[low:high])
+
+
+def _moved(outcome: Outcome, by: int) -> Outcome:
+    """Return the outcome with `by` added to the offsets of its arrays."""
+    if not isinstance(outcome, Ok):
+        return outcome
+    outputs = {name: ArraySlice(piece.dtype, piece.shape, piece.offset + by) for name, piece in outcome.outputs.items()}
+    return msgspec.structs.replace(outcome, outputs=outputs)
 
 
 def only(flight: InFlight, index: int) -> InFlight:
@@ -236,13 +232,7 @@ def joined(parts: Sequence[tuple[Outcome, bytes]]) -> tuple[tuple[Outcome, ...],
     outcomes: list[Outcome] = []
     start = 0
     for outcome, block in parts:
-        if isinstance(outcome, Ok):
-            outputs = {
-                name: ArraySlice(piece.dtype, piece.shape, piece.offset + start)
-                for name, piece in outcome.outputs.items()
-            }
-            outcome = msgspec.structs.replace(outcome, outputs=outputs)
-        outcomes.append(outcome)
+        outcomes.append(_moved(outcome, start))
         start += len(block)
     return tuple(outcomes), b"".join(block for _, block in parts)
 

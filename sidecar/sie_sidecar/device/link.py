@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -378,10 +379,7 @@ class AdapterLinks:
     ) -> None:
         """Create the link to the first adapter at the socket `path`. The other arguments are used for every link."""
         self._path = path
-        self._size = size
-        self._ping_s = ping_s
-        self._stale_s = stale_s
-        self._clock = clock
+        self._new_link = functools.partial(AdapterLink, size=size, ping_s=ping_s, stale_s=stale_s, clock=clock)
         self._on_new: list[Callable[[AdapterLink], object]] = []
         self._all: list[AdapterLink] = []
         self._add()
@@ -403,10 +401,7 @@ class AdapterLinks:
 
     def _add(self) -> AdapterLink:
         number = len(self._all)
-        path = ipc.device_socket(self._path, number)
-        link = AdapterLink(
-            path, size=self._size, ping_s=self._ping_s, stale_s=self._stale_s, clock=self._clock, number=number
-        )
+        link = self._new_link(ipc.device_socket(self._path, number), number=number)
         self._all.append(link)
         for use in self._on_new:
             use(link)

@@ -82,10 +82,6 @@ def usable_bytes(device: ipc.Description) -> float:
     return (device.threshold_percent / 100 or MEMORY_USED) * device.memory_total_bytes
 
 
-def _precision(loaded: ipc.LoadedModel) -> ServedPrecision:
-    return ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
-
-
 class ModelState:
     """Residency (a model in one copy of its weights) on one device. `held`: number of work items that need it."""
 
@@ -192,7 +188,9 @@ class ModelState:
             self.load_s,
             cost_rate=round(self.cost_rate(now_s), 1),
             fetched=fetched if self.state == "loading" else None,
-            precision=_precision(loaded) if loaded else None,
+            precision=ServedPrecision(loaded.precision, loaded.requested_precision, loaded.precision_reason)
+            if loaded
+            else None,
             engine=ServedEngine(loaded.engine, loaded.engine_reason) if loaded else None,
             crossover_tokens=loaded.crossover_tokens if loaded else 0,
             image_tokens=image_tokens,
@@ -425,10 +423,6 @@ EARLIER_LOAD_S = 0.5
 _logger = logging.getLogger("sie.sidecar.hosting")
 
 
-def _one_item() -> int:
-    return 1
-
-
 def _names(models: list[ModelState]) -> tuple[str, ...]:
     return tuple(hosted.name for hosted in models)
 
@@ -503,7 +497,7 @@ class Hosting(ModelStates):
         if the model is closed to new work, because its items were accepted before, and the other model waits for their
         end. Raises ModelLoadFailed, AdapterGone.
         """
-        count = items or _one_item
+        count = items or (lambda: 1)
         hosted.waiting_counts.append(count)
         try:
             await self._until_ready(hosted, items or int, count, past_gate=past_gate)

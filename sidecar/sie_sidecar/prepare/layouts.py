@@ -479,25 +479,19 @@ def _raw(
         contents = tokenizer.contents(texts, 1 << 30, "NONE")
         shared = int(item.query is not None)
         rows = []
-        for number, (content, text) in enumerate(zip(contents, texts, strict=True)):
-            images, sound = item.images.get(number - shared), item.sounds.get(number - shared)
-            beside = len(text) // COST_CHARACTERS
-            if number >= shared and (document := item.inputs[number - shared].document) is not None:
-                tokens = documents.cost(len(document.data)) + beside + len(content.ids)
-                rows.append(TokenRow(content.ids, len(content.ids), expanded=tokens, document=document))
-                continue
-            if sound is not None:
+        # the number of the query is OF_QUERY
+        for number, (content, text) in enumerate(zip(contents, texts, strict=True), -shared):
+            tokens, beside = len(content.ids), len(text) // COST_CHARACTERS
+            row = TokenRow(content.ids, tokens, expanded=beside)
+            if number >= 0 and (document := item.inputs[number].document) is not None:
+                row = replace(row, document=document, expanded=documents.cost(len(document.data)) + beside + tokens)
+            elif (sound := item.sounds.get(number)) is not None:
                 sound_row = _sound_row(sound, layout)
-                rows.append(
-                    TokenRow(content.ids, len(content.ids), expanded=sound_row.expanded + beside, sound=sound_row.sound)
-                )
-                continue
-            if images is None:
-                rows.append(TokenRow(content.ids, len(content.ids), expanded=beside))
-                continue
-            assert not isinstance(images, InvalidInput)
-            tokens = image_rows.cost_of(images, layout) + beside + len(content.ids)
-            rows.append(TokenRow(content.ids, len(content.ids), expanded=tokens, images=images))
+                row = replace(row, sound=sound_row.sound, expanded=sound_row.expanded + beside)
+            elif (images := item.images.get(number)) is not None:
+                assert not isinstance(images, InvalidInput)
+                row = replace(row, images=images, expanded=image_rows.cost_of(images, layout) + beside + tokens)
+            rows.append(row)
         results.append(WorkRows(rows, shared=shared))
     return results
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -35,8 +35,10 @@ class SoundJob(msgspec.Struct, frozen=True, tag=True):
     from_s: float | None = None
 
 
-class MadeImage(msgspec.Struct, frozen=True, tag=True):
-    """Answer to an ImageJob. `pixels`: uint8 [height, width, 3]. `digest`: SHA-256 of the size and the pixels."""
+class PreparedImage(msgspec.Struct, frozen=True, tag=True):
+    """Decoded image, the answer to an ImageJob. `pixels`: uint8 [height, width, 3]. `upright`: size after EXIF
+    rotation. `digest`: SHA-256 of size and pixels. `animated`: the file has further images, which were not read.
+    """
 
     number: int
     height: _Edge
@@ -48,17 +50,14 @@ class MadeImage(msgspec.Struct, frozen=True, tag=True):
     pixels: bytes
 
     @property
-    def size(self) -> Size:
-        return Size(self.height, self.width)
-
-    @property
     def upright(self) -> Size:
         return Size(self.upright_height, self.upright_width)
 
 
-class MadeSound(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a SoundJob. `features`: float32 [views, frames, bins], little-endian; a view is the spectrum of the
-    whole sound or of a part of it. `digest`: SHA-256 of shape and features. `seconds`: length of the file.
+class SoundFeatures(msgspec.Struct, frozen=True, tag=True):
+    """Features of a sound, the answer to a SoundJob. `features`: float32 [views, frames, bins], little-endian; a view
+    is the spectrum of the whole sound or of a part of it. `digest`: SHA-256 of shape and features. `seconds`: length of
+    the file.
     """
 
     number: int
@@ -74,34 +73,8 @@ class MadeSound(msgspec.Struct, frozen=True, tag=True):
         return Shape(self.views, self.frames, self.bins)
 
 
-class PreparedImage(NamedTuple):
-    """Decoded image. `pixels`: uint8 [height, width, 3]. `upright`: size after EXIF rotation. `digest`: SHA-256 of size
-    and pixels. `animated`: the file has further images, which were not read.
-    """
-
-    pixels: bytes
-    height: int
-    width: int
-    upright: Size
-    digest: bytes
-    animated: bool = False
-
-
-class SoundFeatures(NamedTuple):
-    """Features of a sound, as the model reads them. `features`: float32 [views, frames, bins], little-endian; a view is
-    the spectrum of the whole sound or of a part of it. `digest`: SHA-256 of shape and features. `seconds`: length of
-    the file.
-    """
-
-    features: bytes
-    shape: Shape
-    digest: bytes
-    seconds: float
-
-
 Job = ImageJob | SoundJob
-Made = MadeImage | MadeSound
-Answer = Hello | Made | Unusable
+PreparedFile = PreparedImage | SoundFeatures
+Answer = Hello | PreparedFile | Unusable
 
-_FRAMES: ChildFrames[Job, Answer] = ChildFrames(Job, Answer)
-frame, job, answer = _FRAMES.frame, _FRAMES.job, _FRAMES.answer
+FRAMES: ChildFrames[Job, Answer] = ChildFrames(Job, Answer)

@@ -1,7 +1,7 @@
 """Pool of worker processes that turn image files into pixels and sound files into features. A process is started when a
 file needs one, and ends with the sidecar.
 
-    prepare ──► queue ──► keeper task ──► its worker process ──► MadeImage or MadeSound, or why the file is unusable
+    prepare ──► queue ──► keeper task ──► its worker process ──► PreparedImage or SoundFeatures, or Unusable
                              └── the process died or took too long: this file fails, a new process is started
 
 Decoders run in processes because they are C code that reads the data of clients: a crash then makes only one file fail.
@@ -36,9 +36,7 @@ from sie_sidecar.prepare import media_frames
 from sie_sidecar.prepare.media_frames import (
     ImageJob,
     Job,
-    Made,
-    MadeImage,
-    MadeSound,
+    PreparedFile,
     PreparedImage,
     SoundFeatures,
     SoundJob,
@@ -69,7 +67,7 @@ class _MediaFile(Protocol[T_co]):
 
     def job(self, number: int) -> Job: ...
 
-    def outcome(self, reply: Made) -> T_co:
+    def outcome(self, reply: PreparedFile) -> T_co:
         """Convert a worker's answer to the outcome for the caller. Raises _WorkerLost if it does not fit the file."""
 
 
@@ -82,19 +80,17 @@ class _ImageFile:
     def job(self, number: int) -> Job:
         return ImageJob(number, self.recipe, self.data)
 
-    def outcome(self, reply: Made) -> PreparedImage:
-        if not isinstance(reply, MadeImage):
+    def outcome(self, reply: PreparedFile) -> PreparedImage:
+        if not isinstance(reply, PreparedImage):
             raise _WorkerLost("its answer is no image")
         try:
             check(self.recipe, reply.upright)
             expected = pixels_of(self.recipe, reply.upright)
         except InvalidInput as error:
             raise _WorkerLost("it claims an image that is refused") from error
-        if reply.size != expected or len(reply.pixels) != 3 * reply.height * reply.width:
+        if (reply.height, reply.width) != expected or len(reply.pixels) != 3 * reply.height * reply.width:
             raise _WorkerLost("its pixels are not of the size that the recipe gives")
-        return PreparedImage(
-            reply.pixels, reply.height, reply.width, reply.upright, reply.digest, animated=reply.animated
-        )
+        return reply
 
 
 @dataclass(frozen=True)
@@ -107,12 +103,12 @@ class _SoundFile:
     def job(self, number: int) -> Job:
         return SoundJob(number, self.recipe, self.data, self.from_s)
 
-    def outcome(self, reply: Made) -> SoundFeatures:
-        if not isinstance(reply, MadeSound):
+    def outcome(self, reply: PreparedFile) -> SoundFeatures:
+        if not isinstance(reply, SoundFeatures):
             raise _WorkerLost("its answer is no sound")
         if not self.recipe.can_make(reply.shape) or len(reply.features) != 4 * math.prod(reply.shape):
             raise _WorkerLost("its features are not of the shape that the recipe gives")
-        return SoundFeatures(reply.features, reply.shape, reply.digest, reply.seconds)
+        return reply
 
 
 NOUNS = (_ImageFile.noun, _SoundFile.noun)
@@ -130,7 +126,7 @@ class _PendingFile(Generic[T]):
         if not self.done.done():
             self.done.set_exception(error)
 
-    def succeed(self, reply: Made) -> None:
+    def succeed(self, reply: PreparedFile) -> None:
         """Give the caller the outcome of a worker's answer. Raises _WorkerLost if the answer does not fit the file."""
         outcome = self.file.outcome(reply)
         if not self.done.done():
@@ -315,11 +311,11 @@ class _WorkerLost(Exception):
     """Raised if a process ended, or sent an answer that does not fit its job."""
 
 
-def _usable(answer: Made | Unusable) -> Made:
+def _usable(answer: PreparedFile | Unusable) -> PreparedFile:
     """Return the answer. Raises InvalidInput if it says that the file is unusable."""
     if isinstance(answer, Unusable):
         _logger.debug("a file cannot be decoded: %s (%s)", answer.cause, answer.raised or "by its header")
-        raise fault(answer.cause, answer.what)
+        raise fault(answer.cause, answer.message)
     return answer
 
 
@@ -383,10 +379,10 @@ class _MediaProcess:
             raise
         return worker
 
-    async def run(self, job: Job) -> Made | Unusable:
+    async def run(self, job: Job) -> PreparedFile | Unusable:
         """Send a job and return its answer. Raises _WorkerLost."""
         try:
-            for part in media_frames.frame(job):
+            for part in media_frames.FRAMES.frame(job):
                 self._writer.write(part)
             await self._writer.drain()
         except OSError as error:
@@ -398,7 +394,7 @@ class _MediaProcess:
 
     async def _read(self) -> media_frames.Answer:
         try:
-            return media_frames.answer(await read_frame(self._reader, media_frames.MAX_ANSWER_BYTES))
+            return media_frames.FRAMES.answer(await read_frame(self._reader, media_frames.MAX_ANSWER_BYTES))
         except (EOFError, FrameError, OSError, msgspec.DecodeError) as error:
             raise _WorkerLost(str(error)) from error
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from cluster import until
 
 from sie_adapter.engine.device_threads import DeviceJob, DeviceThreads, is_alone
 from sie_adapter.memory.oom import on_new_thread
@@ -66,6 +67,51 @@ def test_a_lane_is_alone_while_no_other_runs_a_batch() -> None:
     answers(lanes, "alone")
     assert lanes.stop(5.0)
     assert found == [True, False, False, True]
+
+
+def test_a_batch_that_is_alone_has_a_torch_thread_for_each_lane_and_runs_on_the_first() -> None:
+    """A second team of threads would make libgomp let all teams sleep at each barrier."""
+    runs: dict[str, tuple[str, int]] = {}
+    both = threading.Barrier(2, timeout=5.0)
+
+    def execute(message: RunBatch) -> Reply:
+        runs[message.batch] = threading.current_thread().name, torch.get_num_threads()
+        if message.batch in {"first", "second"}:
+            both.wait()
+        return BatchDone(message.batch, (), b"", 0.0, 0.0)
+
+    lanes = DeviceThreads(3, execute)
+    for number in range(4):
+        until(lambda: lanes._is_first_idle, 5.0, "the first lane is idle")
+        answers(lanes, f"alone {number}")
+    until(lambda: lanes._is_first_idle, 5.0, "the first lane is idle")
+    jobs = [DeviceJob(batch(name), lambda reply: None) for name in ("first", "second")]
+    for job in jobs:
+        lanes.submit(job)
+    assert all(job.finished.wait(5.0) for job in jobs)
+    until(lambda: lanes._is_first_idle, 5.0, "the first lane is idle")
+    answers(lanes, "again")
+    assert lanes.stop(5.0)
+    alone = ("device-0", 3)
+    assert [runs.pop(f"alone {number}") for number in range(4)] == [alone] * 4
+    assert runs.pop("again") == alone
+    assert runs["first"][0] == "device-0"
+    assert runs["second"] == (runs["second"][0], 1)
+    assert runs["second"][0] != "device-0"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_job_is_answered_when_they_come_as_lanes_become_idle(count: int) -> None:
+    lanes = DeviceThreads(count, lambda message: BatchDone(message.batch, (), b"", 0.0))
+    jobs = [DeviceJob(batch(str(number)), lambda reply: None) for number in range(2000)]
+    submitting = [
+        threading.Thread(target=lambda part=part: [lanes.submit(job) for job in part])
+        for part in (jobs[::2], jobs[1::2])
+    ]
+    for thread in submitting:
+        thread.start()
+    assert all(job.finished.wait(10.0) for job in jobs)
+    assert lanes.stop(5.0)
 
 
 def test_what_fails_on_a_new_thread_is_freed_with_its_error() -> None:

@@ -100,7 +100,7 @@ def test_documents_are_parsed_side_by_side_and_answered_in_their_order(parsers: 
 def test_an_answer_beyond_the_limit_is_refused_and_the_process_stays(parsers: Parsers) -> None:
     (found,) = parsed(parsers, f"long {parser_frames.MAX_ANSWER_BYTES // 2}")
     assert isinstance(found, InvalidInput)
-    assert found.message.startswith("too_large: the content of the document takes")
+    assert found.message.startswith("too_large: the content of the file takes")
 
 
 def test_a_process_has_no_secrets_of_its_adapter(parsers: Parsers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,10 +146,9 @@ class NatsConnection:
                     reason = last or error
                 await self._hang_up()
                 if loop.time() + FIRST_RETRY_S >= deadline_s:
-                    where = ", ".join(servers)
-                    raise BrokerUnavailable(
-                        f"{self.name}: no broker at {where} within {timeout_s} s: {reason!r}"
-                    ) from None
+                    where, cause = ", ".join(servers), str(reason) or type(reason).__name__
+                    message = f"{self.name}: no broker at {where} within {timeout_s:g} s ({cause})"
+                    raise BrokerUnavailable(message) from None
             except asyncio.CancelledError:
                 await self._hang_up()
                 raise

@@ -36,7 +36,7 @@ class Error(Struct, kw_only=True):
     """
 
     EXAMPLE: ClassVar[Any] = envelope(
-        InvalidInput("items[0].text: expected a string or null, got 5", reason="schema", param="items[0].text"),
+        InvalidInput.at("items[0].text", "expected a string or null, got 5"),
         "01994...",
     )
 

@@ -163,7 +163,7 @@ class JobInfo(Struct, kw_only=True, frozen=True):
 
     `trouble`: the present problem; the job tries again by itself. `errors`: number of failed rows by error code.
     `broken`: parts of the input that could not be read, at most 20. `fingerprint`: identifies the model that computed
-    the vectors; all vectors of a job have the same one.
+    the vectors, in a job with documents `MODEL+PARSER`; all vectors of a job have the same one.
     """
 
     EXAMPLE: ClassVar[Any] = {

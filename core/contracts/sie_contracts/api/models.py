@@ -134,6 +134,8 @@ class ModelInfo(Struct, kw_only=True):
     `prompts`: names of its prompts; `prompt_texts`: their texts. `hosts`: state of the model on each worker that
     reports it. `on_disk`: whether a healthy worker has the weights on its disk. `download_bytes`: approximate size of
     the first download, without LoRAs; null if it is not known. `needs_labels`: whether an extraction must name labels.
+    `extracts`: fields of the answer to an extraction that it fills. `options`: parameters of a request that only models
+    of its family read.
     """
 
     EXAMPLE: ClassVar[Any] = {
@@ -161,6 +163,8 @@ class ModelInfo(Struct, kw_only=True):
         "score_scale": "cosine",
         "supports_lora": False,
         "needs_labels": False,
+        "extracts": [],
+        "options": ["score_mode", "score_weights"],
         "prompts": [],
         "prompt_texts": {},
         "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf",
@@ -201,6 +205,8 @@ class ModelInfo(Struct, kw_only=True):
     score_scale: str | None
     supports_lora: bool
     needs_labels: bool
+    extracts: list[Literal["entities", "relations", "classifications", "objects", "data"]]
+    options: list[str]
     prompts: list[str]
     prompt_texts: dict[str, str]
     revision: str

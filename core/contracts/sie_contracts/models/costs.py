@@ -9,7 +9,7 @@ of a short text. c is the crossover length: the length at which attention takes 
 By the number of operations, c is 6 times the width in a BERT: each token and layer takes 24 width² operations, and
 attention takes 4 n width operations (Kaplan et al., 2020, "Scaling Laws for Neural Language Models", section 2.1). On a
 CPU, an operation of attention takes about twice as long as an operation of a matrix product. So c is CROSSOVER_WIDTHS
-times the width (`bench/rulings.py lengths`).
+times the width (`bench/lengths.py`).
 
 Waiting times are predicted from these costs. Limits that settings express in tokens count plain tokens, not costs.
 

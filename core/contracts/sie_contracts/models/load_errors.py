@@ -17,6 +17,11 @@ def load_failed(error_class: LoadErrorClass, message: str) -> ModelLoadFailed:
     return ModelLoadFailed(message, extras={"error_class": error_class})
 
 
+def incompatible(message: str) -> ModelLoadFailed:
+    """Return the error for a model whose files or entry no family here can run, until they change."""
+    return load_failed("INCOMPATIBLE", message)
+
+
 def lora_failed(name: str, cause: str) -> LoraLoadFailed:
     """Return the error for a LoRA that cannot be loaded, if the client is not at fault. The name is cut to 200
     characters.

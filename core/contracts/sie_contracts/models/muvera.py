@@ -79,9 +79,7 @@ def parse(raw: Mapping[str, Any] | Literal[True], defaults: Muvera | None, path:
     for name, value in () if raw is True else raw.items():
         if name not in fields:
             where = f"{path}.{str(name)[:64]}"
-            raise InvalidInput(
-                f"{where}: no such key, expected one of {', '.join(fields)}", reason="schema", param=where
-            )
+            raise InvalidInput.at(where, f"no such key, expected one of {', '.join(fields)}")
         if value is not None:
             changes[name] = (
                 _whole(f"{path}.{name}", value, name) if name in _WHOLE else _boolean(f"{path}.{name}", value)
@@ -116,4 +114,4 @@ def _got(value: object) -> str:
 
 
 def _bad(path: str, expected: str, got: str) -> InvalidInput:
-    return InvalidInput(f"{path}: expected {expected}, got {got}", reason="schema", param=path)
+    return InvalidInput.at(path, f"expected {expected}, got {got}")

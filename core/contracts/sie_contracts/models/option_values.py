@@ -29,7 +29,7 @@ MAX_OWN_BYTES = 64 << 10
 
 
 def bad(path: str, value: object, expected: str, reason: str = "schema") -> InvalidInput:
-    return InvalidInput(f"{path}: expected {expected}, got {describe(value)}", reason=reason, param=path)
+    return InvalidInput.at(path, f"expected {expected}, got {describe(value)}", reason=reason)
 
 
 def describe(value: object) -> str:
@@ -74,9 +74,7 @@ def number(path: str, value: Any) -> float:
         return value
     if type(value) is int and abs(value) < 1 << 63:
         return float(value)
-    raise InvalidInput(
-        f"{path}: expected a finite number of 64 bits, got {type(value).__name__}", reason="schema", param=path
-    )
+    raise InvalidInput.at(path, f"expected a finite number of 64 bits, got {type(value).__name__}")
 
 
 def check_fraction(path: str, value: Any) -> None:
@@ -158,11 +156,9 @@ def any_value(path: str, value: Any) -> Any:
     try:
         size = len(msgspec.msgpack.encode(value))
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
-        raise InvalidInput(
-            f"{path}: expected a value of JSON with numbers of 64 bits", reason="schema", param=path
-        ) from error
+        raise InvalidInput.at(path, "expected a value of JSON with numbers of 64 bits") from error
     if size > MAX_OWN_BYTES:
-        raise InvalidInput(f"{path}: expected at most {MAX_OWN_BYTES} bytes, got {size}", reason="schema", param=path)
+        raise InvalidInput.at(path, f"expected at most {MAX_OWN_BYTES} bytes, got {size}")
     return value
 
 

@@ -229,9 +229,7 @@ def run_options(
     unused = list(itertools.islice(request.unused(used), MAX_WARNINGS))
     if unused and strict:
         path, suggestion = unused[0]
-        raise InvalidInput(
-            f"{path}: no such option of {entry.id} here{suggestion}", reason="unknown_option", param=path
-        )
+        raise InvalidInput.at(path, f"no such option of {entry.id} here{suggestion}", reason="unknown_option")
     warnings = tuple(f"{path}: ignored, no such option of {entry.id} here{suggestion}" for path, suggestion in unused)
     if operation == "encode" and _is_prompted_unasked(entry, defaults, request):
         warnings += (
@@ -281,7 +279,7 @@ def prompt_template(entry: ModelEntry, path: str, name: Any) -> str:
             if prompts
             else f"{entry.id} has no prompts"
         )
-        raise InvalidInput(f"{path}: {expected}", reason="schema", param=path)
+        raise InvalidInput.at(path, expected)
     return prompts[name]
 
 
@@ -357,9 +355,7 @@ def _score(
     mode = parameters.get("score_mode") or ("dense" if "score" in entry.outputs else "colbert")
     outputs = SCORE_MODES[mode]
     if missing := [name for name in outputs if name not in entry.outputs]:
-        raise InvalidInput(
-            f"score_mode: {entry.id} has no output {missing[0]}", reason="unsupported_output", param="score_mode"
-        )
+        raise InvalidInput.at("score_mode", f"{entry.id} has no output {missing[0]}", reason="unsupported_output")
     document, query = (entry.prompts.get(side, "{text}") for side in ("document", "query"))
     prefix, suffix = _prompt(entry, defaults, request, document, is_query=False, instructed=False)
     query_prefix, query_suffix = _prompt(entry, defaults, request, query, is_query=True)
@@ -380,19 +376,16 @@ def _extract(
     parts = output_schemas.parts_of(parameters)
     if labels is None and not parts and needs_labels(entry):
         schema = ", or an output_schema" if "output_schema" in families.row(entry.family).parameters else ""
-        message = f"labels: {entry.id} needs the labels to look for{schema}"
-        raise InvalidInput(message, reason="labels_required", param="labels")
+        raise InvalidInput.at("labels", f"{entry.id} needs the labels to look for{schema}", reason="labels_required")
     if labels is not None and not (
         isinstance(labels, list) and all(isinstance(label, str) and label.strip() for label in labels)
     ):
         raise bad(path, labels, "a list of strings that are not empty")
     if labels is not None and len(labels) > MAX_LABELS:
-        raise InvalidInput(
-            f"{path}: got {len(labels)} labels, at most {MAX_LABELS} are allowed", reason="schema", param=path
-        )
+        raise InvalidInput.at(path, f"got {len(labels)} labels, at most {MAX_LABELS} are allowed")
     if families.row(entry.family).needs_instruction and not (text(*request.get("instruction")) or defaults.instruction):
-        message = f"instruction: {entry.id} needs the query that the texts are read for"
-        raise InvalidInput(message, reason="instruction_required", param="instruction")
+        message = f"{entry.id} needs the query that the texts are read for"
+        raise InvalidInput.at("instruction", message, reason="instruction_required")
     decisions = output_schemas.decisions_of(parts) if families.row(entry.family).has_row_per_label else []
     rows = [label for decision in decisions for label in decision.labels]
     return {"outputs": (), "labels": (*(labels or ()), *rows), "threshold": parameters.get("threshold")}
@@ -423,7 +416,7 @@ def _schema_parts(
     schema, groups = parameters.pop("output_schema", None), parameters.pop("label_groups", None)
     path, _ = request.get("label_groups")
     if schema is not None and groups is not None:
-        raise InvalidInput(f"{path}: expected label_groups or output_schema, got both", reason="schema", param=path)
+        raise InvalidInput.at(path, "expected label_groups or output_schema, got both")
     if groups is not None:
         return output_schemas.parts_of_groups(path, groups, is_many=bool(parameters.get("multi_label")))
     if schema is None:
@@ -451,10 +444,8 @@ def _outputs(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any, *,
         raise bad(path, value, "a list of output names")
     for name in value:
         if name not in allowed:
-            raise InvalidInput(
-                f"{path}: {entry.id} has no such output, it has {', '.join(allowed)}",
-                reason="unsupported_output",
-                param=path,
+            raise InvalidInput.at(
+                path, f"{entry.id} has no such output, it has {', '.join(allowed)}", reason="unsupported_output"
             )
     return tuple(dict.fromkeys(value))
 
@@ -464,7 +455,7 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
     if muvera_option is None or muvera_option is False:
         return None
     if "multivector" not in entry.outputs:
-        raise InvalidInput(f"{path}: {entry.id} has no multivectors to encode", reason="muvera_unsupported", param=path)
+        raise InvalidInput.at(path, f"{entry.id} has no multivectors to encode", reason="muvera_unsupported")
     chosen = muvera.parse(entry.head.muvera or True, None, "head.muvera")
     for where, layer in (("muvera", defaults.muvera), (path, value)):
         if isinstance(layer, dict):
@@ -478,14 +469,12 @@ def _muvera(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any) -> 
 def _lora(entry: ModelEntry, defaults: RunDefaults, request: _Parameters) -> str:
     (path, first), (alias, second) = request.get("lora_id"), request.get("lora")
     if first is not None and second is not None and first != second:
-        raise InvalidInput(f"{alias}: differs from lora_id", reason="lora_conflict", param=alias)
+        raise InvalidInput.at(alias, "differs from lora_id", reason="lora_conflict")
     name = text(path, first) or text(alias, second) or defaults.lora or ""
     if len(name) > MAX_LORA:
-        raise InvalidInput(
-            f"{path}: expected at most {MAX_LORA} characters, got {len(name)}", reason="schema", param=path
-        )
+        raise InvalidInput.at(path, f"expected at most {MAX_LORA} characters, got {len(name)}")
     if name and not families.row(entry.family).takes_lora:
-        raise InvalidInput(f"{path}: {entry.id} takes no LoRA", reason="lora_unsupported", param=path)
+        raise InvalidInput.at(path, f"{entry.id} takes no LoRA", reason="lora_unsupported")
     return name
 
 
@@ -497,12 +486,10 @@ def _chosen_profile(resolved: Resolved, path: str, value: Any) -> Resolved:
     if value == "default":
         return resolved
     if resolved.profile != "default":
-        raise InvalidInput(f"{path}: differs from the profile in the model name", reason="profile_conflict", param=path)
+        raise InvalidInput.at(path, "differs from the profile in the model name", reason="profile_conflict")
     if value not in resolved.entry.profiles:
         names = ", ".join(["default", *resolved.entry.profiles])
-        raise InvalidInput(
-            f"{path}: unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile", param=path
-        )
+        raise InvalidInput.at(path, f"unknown profile, {resolved.entry.id} has {names}", reason="unknown_profile")
     return replace(
         Catalogue.resolve_profile(resolved.entry, value, resolved.requested),
         alias=resolved.alias,
@@ -523,10 +510,8 @@ def _dimensions(entry: ModelEntry, defaults: RunDefaults, path: str, value: Any)
         if width < native:
             listed = sorted({*(defaults.dimensions or ()), width})
             remedy = f"; run.dimensions of its entry lists them: sie models set {entry.id} 'run.dimensions={listed}'"
-        raise InvalidInput(
-            f"{path}: {entry.id} allows {', '.join(map(str, allowed))}, got {width}{remedy}",
-            reason="bad_dimensions",
-            param=path,
+        raise InvalidInput.at(
+            path, f"{entry.id} allows {', '.join(map(str, allowed))}, got {width}{remedy}", reason="bad_dimensions"
         )
     return 0 if width == native else width
 
@@ -591,16 +576,12 @@ def _prompt(
     template = text(path, own) or template
     before, field, after = template.partition("{text}")
     if not field:
-        raise InvalidInput(f"{path}: a template needs {{text}}", reason="schema", param=path)
+        raise InvalidInput.at(path, "a template needs {text}")
     if "{instruction}" in template:
         filled = _instruction(entry, defaults, request)
         length = len(template) + template.count("{instruction}") * len(filled)
         if length > MAX_PROMPT:
-            raise InvalidInput(
-                f"{path}: expected a prompt of at most {MAX_PROMPT} characters, got {length}",
-                reason="schema",
-                param=path,
-            )
+            raise InvalidInput.at(path, f"expected a prompt of at most {MAX_PROMPT} characters, got {length}")
         return before.replace("{instruction}", filled), after.replace("{instruction}", filled)
     chosen = text(*request.get("instruction")) or defaults.instruction or text(*request.get("default_instruction"))
     return (f"{chosen} ", "") if template == "{text}" and chosen and instructed else (before, after)

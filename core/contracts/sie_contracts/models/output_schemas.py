@@ -158,7 +158,7 @@ class _SchemaReader:
     def parts(self) -> tuple[SchemaPart, ...]:
         root = self._node(self._path, self._root)
         if root.kind != "object":
-            raise _refused(root.path, "expected the schema of an object")
+            raise InvalidInput.at(root.path, "expected the schema of an object")
         parts: list[SchemaPart] = []
         fields: list[TextField] = []
         for name, node in self._members(root):
@@ -181,10 +181,12 @@ class _SchemaReader:
         for key, member in self._members(inner):
             value = self._items(member) if member.kind == "array" else member
             if value.kind == "object":
-                raise _refused(value.path, "too deep: one level of objects is allowed, with values and lists of values")
+                raise InvalidInput.at(
+                    value.path, "too deep: one level of objects is allowed, with values and lists of values"
+                )
             members.append((key, member, value))
         if not members:
-            raise _refused(inner.path, "expected an object with properties")
+            raise InvalidInput.at(inner.path, "expected an object with properties")
         if self._finds_spans:
             fields = tuple(self._field(*member) for member in members)
             yield TextRecord((name,), name, fields, is_many=is_many, is_nullable=node.is_nullable)
@@ -200,7 +202,7 @@ class _SchemaReader:
             labels, values = _choices(f"{inner.path}.enum", _enum(inner.schema))
             return Decision(path, labels, values, description, is_many=node is not inner)
         if node is not inner:
-            raise _refused(inner.path, "a list of booleans has no meaning for a text")
+            raise InvalidInput.at(inner.path, "a list of booleans has no meaning for a text")
         return Decision(path, (description or path[-1].replace("_", " "),), (True, False))
 
     def _field(self, name: str, node: _SchemaNode, inner: _SchemaNode) -> TextField:
@@ -217,7 +219,7 @@ class _SchemaReader:
             return TextField(name, "choice", labels=labels, values=values, **common)
         if inner.kind == "boolean":
             if is_list:
-                raise _refused(inner.path, "a list of booleans has no meaning for a text")
+                raise InvalidInput.at(inner.path, "a list of booleans has no meaning for a text")
             return TextField(name, "choice", labels=YES_NO, values=(True, False), **common)
         limits: dict[str, Any] = {
             field: number(f"{inner.path}.{keyword}", inner.schema[keyword])
@@ -242,7 +244,7 @@ class _SchemaReader:
     def _items(self, node: _SchemaNode) -> _SchemaNode:
         inner = self._node(f"{node.path}.items", node.schema.get("items"))
         if inner.kind == "array":
-            raise _refused(inner.path, "too deep: a list has values or objects, not lists")
+            raise InvalidInput.at(inner.path, "too deep: a list has values or objects, not lists")
         return inner
 
     def _node(self, path: str, schema: Any) -> _SchemaNode:
@@ -263,29 +265,29 @@ class _SchemaReader:
             else:
                 break
         else:
-            raise _refused(path, f"at most {MAX_REFERENCES} references may lead to a part of a schema")
+            raise InvalidInput.at(path, f"at most {MAX_REFERENCES} references may lead to a part of a schema")
         kind, own_null = _kind(path, schema)
         _check_keywords(path, schema, _KEYWORDS[kind])
         if kind != "object" and (not isinstance(description, str) or len(description) > MAX_DESCRIPTION):
-            raise _refused(f"{path}.description", f"expected a string of at most {MAX_DESCRIPTION} characters")
+            raise InvalidInput.at(f"{path}.description", f"expected a string of at most {MAX_DESCRIPTION} characters")
         if not isinstance(schema.get("additionalProperties", False), bool):
-            raise _refused(f"{path}.additionalProperties", "expected true or false: each property has a name")
+            raise InvalidInput.at(f"{path}.additionalProperties", "expected true or false: each property has a name")
         return _SchemaNode(path, {**schema, "description": description}, kind, is_nullable or own_null)
 
     def _definition(self, path: str, reference: Any) -> tuple[str, Any]:
         _, group, name = [*str(reference).split("/"), "", "", ""][:3]
         definitions = self._root.get(group) if group in _DEFINITIONS else None
         if reference != f"#/{group}/{name}" or not isinstance(definitions, dict) or name not in definitions:
-            raise _refused(f"{path}.$ref", "expected #/$defs/NAME with a definition of this schema")
+            raise InvalidInput.at(f"{path}.$ref", "expected #/$defs/NAME with a definition of this schema")
         return f"{self._path}.{group}.{_shown(name)}", definitions[name]
 
     def _spanless(self, node: _SchemaNode, subject: str = "") -> InvalidInput:
         subject = subject or f"{'an' if node.kind == 'integer' else 'a'} {node.kind}"
         message = (
-            f"{node.path}: {self._model} chooses among labels, so it answers enum and boolean, not {subject}. A model "
+            f"{self._model} chooses among labels, so it answers enum and boolean, not {subject}. A model "
             "of the family gliner2 with entities draws values from the text"
         )
-        return InvalidInput(message, reason="unsupported_output", param=node.path)
+        return InvalidInput.at(node.path, message, reason="unsupported_output")
 
 
 def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
@@ -297,7 +299,7 @@ def _kind(path: str, schema: dict[str, Any]) -> tuple[str, bool]:
         return "choice", is_nullable or (isinstance(values, list) and None in values)
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in _KEYWORDS or names[0] == "choice":
         listed = "enum, boolean, string, number, integer, array or object"
-        raise _refused(f"{path}.type" if "type" in schema else path, f"expected one of {listed}")
+        raise InvalidInput.at(f"{path}.type" if "type" in schema else path, f"expected one of {listed}")
     return str(names[0]), is_nullable
 
 
@@ -308,7 +310,7 @@ def _alternative(path: str, alternatives: Any) -> tuple[str, Any]:
         if schema != {"type": "null"}
     ]
     if len(rest) != 1 or len(alternatives) != 2:
-        raise _refused(path, 'expected one schema and {"type": "null"}')
+        raise InvalidInput.at(path, 'expected one schema and {"type": "null"}')
     [(index, schema)] = rest
     return f"{path}[{index}]", schema
 
@@ -327,10 +329,10 @@ def _choices(path: str, values: Any) -> tuple[tuple[str, ...], tuple[Scalar, ...
             raise bad(f"{path}[{index}]", value, "a string, a number or a boolean")
         label = value if isinstance(value, str) else msgspec.json.encode(value).decode()
         if not label.strip() or len(label) > MAX_NAME:
-            raise _refused(f"{path}[{index}]", f"expected 1 to {MAX_NAME} characters that are not only spaces")
+            raise InvalidInput.at(f"{path}[{index}]", f"expected 1 to {MAX_NAME} characters that are not only spaces")
         labels.append(label)
     if not labels or len(set(labels)) < len(labels):
-        raise _refused(path, "expected at least one choice, and no choice twice")
+        raise InvalidInput.at(path, "expected at least one choice, and no choice twice")
     return tuple(labels), tuple(chosen)
 
 
@@ -343,17 +345,17 @@ def _check_keywords(path: str, schema: dict[str, Any], allowed: frozenset[str]) 
     for keyword in schema:
         if keyword not in allowed | _ANNOTATIONS:
             place = f"{path}.{_shown(keyword)}"
-            raise _refused(place, f"is not supported, only {', '.join(sorted(allowed))}")
+            raise InvalidInput.at(place, f"is not supported, only {', '.join(sorted(allowed))}")
 
 
 def _check_name(path: str, name: Any) -> None:
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME:
-        raise _refused(path, f"expected a name of 1 to {MAX_NAME} characters")
+        raise InvalidInput.at(path, f"expected a name of 1 to {MAX_NAME} characters")
 
 
 def _check_count(path: str, count: int) -> None:
     if count > MAX_FIELDS:
-        raise _refused(path, f"too many: at most {MAX_FIELDS} are allowed")
+        raise InvalidInput.at(path, f"too many: at most {MAX_FIELDS} are allowed")
 
 
 def _check_choices(path: str, parts: tuple[SchemaPart, ...] | list[Decision]) -> None:
@@ -362,12 +364,8 @@ def _check_choices(path: str, parts: tuple[SchemaPart, ...] | list[Decision]) ->
         for part in parts
     )
     if count > MAX_CHOICES:
-        raise _refused(path, f"got {count} choices, at most {MAX_CHOICES} are allowed")
+        raise InvalidInput.at(path, f"got {count} choices, at most {MAX_CHOICES} are allowed")
 
 
 def _shown(name: Any) -> str:
     return str(name)[:64]
-
-
-def _refused(path: str, message: str) -> InvalidInput:
-    return InvalidInput(f"{path}: {message}", reason="schema", param=path)

@@ -160,27 +160,23 @@ def resolution(catalogue: Catalogue, raw: bytes) -> dict[str, Any]:
     try:
         body = plain.from_json(raw)
     except plain.Malformed as error:
-        raise InvalidInput(f"body: {error}", reason="malformed", param="body") from None
+        raise InvalidInput.at("body", str(error), reason="malformed") from None
     if not isinstance(body, dict):
-        raise InvalidInput(f"body: expected an object, got {type(body).__name__}", reason="schema", param="body")
+        raise InvalidInput.at("body", f"expected an object, got {type(body).__name__}")
     if unknown_fields := sorted(body.keys() - {"model", "bundle"}):
         field = unknown_fields[0][:60]
         if suggestion := did_you_mean(field, ("model", "bundle")):
-            raise InvalidInput(f"{field}: no such field{suggestion}", reason="schema", param=field)
+            raise InvalidInput.at(field, f"no such field{suggestion}")
         # the name of an unknown field may be a client's text, which must not appear in an error
-        raise InvalidInput("body: expected only model and bundle, got another field", reason="schema", param="body")
+        raise InvalidInput.at("body", "expected only model and bundle, got another field")
     model, bundle = body.get("model"), body.get("bundle")
     if not isinstance(model, str) or not model:
-        raise InvalidInput(f"model: expected a name, got {type(model).__name__}", reason="schema", param="model")
+        raise InvalidInput.at("model", f"expected a name, got {type(model).__name__}")
     if bundle is not None and not isinstance(bundle, str):
-        raise InvalidInput(
-            f"bundle: expected a string or null, got {type(bundle).__name__}", reason="schema", param="bundle"
-        )
+        raise InvalidInput.at("bundle", f"expected a string or null, got {type(bundle).__name__}")
     named, separator, _ = model.partition(":/")
     if bundle and separator and named != bundle:
-        raise InvalidInput(
-            "bundle: expected the bundle that model names, got another bundle", reason="schema", param="bundle"
-        )
+        raise InvalidInput.at("bundle", "expected the bundle that model names, got another bundle")
     resolved = catalogue.resolve(f"{bundle}:/{model}" if bundle and not separator else model)
     entry = resolved.entry
     return {

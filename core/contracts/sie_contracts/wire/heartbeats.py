@@ -8,6 +8,7 @@ import msgspec
 
 from sie_contracts.errors import ErrorInfo
 from sie_contracts.wire.messages import Priority
+from sie_contracts.wire.topology import Lane
 
 REPORTED_LORAS = 64  # maximum number of LoRAs of a model whose digests a heartbeat has
 ON_DISK = 500  # maximum number of models that a heartbeat lists as being on the worker's disk
@@ -137,6 +138,11 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag="heartbeat/
     on_disk: tuple[str, ...] = ()
     unready: str = ""
     devices: tuple[DeviceBeat, ...] = ()
+
+    @property
+    def lane(self) -> Lane:
+        """Return the lane that the worker serves now."""
+        return Lane(self.pool, self.machine_profile, self.bundle)
 
 
 class LaneTraffic(msgspec.Struct, frozen=True, array_like=True):

@@ -100,7 +100,7 @@ class _Gunzipped:
 
 
 def _corrupt(why: str) -> InvalidInput:
-    return InvalidInput(f"body: {why}", reason="malformed", param="body")
+    return InvalidInput.at("body", why, reason="malformed")
 
 
 # replies

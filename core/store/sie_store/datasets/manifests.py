@@ -7,12 +7,10 @@ import msgspec
 from sie_contracts.api.jobs import JobManifest
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.places import Place
-from sie_store.object_stores import ObjectMissing, RetryPolicy
-
-_PATIENCE = RetryPolicy()
+from sie_store.object_stores import ObjectMissing, whole_object
 
 
-async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PATIENCE) -> None:
+async def write(place: Place, manifest: JobManifest) -> None:
     """Write the manifest. An existing one is replaced, because the next leader of a job (the gateway that runs it)
     repeats this step if the leader dies. Raises StoreError.
     """
@@ -21,20 +19,14 @@ async def write(place: Place, manifest: JobManifest, patience: RetryPolicy = _PA
     key = place.folder + MANIFEST
     await place.check(key)
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
-    await patience.call(lambda: obstore.put_async(place.store, key, data))
+    await place.patience.call(lambda: obstore.put_async(place.store, key, data))
 
 
-async def read(place: Place, patience: RetryPolicy = _PATIENCE) -> JobManifest | None:
+async def read(place: Place) -> JobManifest | None:
     """Return the manifest; None if the output has none. Raises StoreError."""
-    import obstore
-
     key = place.folder + MANIFEST
     await place.check(key)
-
-    async def got() -> bytes:
-        return bytes(await (await obstore.get_async(place.store, key)).bytes_async())
-
     try:
-        return msgspec.json.decode(await patience.call(got), type=JobManifest)
+        return msgspec.json.decode(await place.patience.call(lambda: whole_object(place.store, key)), type=JobManifest)
     except ObjectMissing:
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sie_contracts.errors import InvalidInput
 from sie_store.datasets.places import Place
-from sie_store.object_stores import ObjectMissing, RetryPolicy, StoreError, failure, within
+from sie_store.object_stores import ObjectMissing, StoreError, failure, within
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -50,20 +50,20 @@ def changed(source: str) -> InvalidInput:
     )
 
 
-async def find(place: Place, source: str, patience: RetryPolicy) -> ObjectEntry:
+async def find(place: Place, source: str) -> ObjectEntry:
     """Return the present size and tag of an object. Raises InvalidInput (reason `input_missing`), StoreError."""
     import obstore
 
     key = place.key(source)
     await place.check(key)
     try:
-        meta = await patience.call(lambda: obstore.head_async(place.store, key))
+        meta = await place.patience.call(lambda: obstore.head_async(place.store, key))
     except ObjectMissing as error:
         raise missing(source) from error
     return ObjectEntry(source, meta["size"], tag_of(place, meta))
 
 
-async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patience: RetryPolicy) -> AsyncIterator[bytes]:
+async def pieces(place: Place, entry: ObjectEntry, start: int, end: int) -> AsyncIterator[bytes]:
     """Yield the bytes from `start` to before `end`, all of one version: the one with the tag of `entry`, or, if `entry`
     has no tag, the version of the first response. After a failure, the missing bytes are requested again. Raises
     InvalidInput (reasons input_missing, input_changed), StoreError.
@@ -75,13 +75,13 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patienc
     while start < end:
         try:
             answer = await within(
-                patience.stall_s, obstore.get_async(place.store, key, options={"range": (start, end)})
+                place.patience.stall_s, obstore.get_async(place.store, key, options={"range": (start, end)})
             )
             tag = tag or tag_of(place, answer.meta)
             if (tag_of(place, answer.meta), answer.meta["size"]) != (tag, entry.size):
                 raise changed(entry.source)
             stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
-            while (piece := await within(patience.stall_s, _next(stream))) is not None:
+            while (piece := await within(place.patience.stall_s, _next(stream))) is not None:
                 start += len(piece)
                 tries = 0
                 yield piece
@@ -91,10 +91,10 @@ async def pieces(place: Place, entry: ObjectEntry, start: int, end: int, patienc
             raise missing(entry.source) from error
         except StoreError as error:
             # stores report different errors for an object that is now shorter than the range, so its tag is compared
-            if (now := await find(place, entry.source, patience)).tag != (tag or now.tag):
+            if (now := await find(place, entry.source)).tag != (tag or now.tag):
                 raise changed(entry.source) from error
             tries += 1
-            await patience.pause(error, tries, "an input", start)
+            await place.patience.pause(error, tries, "an input", start)
 
 
 async def _next(stream: AsyncIterator[Any]) -> bytes | None:
@@ -102,13 +102,9 @@ async def _next(stream: AsyncIterator[Any]) -> bytes | None:
     return None if piece is None else bytes(piece)
 
 
-async def whole(
-    place: Place, entry: ObjectEntry, patience: RetryPolicy, start: int = 0, end: int | None = None
-) -> bytes:
+async def whole(place: Place, entry: ObjectEntry, start: int = 0, end: int | None = None) -> bytes:
     """Return the bytes from `start` to before `end` (by default the whole object), with the exceptions of `pieces`."""
-    return b"".join(
-        [piece async for piece in pieces(place, entry, start, entry.size if end is None else end, patience)]
-    )
+    return b"".join([piece async for piece in pieces(place, entry, start, entry.size if end is None else end)])
 
 
 class RangeFile(io.RawIOBase):

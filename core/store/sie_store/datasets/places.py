@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.errors import InvalidInput, NotReady
 from sie_contracts.settings import SettingError, StoreUrl, store_url
 from sie_store import object_stores
+from sie_store.object_stores import RetryPolicy
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -31,7 +32,7 @@ class Place:
     `folder`: key of the folder, empty or ending in `/`. `name`: name of the object in it; empty for all objects.
     `label`: name of the object in spans and row ids, if it differs from `name` (for example the name of an uploaded
     file). `digest`: digest of an object that never changes, if known. `root`: for a folder on the disk, the allowed
-    folder; symbolic links must not lead out of it.
+    folder; symbolic links must not lead out of it. `patience`: limits of the calls of the store.
     """
 
     store: ObjectStore
@@ -40,6 +41,7 @@ class Place:
     label: str = ""
     digest: str = ""
     root: Path | None = None
+    patience: RetryPolicy = field(default_factory=RetryPolicy)
 
     @classmethod
     def opened(cls, url: str, allowed: tuple[str, ...], *, is_output: bool = False) -> Place:
@@ -58,7 +60,7 @@ class Place:
             (allowed_root for allowed_root in allowed if _below(where, store_url(allowed_root)) is not None), None
         )
         if root is None:
-            raise InvalidInput(f"{param}: this URL is not below one of {SETTING}", reason="not_allowed", param=param)
+            raise InvalidInput.at(param, f"this URL is not below one of {SETTING}", reason="not_allowed")
         path = _below(where, store_url(root)) or ""
         try:
             store = object_stores.opened(root, SETTING)
@@ -79,7 +81,7 @@ class Place:
         return self.folder + (self.name or source)
 
     def below(self, folder: str) -> Place:
-        return Place(self.store, f"{self.folder}{folder}/", root=self.root)
+        return replace(self, folder=f"{self.folder}{folder}/", name="", label="", digest="")
 
     async def check(self, key: str) -> None:
         """Raise InvalidInput if a symbolic link leads out of the allowed folder. This does not protect against a user
@@ -96,11 +98,11 @@ def _check_segments(url: str, where: StoreUrl, param: str) -> None:
     # the disk
     written = url if where.scheme == "file" and not url.lower().startswith("file:") else unquote(urlsplit(url).path)
     if _CONTROL.search(written):
-        raise InvalidInput(f"{param}: control characters and \\ are not allowed", reason="not_allowed", param=param)
+        raise InvalidInput.at(param, "control characters and \\ are not allowed", reason="not_allowed")
     segments = written.removeprefix("/").removesuffix("/").split("/")
     if any(segment in (".", "..") for segment in segments) or ("" in segments and segments != [""]):
-        raise InvalidInput(
-            f"{param}: segments `.`, `..` and empty ones are not allowed ({SETTING})", reason="not_allowed", param=param
+        raise InvalidInput.at(
+            param, f"segments `.`, `..` and empty ones are not allowed ({SETTING})", reason="not_allowed"
         )
 
 

@@ -31,7 +31,7 @@ from sie_store.datasets.objects import ObjectEntry, find, pieces, tag_of, whole
 from sie_store.datasets.places import Place
 from sie_store.datasets.scan import BOM, Cut, Cutter, Scanner
 from sie_store.datasets.templates import columns, reads_images
-from sie_store.object_stores import RetryPolicy, within
+from sie_store.object_stores import within
 
 MAX_OBJECTS = 1_000_000  # largest number of objects below a folder: memory holds all their names while these are sorted
 MAX_SPANS = 100_000  # largest number of spans of a job: each becomes a record, and memory holds all records
@@ -42,7 +42,6 @@ MAX_SPAN_BYTES = 64 << 20  # largest number of bytes of a single row, and of the
 MAX_COLUMNS_SHOWN = 50
 SAMPLE_ROWS, SAMPLE_BYTES = 1000, 1 << 20
 LISTED_AT_ONCE = 1000
-_PATIENCE = RetryPolicy()
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ async def plan(
     place: Place,
     source: JobInput,
     shard_rows: int,
-    patience: RetryPolicy = _PATIENCE,
     *,
     text_bytes: int | None = None,
 ) -> AsyncIterator[Planned]:
@@ -71,7 +69,7 @@ async def plan(
     count = 0
     rows = min(shard_rows, sizes.MAX_SPAN_VALUES // (1 + len(columns(source))))
     most = _Most(rows, min(SPAN_BYTES, text_bytes or SPAN_BYTES))
-    async for planned in _planned_objects(place, source, most, patience):
+    async for planned in _planned_objects(place, source, most):
         if isinstance(planned, list):
             count += len(planned)
             _check_count(count, shard_rows)
@@ -85,42 +83,40 @@ class _Most(NamedTuple):
 
 def _check_count(spans: int, shard_rows: int) -> None:
     if spans > MAX_SPANS:
-        raise InvalidInput(
-            f"shard_rows: the input makes more than {MAX_SPANS} shards of at most {shard_rows} rows. Ask for up to "
+        raise InvalidInput.at(
+            "shard_rows",
+            f"the input makes more than {MAX_SPANS} shards of at most {shard_rows} rows. Ask for up to "
             f"{MAX_SHARD_ROWS} rows in a shard, for fewer and larger objects, or for several jobs",
             reason=TOO_MANY,
-            param="shard_rows",
         )
 
 
-async def _planned_objects(
-    place: Place, source: JobInput, most: _Most, patience: RetryPolicy
-) -> AsyncIterator[Planned]:
+async def _planned_objects(place: Place, source: JobInput, most: _Most) -> AsyncIterator[Planned]:
     names = columns(source)
     if not place.is_folder:
-        yield await _planned(place, place.label or place.name, source, names, most, patience)
+        yield await _planned(place, place.label or place.name, source, names, most)
         return
     is_empty = True
     if reads_images(source):
-        files = await images(place, patience)
+        files = await images(place)
         for run in await asyncio.to_thread(lambda: list(_runs(files, most.rows))):
             is_empty = False
             yield [run]
     else:
-        for source_object in await inputs(place, source, patience):
+        for source_object in await inputs(place, source):
             is_empty = False
-            yield await _planned(place, source_object.source, source, names, most, patience)
+            yield await _planned(place, source_object.source, source, names, most)
     if is_empty:
-        raise InvalidInput("input.url: there is nothing to read", reason="input_missing", param="input.url")
+        raise InvalidInput.at("input.url", "there is nothing to read", reason="input_missing")
 
 
-async def inputs(place: Place, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[ObjectEntry]:
+async def inputs(place: Place, source: JobInput) -> list[ObjectEntry]:
     """Return the objects that a job reads, sorted by name. Raises InvalidInput, StoreError."""
     if not place.is_folder:
-        return [await find(place, place.label or place.name, patience)]
+        return [await find(place, place.label or place.name)]
     if reads_images(source):
-        return await images(place, patience)
-    return await _listed(place, lambda name: _is_input(name, source.format), patience)
+        return await images(place)
+    return await _listed(place, lambda name: _is_input(name, source.format))
 
 
 def _is_input(name: str, input_format: InputFormat | None) -> bool:
@@ -128,22 +124,22 @@ def _is_input(name: str, input_format: InputFormat | None) -> bool:
     return input_format is not None or (own is not None and own != "images") or is_packed(name)
 
 
-async def images(place: Place, patience: RetryPolicy, after: str = "", most: int | None = None) -> list[ObjectEntry]:
+async def images(place: Place, after: str = "", most: int | None = None) -> list[ObjectEntry]:
     """Return the images below a folder by name: all, or the first `most` whose names sort after `after`."""
-    return await _listed(place, lambda name: format_of(name) == "images", patience, after, most)
+    return await _listed(place, lambda name: format_of(name) == "images", after, most)
 
 
 async def _listed(
-    place: Place, is_wanted: Callable[[str], bool], patience: RetryPolicy, after: str = "", most: int | None = None
+    place: Place, is_wanted: Callable[[str], bool], after: str = "", most: int | None = None
 ) -> list[ObjectEntry]:
     """Return the objects below a folder by name: all, or the first `most` whose names sort after `after`. Raises
     InvalidInput if there are more than MAX_OBJECTS, and StoreError.
     """
-    return await patience.repeated(lambda: _listed_once(place, is_wanted, patience.stall_s, after, most))
+    return await place.patience.repeated(lambda: _listed_once(place, is_wanted, after, most))
 
 
 async def _listed_once(
-    place: Place, is_wanted: Callable[[str], bool], stall_s: float, after: str, most: int | None
+    place: Place, is_wanted: Callable[[str], bool], after: str, most: int | None
 ) -> list[ObjectEntry]:
     import obstore
 
@@ -157,13 +153,13 @@ async def _listed_once(
             chunk_size=LISTED_AT_ONCE,
         )
     )
-    while (page := await within(stall_s, anext(pages, None))) is not None:
+    while (page := await within(place.patience.stall_s, anext(pages, None))) is not None:
         for entry in page:
             name = entry["path"].removeprefix(place.folder)
             if name > after and not is_hidden(name) and is_wanted(name):
                 objects.append(ObjectEntry(name, entry["size"], tag_of(place, entry)))
         if most is None and len(objects) > limit:
-            raise InvalidInput(f"input.url: more than {limit} objects", reason=TOO_MANY, param="input.url")
+            raise InvalidInput.at("input.url", f"more than {limit} objects", reason=TOO_MANY)
         if most is not None and len(objects) >= limit + LISTED_AT_ONCE:
             # a bucket lists objects by name, so the listing can stop here; a folder on the disk must be listed to its
             # end
@@ -177,11 +173,9 @@ def _name(entry: ObjectEntry) -> str:
     return entry.source
 
 
-async def _planned(
-    place: Place, name: str, source: JobInput, names: dict[str, str], most: _Most, patience: RetryPolicy
-) -> Planned:
+async def _planned(place: Place, name: str, source: JobInput, names: dict[str, str], most: _Most) -> Planned:
     try:
-        entry = await find(place, name, patience)
+        entry = await find(place, name)
         kind = source.format or format_of(name)
         if kind is None:
             raise InvalidInput(
@@ -200,7 +194,7 @@ async def _planned(
             _check_columns(name, names, footer.columns)
             cuts = itertools.islice(footers.cuts(footer.groups, most.rows, most.bytes), MAX_SPANS + 1)
             return [_span(entry, kind, cut) for cut in cuts]
-        return await _scanned(place, entry, kind, names, most, patience)
+        return await _scanned(place, entry, kind, names, most)
     except InvalidInput as error:
         if error.reason == TOO_MANY:  # the error concerns the whole job, so the planning stops
             raise
@@ -220,9 +214,7 @@ def _check_columns(source: str, params: dict[str, str], there: Iterable[str]) ->
     for column, param in params.items():
         if column not in there:
             shown = ", ".join(name[:64] for name in there[:MAX_COLUMNS_SHOWN])
-            raise InvalidInput(
-                f"{param}: {source} has no column {column!r}; it has {shown}", reason="schema", param=param
-            )
+            raise InvalidInput.at(param, f"{source} has no column {column!r}; it has {shown}")
 
 
 def check_file(path: Path, source: JobInput) -> None:
@@ -256,17 +248,16 @@ def _needed(names: dict[str, str]) -> dict[str, str]:
     return {name: param for name, param in names.items() if param != "input.keep"}
 
 
-async def _scanned(
-    place: Place, entry: ObjectEntry, kind: str, names: dict[str, str], most: _Most, patience: RetryPolicy
-) -> list[RowSpan]:
-    has_mark = await whole(place, entry, patience, 0, min(len(BOM), entry.size)) == BOM
+async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str, str], most: _Most) -> list[RowSpan]:
+    has_mark = await whole(place, entry, 0, min(len(BOM), entry.size)) == BOM
     begin = len(BOM) if has_mark else 0
     header = ""
     if kind == "csv":
-        header, begin = await _header(place, entry, begin, patience)
+        head = await whole(place, entry, begin, min(entry.size, begin + MAX_HEADER_BYTES))
+        header, begin = _first_row(entry.source, head, begin, is_whole=begin + len(head) == entry.size)
         _check_columns(entry.source, names, fields(header.encode()) or ())
     else:
-        data = await whole(place, entry, patience, begin, min(entry.size, begin + SAMPLE_BYTES))
+        data = await whole(place, entry, begin, min(entry.size, begin + SAMPLE_BYTES))
         sample = await asyncio.to_thread(_JsonSample.parse, data, names, is_whole=begin + len(data) == entry.size)
         if sample.columns:
             _check_columns(entry.source, _needed(names), sample.columns)
@@ -282,7 +273,7 @@ async def _scanned(
                 spans.append(_span(entry, kind, cut, header))
                 _check_count(len(spans), most.rows)
 
-    async for piece in pieces(place, entry, begin, entry.size, patience):
+    async for piece in pieces(place, entry, begin, entry.size):
         await asyncio.to_thread(feed, piece)
     last = (*cutter.feed(*scanner.end()), *cutter.end(entry.size))
     return [*spans, *(_span(entry, kind, cut, header) for cut in last)]
@@ -311,12 +302,6 @@ class _JsonSample(NamedTuple):
                 names_of_columns |= dict.fromkeys(row)
                 most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))
         return cls(list(names_of_columns), min(most, sizes.MAX_ROW_VALUES))
-
-
-async def _header(place: Place, entry: ObjectEntry, begin: int, patience: RetryPolicy) -> tuple[str, int]:
-    """Return the first row of a CSV object, and the position of the next row."""
-    head = await whole(place, entry, patience, begin, min(entry.size, begin + MAX_HEADER_BYTES))
-    return _first_row(entry.source, head, begin, is_whole=begin + len(head) == entry.size)
 
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:

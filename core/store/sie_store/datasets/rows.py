@@ -27,11 +27,9 @@ from sie_store.datasets.plans import MAX_SPAN_BYTES, images, tag_of_run
 from sie_store.datasets.scan import Cut, rows_of
 from sie_store.datasets.sizes import SpanSize
 from sie_store.datasets.templates import ColumnFault, columns, plain, templates
-from sie_store.object_stores import RetryPolicy
 
 MAX_ID = 1024  # largest number of characters in the id of a row
 IMAGES_AT_ONCE = 8
-_PATIENCE = RetryPolicy()
 _Columns = Mapping[str, Any] | ErrorInfo
 
 
@@ -54,13 +52,13 @@ class InputRow:
     page_starts: Sequence[tuple[int, int]] | None = None
 
 
-async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPolicy = _PATIENCE) -> list[InputRow]:
+async def read(place: Place, span: RowSpan, source: JobInput) -> list[InputRow]:
     """Return the `span.rows` rows of a span, in order. Raises InvalidInput (reasons input_missing, input_changed,
     malformed), StoreError.
     """
     if span.format == "images":
-        return await _images(place, span, patience)
-    entry = await find(place, span.source, patience)
+        return await _images(place, span)
+    entry = await find(place, span.source)
     if entry.tag != span.tag:
         raise changed(span.source)
     names = list(columns(source))
@@ -68,12 +66,12 @@ async def read(place: Place, span: RowSpan, source: JobInput, patience: RetryPol
     if span.format == "parquet":
         cut = Cut(span.first, span.rows, span.start, span.end)
         await place.check(place.key(span.source))
-        return await patience.repeated(
+        return await place.patience.repeated(
             lambda: asyncio.to_thread(lambda: make.all(footers.read(place, entry, cut, names, SpanSize(span)), size))
         )
     if span.end - span.start > MAX_SPAN_BYTES and span.rows == 1:
         return [make(0, _fault("malformed", f"the row has more than {MAX_SPAN_BYTES} bytes"))]
-    data = await whole(place, entry, patience, span.start, span.end)
+    data = await whole(place, entry, span.start, span.end)
     return await asyncio.to_thread(lambda: make.all(_parsed(data, span, names, size), size))
 
 
@@ -222,11 +220,11 @@ def _image(value: Any, column: str) -> bytes:
     raise ColumnFault(f"column {column!r} has no image file: expected bytes, a map with bytes, or base64")
 
 
-async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[InputRow]:
+async def _images(place: Place, span: RowSpan) -> list[InputRow]:
     if place.is_folder:
-        run = await images(place, patience, span.after, span.rows)
+        run = await images(place, span.after, span.rows)
     else:
-        run = [await find(place, place.label or place.name, patience)]
+        run = [await find(place, place.label or place.name)]
     if tag_of_run(run) != span.tag:
         raise changed(run[0].source if run else place.folder)
     turns = asyncio.Semaphore(IMAGES_AT_ONCE)
@@ -240,7 +238,7 @@ async def _images(place: Place, span: RowSpan, patience: RetryPolicy) -> list[In
             try:
                 # Read without a check of the tag: some stores (Google's emulator) use other tags in responses than in
                 # listings. The tag of the listing was compared with that of the span above.
-                return InputRow(entry.source, images=(await whole(place, replace(entry, tag=""), patience),))
+                return InputRow(entry.source, images=(await whole(place, replace(entry, tag="")),))
             except InvalidInput as error:
                 if error.reason == "not_allowed":
                     return InputRow(entry.source, fault=error.info())

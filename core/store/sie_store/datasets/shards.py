@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import os
 from pathlib import Path
 
 from sie_contracts.api.jobs import OutputFormat
@@ -20,18 +19,17 @@ from sie_store import durable
 from sie_store.datasets.formats import MANIFEST
 from sie_store.datasets.parts import PartFault, inspect
 from sie_store.datasets.places import Place
-from sie_store.object_stores import FILES, ObjectMissing, RetryPolicy, StoreError, WrittenMeanwhile, room, within
+from sie_store.object_stores import FILES, ObjectMissing, StoreError, WrittenMeanwhile, room, whole_object, within
 
 PUT_S = 300.0
 OWNER = ".sie-job"  # object in the output folder that contains the id of the job to which the folder belongs
-_PATIENCE = RetryPolicy()
 
 
 class PartDamaged(StoreError):
     """Error for an object with the name of a part but another format. The job can continue after a person moves it."""
 
 
-async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> None:
+async def claim(place: Place, owner: str) -> None:
     """Mark an output folder as the folder of one job, so that a job never uses the parts of another job. `owner`: a
     text that all leaders of this job use, and no other job. Raises StoreError, and InvalidInput (reason
     `output_in_use`) if the folder has another owner, or parts without an owner.
@@ -41,28 +39,28 @@ async def claim(place: Place, owner: str, patience: RetryPolicy = _PATIENCE) -> 
     key = place.folder + OWNER
     await place.check(key)
     try:
-        if (await bytes_of(place, OWNER, patience)).decode(errors="replace") == owner:
+        if (await bytes_of(place, OWNER)).decode(errors="replace") == owner:
             return
     except ObjectMissing:
-        if not await _has_parts(place, patience):
+        if not await _has_parts(place):
             put = functools.partial(
                 obstore.put_async, place.store, key, owner.encode(), mode="create", use_multipart=False
             )
             try:
-                await patience.repeated(lambda: within(PUT_S, put()))
+                await place.patience.repeated(lambda: within(PUT_S, put()))
             # an earlier leader of this job, or another job, has written it at the same time
             except WrittenMeanwhile:
-                await claim(place, owner, patience)
+                await claim(place, owner)
             return
     raise in_use("this folder holds the output of another job")
 
 
 def in_use(why: str) -> InvalidInput:
     """Return the error for an output folder that a job cannot use, because it has other content."""
-    return InvalidInput(f"output.url: {why}; name another folder", reason="output_in_use", param="output.url")
+    return InvalidInput.at("output.url", f"{why}; name another folder", reason="output_in_use")
 
 
-async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
+async def _has_parts(place: Place) -> bool:
     """Return whether a folder already has a manifest or a part (an output file of a job)."""
     import obstore
 
@@ -73,12 +71,10 @@ async def _has_parts(place: Place, patience: RetryPolicy) -> bool:
                 return True
         return False
 
-    return await patience.repeated(lambda: within(PUT_S, looked()))
+    return await place.patience.repeated(lambda: within(PUT_S, looked()))
 
 
-async def put_once(
-    place: Place, name: str, data: bytes, format: OutputFormat, patience: RetryPolicy = _PATIENCE
-) -> ShardRecord:
+async def put_once(place: Place, name: str, data: bytes, format: OutputFormat) -> ShardRecord:
     """Write a part unless it exists, and return the record of the stored part. Raises PartDamaged, StoreError."""
     import obstore
 
@@ -88,12 +84,12 @@ async def put_once(
     try:
         with room(place.store, reserves=FILES) as claim:
             claim(len(data))
-            await patience.repeated(
+            await place.patience.repeated(
                 lambda: within(PUT_S, obstore.put_async(place.store, key, data, mode="create", use_multipart=False))
             )
     except WrittenMeanwhile as error:
         # written by another leader, or by this one in an attempt whose response was lost
-        there = await existing(place, name, format, patience)
+        there = await existing(place, name, format)
         if there is None:
             raise StoreError("the part was written, and then removed by another process") from error
         return there
@@ -102,13 +98,11 @@ async def put_once(
     return record
 
 
-async def existing(
-    place: Place, name: str, format: OutputFormat, patience: RetryPolicy = _PATIENCE
-) -> ShardRecord | None:
+async def existing(place: Place, name: str, format: OutputFormat) -> ShardRecord | None:
     """Return the record of a part in the store; None if it does not exist. Raises PartDamaged, StoreError."""
     key = place.folder + name
     try:
-        data = await bytes_of(place, name, patience)
+        data = await bytes_of(place, name)
     except ObjectMissing:
         return None
     try:
@@ -120,17 +114,11 @@ async def existing(
     return record
 
 
-async def bytes_of(place: Place, name: str, patience: RetryPolicy = _PATIENCE) -> bytes:
+async def bytes_of(place: Place, name: str) -> bytes:
     """Return the bytes of the part `name`. Raises ObjectMissing, StoreError."""
-    import obstore
-
     key = place.folder + name
     await place.check(key)
-
-    async def read() -> bytes:
-        return bytes(await (await obstore.get_async(place.store, key)).bytes_async())
-
-    return await patience.repeated(lambda: within(PUT_S, read()))
+    return await place.patience.call(lambda: whole_object(place.store, key), PUT_S)
 
 
 def _record(name: str, data: bytes, format: OutputFormat) -> ShardRecord:
@@ -153,11 +141,7 @@ def _kept_on_disk(path: Path) -> None:
     StoreError.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        durable.sync_folder(path.parent)
+        durable.sync(path)
+        durable.sync(path.parent)
     except OSError as error:
         raise StoreError(f"the part cannot be written to the disk: {error.strerror}") from error

@@ -3,6 +3,8 @@
 qdrant://[api-key@]host:port     Qdrant over HTTP
 qdrants://[api-key@]host:port    Qdrant over HTTPS
 postgresql://user:password@host:port/database?sslmode=verify-full    PostgreSQL with pgvector
+lancedb:///folder                LanceDB in a folder
+lancedb+s3://bucket/prefix       LanceDB in an object store, also lancedb+gs:// and lancedb+az://
 """
 
 from __future__ import annotations
@@ -13,19 +15,31 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.settings import SettingError
 from sie_store.object_stores import RetryPolicy
 from sie_store.sinks.live import LiveCollection, LiveSource
-from sie_store.sinks.sink import PATIENCE, ROW_ID, Sink
+from sie_store.sinks.sink import PATIENCE, ROW_ID, Output, Sink
 
 QDRANT_PORT = 6333
+LANCE_SCHEMES = ("lancedb", "lancedb+s3", "lancedb+gs", "lancedb+az")
+
+_OUTPUTS: dict[str, tuple[Output, ...]] = {
+    "qdrant": ("dense", "sparse", "multivector"),
+    "postgresql": ("dense", "sparse"),
+    "lancedb": ("dense",),
+}
 
 
 def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
     """Return the sink for the database at `url`, not connected yet. Raises SettingError, which names `setting` but not
     `url`, because the URL may contain a password.
     """
-    if _scheme(url, setting) == "postgresql":
+    scheme = _scheme(url, setting)
+    if scheme == "postgresql":
         from sie_store.sinks.pgvector import PgvectorSink
 
         return PgvectorSink(url, patience)
+    if scheme in LANCE_SCHEMES:
+        from sie_store.sinks.lance import LanceDatabase, LanceSink
+
+        return LanceSink(LanceDatabase(_lance_address(url), patience))
     from sie_store.sinks.qdrant import QdrantSink
 
     return QdrantSink(*_address(url), patience)
@@ -35,11 +49,17 @@ def opened_live(url: str, setting: str, source: LiveSource, patience: RetryPolic
     """Return the live collection of the database at `url`; no connection is made yet. Raises SettingError, which names
     `setting`, and never `url`.
     """
-    if _scheme(url, setting) == "postgresql":
+    scheme = _scheme(url, setting)
+    if scheme == "postgresql":
         from sie_store.sinks.pgvector import PostgresDatabase
         from sie_store.sinks.pgvector_live import PgvectorLive
 
         return PgvectorLive(PostgresDatabase(url, patience), source)
+    if scheme in LANCE_SCHEMES:
+        from sie_store.sinks.lance import LanceDatabase
+        from sie_store.sinks.lance_live import LanceLive
+
+        return LanceLive(LanceDatabase(_lance_address(url), patience), source)
     from sie_store.sinks.qdrant import QdrantConnection
     from sie_store.sinks.qdrant_live import ANSWER_BYTES, QdrantLive
 
@@ -61,11 +81,28 @@ def _scheme(url: str, setting: str) -> str:
     elif pieces.scheme == "postgresql":
         if not pieces.hostname or not pieces.path.strip("/"):
             raise SettingError(setting, "PostgreSQL is postgresql://user:password@host:port/database")
-        if importlib.util.find_spec("asyncpg") is None:
-            raise SettingError(setting, "PostgreSQL needs asyncpg: pip install 'sie-cluster[pgvector]'")
+        _need("asyncpg", "PostgreSQL", "pgvector", setting)
+    elif pieces.scheme in LANCE_SCHEMES:
+        is_folder = pieces.scheme == "lancedb"
+        if is_folder == bool(pieces.netloc) or (is_folder and not pieces.path.strip("/")) or "@" in pieces.netloc:
+            raise SettingError(setting, "LanceDB is lancedb:///folder, or lancedb+s3://bucket/prefix (s3, gs, az)")
+        if pieces.query or pieces.fragment:
+            raise SettingError(setting, "the address of LanceDB has no ? and no #")
+        _need("lancedb", "LanceDB", "lancedb", setting)
     else:
-        raise SettingError(setting, "a database is qdrant://, qdrants:// or postgresql://")
+        raise SettingError(setting, "a database is qdrant://, qdrants://, postgresql:// or lancedb://")
     return pieces.scheme
+
+
+def _need(package: str, database: str, extra: str, setting: str) -> None:
+    """Raise SettingError if the package of a database is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise SettingError(setting, f"{database} needs {package}: pip install 'sie-cluster[{extra}]'")
+
+
+def _lance_address(url: str) -> str:
+    """Return the address of a database for LanceDB: a folder, or a URL of an object store."""
+    return unquote(urlsplit(url).path) if url.startswith("lancedb:") else url.removeprefix("lancedb+")
 
 
 def _address(url: str) -> tuple[str, str]:
@@ -74,6 +111,11 @@ def _address(url: str) -> tuple[str, str]:
     host = f"[{pieces.hostname}]" if ":" in (pieces.hostname or "") else pieces.hostname
     scheme = "https" if pieces.scheme == "qdrants" else "http"
     return f"{scheme}://{host}:{pieces.port or QDRANT_PORT}", unquote(pieces.username or "")
+
+
+def outputs(url: str) -> tuple[Output, ...]:
+    """Return the outputs of models that the database at `url` can store."""
+    return _OUTPUTS[url.partition("://")[0].partition("+")[0].replace("qdrants", "qdrant")]
 
 
 def reserved(url: str) -> frozenset[str]:

@@ -1,0 +1,195 @@
+"""LanceDB: tables in a folder or in an object store, without a server. The rows of a job are in the table `collection`
+with the columns `id`, `vector` and `payload` (JSON as text).
+
+    rows ──merge_insert(id)──► a new version of the table, whole or not at all
+
+`id` is the primary key of the table, so that two writers that insert the same id conflict, and one of them repeats its
+write as an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import lancedb
+import msgspec
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+from sie_store.object_stores import RetryPolicy, StoreError
+from sie_store.sinks.sink import (
+    CollectionMismatch,
+    CollectionMissing,
+    Kind,
+    NearRow,
+    SinkRows,
+    SinkUnsuitable,
+    Widths,
+    checked_name,
+    encoded,
+)
+
+T = TypeVar("T")
+ID, VECTOR, PAYLOAD = "id", "vector", "payload"
+MAX_DIMS = 65_536
+STORAGE = {"allow_http": "true"}  # an endpoint of the environment (AWS_ENDPOINT_URL) may be http://
+# lowest rate at which the storage must accept rows, in bytes per second; it determines the time limit of a write
+BYTES_PER_S = 1 << 20
+_PRIMARY_KEY = {b"lance-schema:unenforced-primary-key": b"true"}
+
+
+class LanceDatabase:
+    """Calls to the database at an address: a folder, or a prefix in an object store."""
+
+    def __init__(self, address: str, patience: RetryPolicy) -> None:
+        self._address = address
+        self._patience = patience
+        self._connection: Any = None
+
+    async def run(self, work: Callable[[Any], Awaitable[T]], seconds: float = 0.0, *, once: bool = False) -> T:
+        """Return the result of `work` with a connection. It is repeated if another attempt may help, unless `once`.
+        `seconds`: how long an attempt may take, beside the usual time. Raises StoreError.
+        """
+        attempt = functools.partial(self._once, work, self._patience.stall_s + seconds)
+        return await (attempt() if once else self._patience.repeated(attempt))
+
+    async def _once(self, work: Callable[[Any], Awaitable[T]], bound_s: float) -> T:
+        try:
+            async with asyncio.timeout(bound_s):
+                if self._connection is None:
+                    self._connection = await lancedb.connect_async(self._address, storage_options=STORAGE)
+                return await work(self._connection)
+        except StoreError:
+            raise
+        except TimeoutError:
+            raise StoreError("the storage of LanceDB did not answer in time") from None
+        except ValueError:
+            raise CollectionMismatch(
+                "LanceDB refuses the call: is its address right, and was the table not changed meanwhile?"
+            ) from None
+        except Exception as error:  # noqa: BLE001  a panic of the library is no RuntimeError; a message may quote rows
+            raise StoreError(f"LanceDB reports an error ({type(error).__name__})") from None
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+class LanceSink:
+    """Sink for LanceDB."""
+
+    def __init__(self, database: LanceDatabase) -> None:
+        self._database = database
+        self._collection = ""
+        self._schema: Any = None
+
+    async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
+        """Create or check the table. `kinds` is unused: the payload is one text."""
+        checked_name(collection)
+        dims = widths["dense"]
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where a table of LanceDB gets at most {MAX_DIMS}")
+        schema = _schema(dims)
+
+        async def created(connection: Any) -> Any:
+            try:
+                table = await opened_table(connection, collection)
+            except CollectionMissing:
+                table = await connection.create_table(collection, schema=schema, exist_ok=True)
+            return await table.schema()
+
+        _check(await self._database.run(created), collection, dims)
+        self._collection, self._schema = collection, schema
+
+    async def upsert(self, rows: SinkRows) -> None:
+        assert self._collection, "prepare comes first"
+        data = await asyncio.to_thread(
+            _table, rows.latest({"dense": self._schema.field(VECTOR).type.list_size}), self._schema
+        )
+        if not data.num_rows:
+            return
+
+        async def written(connection: Any) -> None:
+            table = await opened_table(connection, self._collection)
+            await table.merge_insert(ID).when_matched_update_all().when_not_matched_insert_all().execute(data)
+
+        await self._database.run(written, data.nbytes / BYTES_PER_S)
+
+    async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
+        checked_name(collection)
+
+        async def nearest_rows(connection: Any) -> Any:
+            table = await opened_table(connection, collection)
+            _check(await table.schema(), collection, len(vector))
+            near = table.query().nearest_to(vector).column(VECTOR).distance_type("cosine").limit(limit)
+            return await near.select([ID, PAYLOAD, "_distance"]).to_list()
+
+        rows = await self._database.run(nearest_rows)
+        return [
+            NearRow(row[ID], 1 - row["_distance"], msgspec.json.decode(row[PAYLOAD], type=dict[str, Any]))
+            for row in rows
+        ]
+
+    async def close(self) -> None:
+        await self._database.close()
+
+
+async def opened_table(connection: Any, collection: str) -> Any:
+    """Open the newest version of a table. Raises CollectionMissing."""
+    try:
+        return await connection.open_table(collection)
+    except ValueError as error:
+        if "was not found" not in str(error):
+            raise
+        raise CollectionMissing(f"LanceDB has no table {collection}") from None
+
+
+def _schema(dims: int) -> Any:
+    return pyarrow.schema(
+        [
+            pyarrow.field(ID, pyarrow.utf8(), nullable=False, metadata=_PRIMARY_KEY),
+            pyarrow.field(VECTOR, pyarrow.list_(pyarrow.float32(), dims), nullable=False),
+            pyarrow.field(PAYLOAD, pyarrow.utf8(), nullable=False),
+        ]
+    )
+
+
+def _check(schema: Any, collection: str, dims: int) -> None:
+    """Raise CollectionMismatch unless a table is as a sink creates it."""
+    expected = _schema(dims)
+    columns = {field.name: field.type for field in schema}
+    for field in expected:
+        actual = columns.get(field.name)
+        if actual is None or not actual.equals(field.type):
+            shown = "no such column" if actual is None else actual
+            raise CollectionMismatch(
+                f"the column {field.name} of the table {collection}: it has {shown}, where {field.type} is written"
+            )
+    if (schema.field(ID).metadata or {}).items().isdisjoint(_PRIMARY_KEY.items()):
+        raise CollectionMismatch(f"the column {ID} of the table {collection} is not its primary key")
+
+
+def _table(rows: SinkRows, schema: Any) -> Any:
+    """Return rows as a table of Arrow. Raises RowsRefused."""
+    payloads = []
+    for number, (row_id, payload) in enumerate(zip(rows.ids, rows.payloads, strict=True)):
+        encoded(row_id, number)
+        payloads.append(encoded(payload, number).decode())
+    return pyarrow.table(
+        [
+            pyarrow.array(rows.ids, pyarrow.utf8()),
+            vectors_array(rows.vectors, schema.field(VECTOR).type),
+            pyarrow.array(payloads, pyarrow.utf8()),
+        ],
+        schema=schema,
+    )
+
+
+def vectors_array(vectors: NDArray[Any], type: Any) -> Any:
+    """Return vectors as an array of Arrow with lists of a fixed size."""
+    numbers = pyarrow.array(np.ascontiguousarray(vectors).ravel()).cast(type.value_type)
+    return pyarrow.FixedSizeListArray.from_arrays(numbers, type=type)

@@ -1,0 +1,423 @@
+"""Live table of LanceDB. For the column `vector` there are, during a migration:
+
+    vector                    vectors in use
+    vector_next               new vectors before the switch     vector_before    old vectors after the switch
+    vector_marker_1f0c9a2b    markers; 8 hexadecimal digits of the new model's fingerprint
+
+The marker of a row is a digest of its text and its vectors as they were when it was written. A row is pending for a
+side if it has no vector of this side, or another marker. So whatever a writer changes is noticed. A write compares the
+text with that of the stored row, and does nothing if they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import lancedb.index
+import msgspec
+import numpy as np
+import pyarrow
+
+from sie_store.object_stores import StoreError
+from sie_store.sinks.lance import (
+    BYTES_PER_S,
+    ID,
+    MAX_DIMS,
+    PAYLOAD,
+    VECTOR,
+    LanceDatabase,
+    opened_table,
+    vectors_array,
+)
+from sie_store.sinks.live import SIDES, LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
+from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_name
+
+T = TypeVar("T")
+NEXT, BEFORE, MARKER = "_next", "_before", "_marker_"
+SCAN_ROWS = 2_000
+OPTIMIZE_ROWS = 50_000  # a written row is in no index until the table is optimized
+INDEX_S = 24 * 3600.0
+NO_PRUNING = datetime.timedelta(days=36_500)  # earlier versions belong to the application
+
+
+@dataclass(frozen=True)
+class _LanceShape:
+    """Columns of the table. `columns`: fields of Arrow by name. `texts`: those that rows are compared by. `distance`:
+    that of the index of the vectors.
+    """
+
+    vector: str
+    id_column: str
+    columns: Mapping[str, Any]
+    texts: tuple[str, ...]
+    marker: str
+    distance: str
+
+    @property
+    def in_use(self) -> Side:
+        return "new" if self.vector + BEFORE in self.columns else "old"
+
+    @property
+    def is_begun(self) -> bool:
+        return self.marker in self.columns
+
+    def column(self, side: Side) -> str:
+        """Return the column with the vectors of a side (the old or the new model)."""
+        if side == self.in_use:
+            return self.vector
+        return self.vector + (NEXT if side == "new" else BEFORE)
+
+
+@dataclass(frozen=True)
+class _LanceRow:
+    """Stored row. `texts`: values of the columns that it is compared by. `vectors`: as bytes."""
+
+    id: Any
+    texts: tuple[Any, ...]
+    vectors: Mapping[Side, bytes | None]
+    marker: bytes | None
+
+
+class LanceLive:
+    """Live table of LanceDB."""
+
+    def __init__(self, database: LanceDatabase, source: LiveSource) -> None:
+        self._database = database
+        self._source = source
+        self._shape: _LanceShape | None = None
+        self._unindexed = 0
+
+    async def open(self) -> LiveState:
+        checked_name(self._source.collection)
+        shape, rows = await self._database.run(self._read)
+        self._shape = shape
+        if shape.in_use == "new" and shape.marker != self._own_marker(shape.vector):
+            raise CollectionMismatch(
+                f"the vectors in use of {self._source.collection} are of another migration, or the model has changed "
+                "since. Run the command of that migration with --step clean-up; if its model is not there any more, "
+                f"drop the columns {shape.vector + BEFORE} and {shape.marker}"
+            )
+        return LiveState(rows, shape.columns[shape.vector].type.list_size, shape.in_use, shape.is_begun)
+
+    async def _read(self, connection: Any) -> tuple[_LanceShape, int]:
+        """Read the columns and the number of rows. Raises CollectionMismatch for a table that cannot be migrated."""
+        source = self._source
+        table = await opened_table(connection, source.collection)
+        columns = {field.name: field for field in await table.schema()}
+        vector, id_column = source.vector or VECTOR, source.id_column or ID
+        if not _is_vector(columns.get(vector)):
+            vectors = [name for name, field in columns.items() if _is_vector(field)]
+            raise CollectionMismatch(
+                f"the table {source.collection} has no column {vector} of vectors. Name one with --vector: "
+                f"{', '.join(vectors) or 'it has none'}"
+            )
+        names = source.text.columns
+        missing = [name for name in names if name not in columns]
+        if missing and not _is_text(columns.get(PAYLOAD)):
+            raise CollectionMismatch(f"the table {source.collection} has no column {missing[0]}, which --text names")
+        texts = (*(name for name in names if name in columns), *([PAYLOAD] if missing else ()))
+        if mixed := [name for name in texts if not _is_plain(columns[name]) or "`" in name]:
+            raise CollectionMismatch(
+                f"the column {mixed[0]} of {source.collection} has no texts, numbers or times, which --text needs"
+            )
+        identity = columns.get(id_column)
+        if not (_is_text(identity) or _is_integer(identity)) or "`" in id_column:
+            raise CollectionMismatch(
+                f"the table {source.collection} needs a column of integers or texts that names each row: it has no "
+                f"such column {id_column}. --id names one"
+            )
+        if await table.count_rows(f"{_quoted(id_column)} IS NULL"):
+            raise CollectionMismatch(
+                f"the column {id_column} of {source.collection} is null in a row, so it does not name each row: name "
+                "another one with --id"
+            )
+        marker = next((name for name in columns if name.startswith(vector + MARKER)), self._own_marker(vector))
+        distance = "cosine"
+        for index in await table.list_indices():
+            if index.columns == [vector]:
+                distance = (await table.index_stats(index.name)).distance_type
+        return _LanceShape(vector, id_column, columns, texts, marker, distance), await table.count_rows()
+
+    def _own_marker(self, vector: str) -> str:
+        return f"{vector}{MARKER}{self._source.fingerprints['new'][:8]}"
+
+    async def begin(self, dims: int) -> None:
+        shape = self._opened()
+        if not 1 <= dims <= MAX_DIMS:
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where a table of LanceDB gets at most {MAX_DIMS}")
+        column, marker = shape.column("new"), self._own_marker(shape.vector)
+        type = pyarrow.list_(shape.columns[shape.vector].type.value_type, dims)
+        if not shape.is_begun:
+            if column in shape.columns:
+                raise CollectionMismatch(
+                    f"the table {self._source.collection} has a column {column} that no migration has created: rename "
+                    "or drop it"
+                )
+            fields = [pyarrow.field(column, type), pyarrow.field(marker, pyarrow.binary())]
+            await self._table(lambda table: table.add_columns(pyarrow.schema(fields)))
+            await self.open()
+        elif shape.marker != marker:
+            raise CollectionMismatch(
+                f"the column {column} of {self._source.collection} has vectors of another model, or of this one before "
+                "it changed: remove them with --step clean-up first"
+            )
+        elif not type.equals(shape.columns[column].type):
+            raise CollectionMismatch(
+                f"the column {column} of {self._source.collection} has {shape.columns[column].type}, where {type} is "
+                "written. It is of another migration: remove it with --step clean-up, or drop it"
+            )
+
+    async def pending(self, side: Side) -> AsyncIterator[ScannedPage]:
+        version: int = await self._table(lambda table: table.version())
+        offset = 0
+        while True:
+            stored = await self._rows(version, offset)
+            stale = [row for row in stored if not self._is_current(row, side)]
+            yield ScannedPage(len(stored), [LiveRow(str(row.id), self._columns(row), stored=row) for row in stale])
+            offset += SCAN_ROWS
+            if len(stored) < SCAN_ROWS:
+                break
+        await self._optimize(1)
+
+    async def _rows(self, version: int, offset: int) -> list[_LanceRow]:
+        """Read rows of a version of the table, whose order does not change."""
+        shape = self._opened()
+        names = dict.fromkeys([shape.id_column, *shape.texts, *map(shape.column, SIDES), shape.marker])
+
+        async def read(table: Any) -> Any:
+            await table.checkout(version)
+            return await table.query().select([*names]).offset(offset).limit(SCAN_ROWS).to_arrow()
+
+        data = await self._table(read)
+        ids, markers = data[shape.id_column].to_pylist(), data[shape.marker].to_pylist()
+        texts = zip(*(data[name].to_pylist() for name in shape.texts), strict=True) if shape.texts else [()] * len(ids)
+        old, new = (_vector_bytes(data[shape.column(side)].combine_chunks()) for side in SIDES)
+        return [
+            _LanceRow(row_id, text, {"old": old_bytes, "new": new_bytes}, marker)
+            for row_id, text, old_bytes, new_bytes, marker in zip(ids, texts, old, new, markers, strict=True)
+        ]
+
+    def _columns(self, row: _LanceRow) -> dict[str, Any]:
+        """Return the columns of a row that the template names, those of its payload too."""
+        shape = self._opened()
+        values = dict(zip(shape.texts, row.texts, strict=True))
+        if all(name in values for name in self._source.text.columns):
+            return values
+        try:
+            payload = msgspec.json.decode(values[PAYLOAD] or "{}")
+        except msgspec.DecodeError:
+            payload = None
+        return {**(payload if isinstance(payload, dict) else {}), **values}
+
+    def _is_current(self, row: _LanceRow, side: Side) -> bool:
+        """Return whether a row has a vector of a side that stands for its text."""
+        return row.vectors[side] is not None and row.marker in (self._digest(row, *SIDES), self._digest(row, side))
+
+    def _digest(self, row: _LanceRow, *sides: Side) -> bytes:
+        """Return the marker of a row whose vectors of these sides stand for its text; with one side, the other vector
+        may be one of another text.
+        """
+        digest = hashlib.sha256(msgspec.json.encode(row.texts))
+        for side in sides:
+            vector = row.vectors[side]
+            digest.update(f"\0{self._source.salt(side)}\0{side} {vector is not None}\0".encode())
+            digest.update(vector or b"")
+        return digest.digest()
+
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
+        shape = self._opened()
+        if vectors is None and side == shape.in_use:
+            return
+        type = shape.columns[shape.column(side)].type
+        array = pyarrow.nulls(len(rows), type) if vectors is None else vectors_array(np.array(vectors), type)
+        written = [
+            self._written(row.stored, side, vector) for row, vector in zip(rows, _vector_bytes(array), strict=True)
+        ]
+        fields = {
+            shape.id_column: [row.id for row in written],
+            **{name: [row.texts[place] for row in written] for place, name in enumerate(shape.texts)},
+            shape.marker: [row.marker for row in written],
+        }
+        arrays = {name: pyarrow.array(values, shape.columns[name].type) for name, values in fields.items()}
+        arrays[shape.column(side)] = array
+        if side == shape.in_use:
+            # a writer has changed these rows, so the vectors that are not in use stand for earlier texts
+            away = shape.column(opposite(side))
+            arrays[away] = pyarrow.nulls(len(rows), shape.columns[away].type)
+        if len(set(fields[shape.id_column])) < len(rows):
+            raise CollectionMismatch(f"several rows of {self._source.collection} have the same {shape.id_column}")
+        if changed := [place for place, row in enumerate(rows) if written[place] != row.stored]:
+            schema = pyarrow.schema([shape.columns[name] for name in arrays])
+            await self._merge(pyarrow.table([*arrays.values()], schema=schema).take(changed))
+
+    async def _merge(self, data: Any) -> None:
+        """Write columns of rows, except rows with another text than in `data`."""
+        shape = self._opened()
+        same = " AND ".join(
+            f"(target.{name} = source.{name} OR (target.{name} IS NULL AND source.{name} IS NULL))"
+            for name in map(_quoted, shape.texts)
+        )
+
+        async def merge(table: Any) -> None:
+            # not by an index of the ids: the library cannot write some columns by one
+            builder = table.merge_insert(shape.id_column).use_index(False)
+            # otherwise the library refuses a column in which all vectors are null
+            await builder.when_matched_update_all(where=same or None).execute(data, on_bad_vectors="null")
+
+        await self._table(merge, data.nbytes / BYTES_PER_S)
+        self._unindexed += data.num_rows
+        await self._optimize(OPTIMIZE_ROWS)
+
+    def _written(self, row: _LanceRow, side: Side, vector: bytes | None) -> _LanceRow:
+        """Return a row with another vector of a side, and with its marker."""
+        in_use = self._opened().in_use
+        vectors: dict[Side, bytes | None] = {**row.vectors, side: vector}
+        sides: tuple[Side, ...] = SIDES
+        if side == in_use:
+            vectors[opposite(side)] = None
+        elif side == "old" and row.marker not in (self._digest(row, *SIDES), self._digest(row, "new")):
+            # the vector in use is one of its writer, maybe of the old model, so the way forward must not trust it
+            sides = ("old",)
+        changed = _LanceRow(row.id, row.texts, vectors, None)
+        return _LanceRow(row.id, row.texts, vectors, self._digest(changed, *sides))
+
+    async def _optimize(self, rows: int) -> None:
+        """Bring the indexes up to date if so many rows were written since. If a writer is faster, a later call does it:
+        rows that are in no index are found all the same, only slower.
+        """
+        if self._unindexed >= rows:
+            self._unindexed = 0
+            with contextlib.suppress(StoreError):
+                await self._table(lambda table: table.optimize(cleanup_older_than=NO_PRUNING), INDEX_S, once=True)
+
+    async def sample(self, count: int) -> Sequence[LiveRow]:
+        shape = self._opened()
+
+        async def read(table: Any) -> Any:
+            rows = await table.count_rows()
+            offsets = random.sample(range(rows), min(count, rows))
+            return await table.take_offsets(offsets).select([shape.id_column, *shape.texts]).to_list()
+
+        rows = [
+            _LanceRow(row[shape.id_column], tuple(row[name] for name in shape.texts), {}, None)
+            for row in await self._table(read)
+        ]
+        return [LiveRow(str(row.id), self._columns(row)) for row in rows]
+
+    async def nearest(self, side: Side, vector: Vector, count: int) -> Sequence[str]:
+        shape = self._opened()
+
+        async def read(table: Any) -> Any:
+            query = table.query().nearest_to(vector).column(shape.column(side)).distance_type(shape.distance)
+            return await query.limit(count).select([shape.id_column, "_distance"]).to_list()
+
+        return [str(row[shape.id_column]) for row in await self._table(read)]
+
+    async def build_indexes(self) -> None:
+        shape = self._opened()
+        column = shape.column("new")
+
+        async def build(table: Any) -> None:
+            indexes = await table.list_indices()
+            if any(index.columns == [column] for index in indexes):
+                return
+            for index in (index for index in indexes if index.columns == [shape.column("old")]):
+                config = getattr(lancedb.index, index.index_type)(distance_type=shape.distance)
+                # a name of its own: an index of the same name would be replaced
+                await table.create_index(column, config=config, name=f"{shape.marker}_idx")
+
+        await self._table(build, INDEX_S)
+        await self._optimize(1)
+
+    async def switch(self, side: Side) -> None:
+        shape = self._opened()
+        if shape.in_use == side:
+            return
+        away = shape.vector + (BEFORE if side == "new" else NEXT)
+        await self._table(
+            lambda table: table.alter_columns(
+                # rows that are written from now on have no vector of the side that is not in use
+                {"path": shape.vector, "rename": away, "nullable": True},
+                {"path": shape.column(side), "rename": shape.vector},
+            )
+        )
+        await self.open()
+
+    async def clean_up(self) -> None:
+        shape = self._opened()
+        if not shape.is_begun:
+            return
+        away = shape.column(opposite(shape.in_use))
+        await self._table(lambda table: table.drop_columns([away, shape.marker]))
+        await self.open()
+
+    async def close(self) -> None:
+        await self._database.close()
+
+    def _opened(self) -> _LanceShape:
+        assert self._shape is not None, "open comes first"
+        return self._shape
+
+    async def _table(self, work: Callable[[Any], Awaitable[T]], seconds: float = 0.0, *, once: bool = False) -> T:
+        """Return the result of `work` with the newest version of the table. Raises CollectionMismatch if another
+        command has changed the columns of vectors.
+        """
+        shape = self._opened()
+        own = {shape.vector, shape.marker, *(shape.vector + suffix for suffix in (NEXT, BEFORE))}
+
+        async def checked(connection: Any) -> T:
+            table = await opened_table(connection, self._source.collection)
+            names = {field.name for field in await table.schema()}
+            if names & own != shape.columns.keys() & own:
+                raise CollectionMismatch(
+                    f"another command has switched {self._source.collection} meanwhile: run one at a time"
+                )
+            return await work(table)
+
+        return await self._database.run(checked, seconds, once=once)
+
+
+def _is_vector(field: Any) -> bool:
+    return (
+        field is not None
+        and pyarrow.types.is_fixed_size_list(field.type)
+        and pyarrow.types.is_floating(field.type.value_type)
+    )
+
+
+def _is_text(field: Any) -> bool:
+    return field is not None and (pyarrow.types.is_string(field.type) or pyarrow.types.is_large_string(field.type))
+
+
+def _is_integer(field: Any) -> bool:
+    return field is not None and pyarrow.types.is_integer(field.type)
+
+
+def _is_plain(field: Any) -> bool:
+    """Return whether a template can use the values of a column, and SQL can compare them."""
+    type = field.type
+    return (
+        _is_text(field)
+        or pyarrow.types.is_boolean(type)
+        or pyarrow.types.is_integer(type)
+        or pyarrow.types.is_floating(type)
+        or pyarrow.types.is_decimal(type)
+        or pyarrow.types.is_temporal(type)
+    )
+
+
+def _vector_bytes(array: Any) -> list[bytes | None]:
+    """Return the numbers of each vector as bytes."""
+    present = array.drop_null()
+    rows = iter(present.flatten().to_numpy(zero_copy_only=False).reshape(len(present), array.type.list_size))
+    return [next(rows).tobytes() if is_valid else None for is_valid in array.is_valid().to_pylist()]
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`"

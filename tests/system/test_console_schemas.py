@@ -1,0 +1,236 @@
+"""Schemas, groups of labels, examples and thresholds in the playground of the console, in a real browser and below a
+prefix: each value is shown with its score and place, and a refusal stands beside its field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import axe
+import local_models
+import pytest
+import typescript_package
+from browser import HOST, Page, click, pressed, tab, typed
+from cluster import Cluster, running
+from parity.gliner_checkpoints import gliclass_folder, gliner2_folder
+from playground import CELLS, COPIED, ask, bars, by_curl, by_python, by_typescript, choose, files
+from prefix_proxy import PrefixProxy, proxying
+
+pytestmark = pytest.mark.debian
+
+PREFIX = "/some/prefix"
+SPANS, CLASSES = "test/spans", "test/gliclass"
+TEXT = "search engine 🙂 queue worker stream index vector river mountain at 12 o'clock."
+VALUES = CELLS.format(".values tbody")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    models = local_models.under(tmp_path_factory.mktemp("schema-models"))
+    models.build("gliner")
+    gliner2_folder(models.weights / "spans")
+    models.add("spans", {"family": "gliner2", "outputs": {"entities": 0}, "max_tokens": 250})
+    gliclass_folder(models.weights / "gliclass")
+    models.add("gliclass", {"family": "gliclass", "outputs": {"classifications": 0}, "max_tokens": 250})
+    arguments = (*models.arguments, "--no-spare", "--allowed-hosts", HOST)
+    with running(tmp_path_factory.mktemp("schemas"), *arguments, environ={"SIE_ROOT_PATH": PREFIX}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def proxy(cluster: Cluster) -> Iterator[PrefixProxy]:
+    with proxying(cluster.url, PREFIX, strips=True) as proxy:
+        yield proxy
+        assert proxy.outside == []
+
+
+@pytest.fixture
+def page(devtools: str, proxy: PrefixProxy) -> Iterator[Page]:
+    """The playground of extractions. The only complaints are those of a browser about refused and repeated requests."""
+    with tab(devtools) as page:
+        page.open(f"http://{HOST}:{proxy.port}{PREFIX}/#playground/extract")
+        page.wait("document.querySelector('#model')?.value", bool, timeout_s=30)
+        page.evaluate(COPIED)
+        yield page
+        assert [each for each in page.complaints if "status of 503" not in each and "status of 400" not in each] == []
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The TypeScript client, built."""
+    return typescript_package.copied(tmp_path_factory.mktemp("typescript"))
+
+
+def asked_for(page: Page, model: str, answer: str) -> None:
+    choose(page, "extract", model)
+    typed(page, "#texts", TEXT)
+    typed(page, "#answer", answer)
+    page.wait(f"Boolean(document.querySelector('#{answer}'))", bool)
+
+
+def fault(page: Page, field: str) -> str:
+    """Text of the alert that describes a field."""
+    described = f"document.querySelector('#{field}[aria-invalid=true]')?.getAttribute('aria-describedby')"
+    text: str = page.wait(f"document.getElementById({described})?.innerText ?? ''", bool)
+    return text
+
+
+def test_values_of_a_schema_are_shown_with_score_and_place(page: Page, package: Path) -> None:
+    asked_for(page, SPANS, "schema")
+    sample = json.loads(page.evaluate("document.querySelector('#schema').value"))
+    assert {"array", "string", "integer", "boolean"} <= {each.get("type") for each in sample["properties"].values()}
+    typed(page, "#threshold", "0")
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    places = {row["label"]: row for row in item["entities"]}
+    shares = {row["label"]: row["score"] for row in item["classifications"]}
+    expected = []
+    for name, value in item["data"].items():
+        for path, one in (
+            [(f"{name}[{at}]", one) for at, one in enumerate(value)]
+            if value and isinstance(value, list)
+            else [(name, value)]
+        ):
+            row = places.get(path)
+            word = one if isinstance(one, str) else json.dumps(one)
+            score = row["score"] if row else shares[f"{path}.{word}"]
+            expected.append([path, word, f"{score:.4f}", f"{row['start']} to {row['end']}" if row else ""])
+    assert page.wait(VALUES, bool) == expected
+    assert len(places) > 2
+    assert {row[0] for row in expected} >= {"people[0]", "place", "subject", "is_meeting"}
+    marks = page.evaluate(
+        "[...document.querySelectorAll('.spans mark')].map(each => [each.firstChild.data, each.lastChild.innerText])"
+    )
+    assert marks
+    assert all(TEXT[places[label]["start"] : places[label]["end"]] == text for text, label in marks)
+    assert by_python(page, 'results[0]["data"]') == item["data"]
+    assert by_typescript(page, package, "results[0]!.data") == item["data"]
+
+
+def test_groups_examples_and_thresholds_of_labels_are_sent(page: Page) -> None:
+    asked_for(page, CLASSES, "groups")
+    groups = {"urgency": ["low", "high"], "topic": ["billing", "delivery"]}
+    typed(page, "#groups", json.dumps(groups))
+    typed(page, "#examples", '[{"text": "Now!", "labels": {"urgency": "high"}}]')
+    typed(page, "#thresholds", '{"topic": 0.0}')
+    typed(page, "#further", '{"multi_label": true}')
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    assert item["data"]["topic"] == ["billing", "delivery"]
+    scores = {row["label"]: row["score"] for row in item["classifications"]}
+    expected = []
+    for name, labels in item["data"].items():
+        expected += [
+            [f"{name}[{at}]", label, f"{scores[f'{name}.{label}']:.4f}", ""] for at, label in enumerate(labels)
+        ]
+        expected += [] if labels else [[name, "none", "", ""]]
+    assert page.wait(VALUES, bool) == expected
+    assert dict(bars(page)) == pytest.approx(scores, abs=6e-5)
+    before = by_python(page, 'results[0]["data"]')
+    typed(page, "#examples", "")
+    ask(page)
+    assert by_python(page, 'results[0]["data"]').keys() == before.keys()
+    assert {row["label"]: row["score"] for row in by_curl(page)["items"][0]["classifications"]} != scores
+
+
+def test_a_refusal_stands_beside_its_field_until_it_is_changed(page: Page) -> None:
+    asked_for(page, CLASSES, "schema")
+    deep = {"a": {"type": "object", "properties": {"b": {"type": "object", "properties": {"c": {"enum": [1]}}}}}}
+    for properties, path in ((deep, "a.properties.b"), ({"who": {"type": "string"}}, "who")):
+        typed(page, "#schema", json.dumps({"type": "object", "properties": properties}))
+        page.wait("document.querySelectorAll('#schema-fault').length", lambda count: count == 0)
+        ask(page)
+        assert fault(page, "schema").startswith(f"params.output_schema.properties.{path}: ")
+    click(page, "#schema-sample")
+    page.wait("document.querySelectorAll('#schema-fault').length", lambda count: count == 0)
+    typed(page, "#thresholds", '{"subject": 2}')
+    ask(page)
+    assert fault(page, "thresholds").startswith("params.label_thresholds.subject: ")
+    assert page.evaluate("document.querySelector('#thresholds').checkVisibility()")
+    typed(page, "#thresholds", "")
+    ask(page)
+    assert {row[0] for row in page.wait(VALUES, bool)} == {"subject", "is_meeting"}
+
+
+def test_a_schema_is_read_from_a_file(page: Page) -> None:
+    asked_for(page, SPANS, "schema")
+    schema = {"type": "object", "properties": {"mood": {"enum": ["calm", "angry"]}}}
+
+    def opened(name: str, data: bytes) -> None:
+        page.evaluate(
+            f"(() => {{ const field = document.querySelector('#schema-file'); field.files = "
+            f"{files((name, 'application/json', data))}.files; "
+            "field.dispatchEvent(new Event('change', {bubbles: true})); })()"
+        )
+
+    opened("mood.json", json.dumps(schema).encode())
+    page.wait("document.querySelector('#schema').value", lambda text: text == json.dumps(schema))
+    ask(page)
+    assert [row[0] for row in page.wait(VALUES, bool)] == ["mood"]
+    opened("large.json", b" " * 65_537)
+    page.wait("document.body.innerText", lambda text: "large.json has 65537 bytes" in text)
+    assert json.loads(page.evaluate("document.querySelector('#schema').value")) == schema
+    opened("broken.json", b'{"type": ')
+    assert "JSON" in fault(page, "schema")
+    assert page.evaluate("document.querySelector('#run').disabled")
+    typed(page, "#schema", " ")
+    assert fault(page, "schema") == "Expected a JSON Schema."
+
+
+def test_a_model_without_schemas_has_no_field_for_them(page: Page) -> None:
+    asked_for(page, SPANS, "schema")
+    typed(page, "#schema", "{")  # it stays, and hinders no other model
+    choose(page, "extract", "test/gliner")
+    assert page.evaluate("document.querySelectorAll('#answer, #schema, #thresholds').length") == 0
+    ask(page)
+    (item,) = by_curl(page)["items"]
+    assert item["data"] == {}
+
+
+def test_a_schema_is_filled_by_the_keyboard_alone(page: Page) -> None:
+    choose(page, "extract", SPANS)
+    typed(page, "#texts", TEXT)
+
+    def tabbed_to(name: str) -> None:
+        for _ in range(20):
+            pressed(page, "Tab", 9)
+            if page.evaluate("document.activeElement.id") == name:
+                return
+        raise AssertionError(f"no way by Tab to {name}")
+
+    page.evaluate("document.querySelector('#texts').focus()")
+    tabbed_to("answer")
+    pressed(page, "ArrowDown", 40)
+    page.wait("document.querySelector('#answer').value", lambda answer: answer == "schema")
+    tabbed_to("schema")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="a", code="KeyA", commands=["selectAll"])
+    schema: dict[str, Any] = {"type": "object", "properties": {"who": {"enum": ["river", "mountain"]}}}
+    page.call("Input.insertText", text=json.dumps(schema))
+    for name in ("schema-file", "schema-sample"):
+        tabbed_to(name)
+    pressed(page, "Enter", 13)
+    page.wait("document.querySelector('#schema').value", lambda text: "people" in text)
+    assert page.evaluate("document.activeElement.id") == "schema-sample"
+    tabbed_to("run")
+    pressed(page, "Enter", 13)
+    rows = page.wait(VALUES, bool, timeout_s=60)
+    assert [row[0] for row in rows][-2:] == ["subject", "is_meeting"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_fields_have_no_serious_fault_of_accessibility(page: Page, rules: str, scheme: str) -> None:
+    asked_for(page, CLASSES, "schema")
+    for width in (360, 1280):
+        page.look(width, scheme)
+        for schema in (
+            '{"type": "object", "properties": {"who": {"type": "string"}}}',
+            '{"type": "object", "properties": {"who": {"enum": ["a", "b"]}}}',
+        ):
+            typed(page, "#schema", schema)
+            page.wait("document.querySelectorAll('#schema-fault').length", lambda count: count == 0)
+            ask(page)
+            assert axe.serious(page, rules) == [], (width, schema)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
