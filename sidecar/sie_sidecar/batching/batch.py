@@ -2,7 +2,7 @@
 
  entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
-A batch has work items with equal keys only. It is sent when it is full (tokens or work items), when its oldest work
+A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when its oldest work
 item has waited for the time limit, or at once if the device is idle and no more work is expected. While the device is
 busy, it can grow. If deadlines do not allow a full batch, only the first work items run, see `sizing`.
 
