@@ -170,9 +170,10 @@ def sie(
     done = CliRunner().invoke(main, arguments(cluster, alias, application, *more)[1:], env=sinks)
     assert done.exit_code == status, done.output + repr(done.exception) + cluster.log(20)
     assert isinstance(done.exception, SystemExit | None)
-    assert PASSWORD not in done.output
-    assert KEY not in done.output
-    return done.output
+    told = done.stdout + done.stderr
+    assert PASSWORD not in told
+    assert KEY not in told
+    return told
 
 
 def filled(cluster: Cluster, alias: str, application: Application, rows: int) -> None:
