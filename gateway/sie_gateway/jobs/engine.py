@@ -27,7 +27,7 @@ from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.lines import BatchJob
 from sie_gateway.jobs.native import Before, JobPlaces, NativeJob, chunks_of
-from sie_gateway.jobs.run import JobProgress, JobWork
+from sie_gateway.jobs.run import JobRun, JobWork
 from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets import templates
 from sie_store.datasets.places import Place
@@ -182,7 +182,7 @@ class JobEngine:
 
     # work of a job that runs
 
-    def work(self, job: JobRecord, progress: JobProgress) -> JobWork:
+    def work(self, job: JobRecord, progress: JobRun) -> JobWork:
         """Build the JobWork of a job for the gateway that leads the job. Raises NotReady."""
         workplace = self.workplace(job)
         identity = JobIdentity(job.owner, *self._credentials)

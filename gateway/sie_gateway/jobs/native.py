@@ -27,7 +27,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.documents import DocumentTexts
-from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
+from sie_gateway.jobs.run import JobRun, ShardBroken, broken_parts
 from sie_gateway.jobs.storage import JobStorage
 from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, document_bounds, unique
 from sie_store.datasets import manifests, parts, plans, shards, templates
@@ -89,7 +89,7 @@ class NativeJob:
         workplace: JobStorage,
         job: JobRecord,
         client: JobClient,
-        progress: JobProgress,
+        progress: JobRun,
         places: JobPlaces,
         *,
         cache_bytes: int,
