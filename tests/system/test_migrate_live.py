@@ -234,9 +234,8 @@ def migrates(
     try:
         for kill in range(kills):
             kill_after(cluster, alias, application, (kill + 0.5) / (kills + 1), rows)
-        facts = json.loads(
-            sie(cluster, alias, application, "--min-agreement", 0.01, "--json").partition("\n}")[0] + "\n}"
-        )
+        printed = sie(cluster, alias, application, "--min-agreement", 0.01, "--json")
+        facts = json.loads("{" + printed.partition("\n{")[2])  # after the progress
         until(
             lambda: httpx.post(f"{cluster.url}/v1/encode/{alias}", json={"items": ["a"]}).headers["x-sie-model"] == NEW,
             30,
