@@ -1,5 +1,6 @@
 /** The values that a model answers to a schema or to groups of labels, each with its evidence. */
 
+import { Table } from "./table";
 import type { Entity, Slot } from "./types";
 
 const MOST = 200; // values that are shown
@@ -36,21 +37,16 @@ export function Values({ values }: { values: Value[] }) {
   return (
     <>
       <h3>Values</h3>
-      <div class="scroll" tabIndex={0} role="group" aria-label="Values">
-        <table class="values">
-          <thead><tr><th scope="col">path</th><th scope="col">value</th><th scope="col" class="number">score</th><th scope="col">characters of the text</th></tr></thead>
-          <tbody>
-            {values.slice(0, MOST).map(({ path, value, score, span }) => (
-              <tr>
-                <th scope="row">{path}</th>
-                <td class={value === null || Array.isArray(value) ? "wrap dim" : "wrap"}>{shown(value)}</td>
-                <td class="number">{score?.toFixed(4) ?? ""}</td>
-                <td>{span && span.start !== null ? `${span.start} to ${span.end}` : ""}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
-      </div>
+      <Table label="Values" role="group" class="values" columns={["path", "value", { number: "score" }, "characters of the text"]}>
+        {values.slice(0, MOST).map(({ path, value, score, span }) => (
+          <tr>
+            <th scope="row">{path}</th>
+            <td class={value === null || Array.isArray(value) ? "wrap dim" : "wrap"}>{shown(value)}</td>
+            <td class="number">{score?.toFixed(4) ?? ""}</td>
+            <td>{span && span.start !== null ? `${span.start} to ${span.end}` : ""}</td>
+          </tr>
+        ))}
+      </Table>
       {values.length > MOST && <p class="dim">{`and ${values.length - MOST} more`}</p>}
     </>
   );

@@ -6,9 +6,12 @@ The environment is made with pip, as docs/parsing.md says; DOCUMENTS_PYTHON name
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,10 +20,13 @@ from typing import Any
 
 import documents_oracle
 import extras
+import httpx
 import measure
 import psutil
 import pytest
-from cluster import Cluster, until
+from cluster import SIE, Cluster, until
+from mcp import Client
+from mcp.client.stdio import StdioServerParameters, stdio_client
 
 from sie_client import SIEClient
 from sie_client.errors import InvalidInputError
@@ -127,6 +133,47 @@ def test_a_file_becomes_markdown_over_http(cluster: Cluster, found: dict[str, An
         assert [each["error"]["reason"] for each in (broken, none)] == ["invalid_media", "unsupported_modality"]
         with pytest.raises(InvalidInputError, match="takes document, not image"):
             client.extract("docling", {"images": [b"x"]})
+
+
+async def test_an_agent_parses_documents_and_is_refused_in_sentences(
+    cluster: Cluster, found: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the client of the package `mcp`, over stdio."""
+    (tmp_path / "a.docx").write_bytes(documents_oracle.docx())
+    with (tmp_path / "large.pdf").open("wb") as large:
+        large.truncate((64 << 20) + 1)
+    argv = ["mcp", "--url", cluster.url, "--documents", str(tmp_path), "--timeout-s", "600"]
+    parameters = StdioServerParameters(command=SIE, args=argv, env={})
+    async with Client(stdio_client(parameters, sys.__stderr__)) as client:
+
+        async def parsed(**arguments: Any) -> Any:
+            return await client.call_tool("parse_document", {"model": "docling", **arguments})
+
+        docx = await parsed(path="a.docx")
+        assert docx.structured_content["markdown"] == found["theirs"]["a.docx"]["markdown"]
+        csv = base64.b64encode(documents_oracle.CSV).decode()
+        answer = await parsed(data=csv, format="csv")
+        assert answer.structured_content["markdown"] == found["theirs"]["a.csv"]["markdown"]
+        damaged = await parsed(data=base64.b64encode(documents_oracle.BROKEN["broken.pdf"]).decode())
+        assert damaged.is_error
+        assert "damaged or encrypted" in damaged.content[0].text
+        oversized = await parsed(path="large.pdf")
+        assert "split the document" in oversized.content[0].text
+        # a call that the agent gives up costs the next one nothing
+        pages = documents_oracle.pdf(documents_oracle.PAGES * 200)
+        call = asyncio.create_task(parsed(data=base64.b64encode(pages).decode()))
+        await asyncio.to_thread(until, lambda: in_flight(cluster), 60, "the document is parsed")
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.to_thread(until, lambda: not in_flight(cluster), 60, "the request has ended")
+        assert (await parsed(path="a.docx")).structured_content == docx.structured_content
+
+
+def in_flight(cluster: Cluster) -> int:
+    """Requests of the gateway that are not answered."""
+    metrics = httpx.get(f"{cluster.url}/metrics", trust_env=False, timeout=10).text
+    [value] = re.findall(r"^sie_gateway_requests_in_progress (\S+)$", metrics, re.MULTILINE)
+    return int(float(value))
 
 
 def test_a_process_that_is_killed_is_replaced(cluster: Cluster) -> None:

@@ -18,7 +18,7 @@ from sie_gateway.inference import chunk_fields
 from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.results import PlannedRequest
 from sie_gateway.jobs import documents
-from sie_gateway.jobs.client import JobClient
+from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.documents import DocumentTexts
 from sie_gateway.jobs.values import SHARD_BYTES, ModelInput, document_bounds
 from sie_store.datasets.rows import InputRow
@@ -43,7 +43,7 @@ class ParserClient:
         self.peak_running = max(self.peak_running, self.running)
         await asyncio.sleep(0)
         self.running -= 1
-        return [(WorkResult("id", 0, "f", ()), self._outcome(item)) for item in items]
+        return [(WorkResult("id", 0, "w", (), fingerprint="of-parser"), self._outcome(item)) for item in items]
 
     def _outcome(self, item: RequestItem) -> Ok | Failed:
         assert item.document is not None
@@ -53,7 +53,7 @@ class ParserClient:
 
     async def parsed(self, *files: Any) -> list[InputRow]:
         rows = [InputRow(str(number), file=file) for number, file in enumerate(files)]
-        return await DocumentTexts(cast(JobClient, self), "org/parser").parsed(rows)
+        return await DocumentTexts(cast(JobClient, self), "org/parser", "").parsed(rows)
 
 
 async def test_parsed_sends_equal_files_once_and_those_of_other_formats_apart() -> None:
@@ -100,8 +100,19 @@ async def test_parsed_gives_each_row_the_fault_of_its_own_document() -> None:
 async def test_parsed_leaves_a_row_with_a_fault_as_it_is() -> None:
     row = InputRow("a", fault=REFUSED)
     client = ParserClient()
-    assert await DocumentTexts(cast(JobClient, client), "org/parser").parsed([row]) == [row]
+    assert await DocumentTexts(cast(JobClient, client), "org/parser", "").parsed([row]) == [row]
     assert not client.sent
+
+
+async def test_parsed_halts_the_job_when_the_parser_is_another_one() -> None:
+    row = InputRow("a", file=b"a")
+    texts = DocumentTexts(cast(JobClient, ParserClient()), "org/parser", "")
+    assert [parsed.text for parsed in await texts.parsed([row])] == ["a"]
+    assert texts.fingerprint == "of-parser"
+    with pytest.raises(Halted) as caught:
+        await DocumentTexts(cast(JobClient, ParserClient()), "org/parser", "of-another").parsed([row])
+    assert caught.value.info.code == "MODEL_CHANGED"
+    assert caught.value.info.message.startswith("org/parser changed while the job ran: ")
 
 
 async def test_parsed_has_so_many_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
