@@ -15,7 +15,8 @@ from types import TracebackType
 
 import httpx
 
-from sie_runtime.http.server import HttpServer, Receive, Scope, Send, reply
+from sie_runtime.http.asgi import Receive, Scope, Send, reply
+from sie_runtime.http.server import HttpServer
 
 PROBE_S = 0.5
 FAILURES = 3  # probes in a row, as in the chart

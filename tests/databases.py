@@ -29,7 +29,10 @@ class Database(Protocol):
 
 
 class Served(Database, Protocol):
-    """A database with a server that can be killed."""
+    """A database with a server that can be killed, and with vectors of several outputs."""
+
+    async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
+        """Vectors of each row by output: dense ones and multivectors as lists, sparse ones as weights by index."""
 
     async def kill(self) -> None: ...
     async def start(self) -> None: ...
@@ -65,6 +68,17 @@ class Postgres:
 
     async def remove(self, collection: str) -> None:
         await self._fetch(f'DROP TABLE "{collection}"')
+
+    async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for row in await self._fetch(
+            f"SELECT id, to_jsonb(t) ->> 'embedding' AS dense, sparse::text FROM \"{collection}\" t"
+        ):
+            weights = row["sparse"].partition("}")[0].strip("{")
+            # its text counts from 1
+            sparse = {int(place) - 1: float(value) for place, value in (pair.split(":") for pair in weights.split(","))}
+            found[row["id"]] = {"sparse": sparse, **({"dense": json.loads(row["dense"])} if row["dense"] else {})}
+        return found
 
     async def kill(self) -> None:
         self.server.kill()
@@ -116,6 +130,18 @@ class Qdrant:
         client = self._client()
         await asyncio.to_thread(client.delete_collection, collection)
         client.close()
+
+    async def more_vectors(self, collection: str) -> dict[str, dict[str, Any]]:
+        client = self._client()
+        points, _ = client.scroll(collection, limit=1000, with_vectors=True)
+        client.close()
+        found: dict[str, dict[str, Any]] = {}
+        for point in points:
+            vectors = dict(point.vector)
+            if "sparse" in vectors:
+                vectors["sparse"] = dict(zip(vectors["sparse"].indices, vectors["sparse"].values, strict=True))
+            found[point.payload["_id"]] = vectors
+        return found
 
     async def kill(self) -> None:
         self.server.kill()

@@ -21,11 +21,13 @@ from postgres_server import PostgresServer
 from qdrant_server import QdrantServer
 
 from sie_store.sinks.live import Side
+from sie_store.sinks.sink import Output
 
 Stored = Mapping[str, tuple[str | None, list[float] | None]]  # id -> text and vector
 
 
 class Application(Protocol):
+    output: Output
     url: str
     collection: str  # the name that it uses
 
@@ -43,8 +45,10 @@ class Application(Protocol):
 class Table:
     """A table of its own form: an integer as the key, columns that no migration knows."""
 
-    def __init__(self, server: PostgresServer, collection: str) -> None:
+    def __init__(self, server: PostgresServer, collection: str, output: Output = "dense") -> None:
         self.server = server
+        self.output = output
+        self._type = "sparsevec" if output == "sparse" else "vector"
         self.url = server.url()
         self.collection = collection
 
@@ -61,14 +65,15 @@ class Table:
     async def create(self, dims: int) -> None:
         await self.run(
             f'CREATE TABLE "{self.collection}" (number bigint PRIMARY KEY, body text, price numeric DEFAULT 1, '
-            f"embedding vector({dims}) NOT NULL)"
+            f"embedding {self._type}({dims}) NOT NULL)"
         )
 
     async def write(self, rows: Stored) -> None:
         connection = await asyncpg.connect(self.url)
         try:
             await connection.executemany(
-                f'INSERT INTO "{self.collection}" (number, body, embedding) VALUES ($1, $2, $3::text::vector) '
+                f'INSERT INTO "{self.collection}" (number, body, embedding) VALUES ($1, $2, $3::text::vector::'
+                f"{self._type}) "
                 "ON CONFLICT (number) DO UPDATE SET body = EXCLUDED.body, embedding = EXCLUDED.embedding",
                 [(int(row_id), text, vector and json.dumps(vector)) for row_id, (text, vector) in rows.items()],
             )
@@ -82,7 +87,7 @@ class Table:
         await self.run(f'DELETE FROM "{self.collection}" WHERE number = ANY($1::bigint[])', [*map(int, ids)])
 
     async def _rows(self, column: str) -> Stored:
-        rows = await self.run(f'SELECT number, body, {column}::text AS vector FROM "{self.collection}"')
+        rows = await self.run(f'SELECT number, body, {column}::vector::text AS vector FROM "{self.collection}"')
         return {str(row["number"]): (row["body"], row["vector"] and json.loads(row["vector"])) for row in rows}
 
     async def stored_rows(self) -> Stored:
@@ -112,7 +117,10 @@ class Table:
 class Points:
     """Points behind an alias, with a sparse vector that no migration changes if `is_hybrid`."""
 
-    def __init__(self, server: QdrantServer, collection: str, *, is_hybrid: bool = False) -> None:
+    def __init__(
+        self, server: QdrantServer, collection: str, *, is_hybrid: bool = False, output: Output = "dense"
+    ) -> None:
+        self.output = output
         self.server = server
         self.url = server.url
         self.collection = collection
@@ -148,7 +156,11 @@ class Points:
 
         client = self.client()
         vector = models.VectorParams(size=dims, distance=models.Distance.COSINE)
-        if self.is_hybrid:
+        if self.output == "multivector":
+            vector.multivector_config = models.MultiVectorConfig(comparator=models.MultiVectorComparator.MAX_SIM)
+        if self.output == "sparse":
+            client.create_collection(self.first, {}, sparse_vectors_config={"words": models.SparseVectorParams()})
+        elif self.is_hybrid:
             client.create_collection(
                 self.first, {"text": vector}, sparse_vectors_config={"words": models.SparseVectorParams()}
             )
@@ -166,7 +178,9 @@ class Points:
 
         points = []
         for row_id, (text, vector) in rows.items():
-            content: Any = vector
+            content: Any = [vector] if vector and self.output == "multivector" else vector
+            if vector and self.output == "sparse":
+                content = {"words": models.SparseVector(indices=[*range(len(vector))], values=vector)}
             if self.is_hybrid:
                 content = {"words": models.SparseVector(indices=[int(row_id), 7000], values=[0.5, 0.25])}
                 if vector is not None:
@@ -199,6 +213,10 @@ class Points:
                 if self.is_hybrid:
                     assert vector["words"].indices == sorted([point.id, 7000]), point
                     vector = vector.get("text")
+                elif vector and self.output == "sparse":
+                    vector = vector["words"].values if "words" in vector else None
+                elif vector and self.output == "multivector":
+                    (vector,) = vector
                 assert point.payload["price"] == point.id
                 rows[str(point.id)] = (point.payload.get("body"), vector or None)
             if following is None:
@@ -244,6 +262,8 @@ class Points:
 
 class Rows:
     """A table of LanceDB of its own form: an integer as the key, a column that no migration knows."""
+
+    output: Output = "dense"
 
     def __init__(self, folder: Path, collection: str) -> None:
         self.folder = folder

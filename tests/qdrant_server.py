@@ -161,7 +161,15 @@ class Collections:
 
     def _create(self, name: str, body: bytes) -> bool:
         from qdrant_client import models
-        from qdrant_edge import Distance, EdgeConfig, EdgeShard, EdgeSparseVectorParams, EdgeVectorParams
+        from qdrant_edge import (
+            Distance,
+            EdgeConfig,
+            EdgeShard,
+            EdgeSparseVectorParams,
+            EdgeVectorParams,
+            MultiVectorComparator,
+            MultiVectorConfig,
+        )
 
         if name in self._shards:
             raise Refused(409, f"Wrong input: Collection `{name}` already exists!")
@@ -169,7 +177,11 @@ class Collections:
         assert wanted.vectors is not None
         named = wanted.vectors if isinstance(wanted.vectors, dict) else {"": wanted.vectors}
         params = {
-            key: EdgeVectorParams(size=each.size, distance=getattr(Distance, each.distance.value))
+            key: EdgeVectorParams(
+                size=each.size,
+                distance=getattr(Distance, each.distance.value),
+                multivector_config=MultiVectorConfig(MultiVectorComparator.MaxSim) if each.multivector_config else None,
+            )
             for key, each in named.items()
         }
         sparse = {key: EdgeSparseVectorParams() for key in wanted.sparse_vectors or {}}
@@ -179,7 +191,7 @@ class Collections:
         self._shards[name] = EdgeShard.create(
             str(place / "shard"), EdgeConfig(vectors=dense, sparse_vectors=sparse or None)
         )
-        shown = {key: {"size": each.size, "distance": each.distance.value} for key, each in named.items()}
+        shown = {key: each.model_dump(mode="json", exclude_none=True) for key, each in named.items()}
         self._params[name] = {
             "vectors": shown if isinstance(wanted.vectors, dict) else shown[""],
             **({"sparse_vectors": {key: {} for key in sparse}} if sparse else {}),
@@ -284,6 +296,7 @@ def _query(shard: Any, body: bytes) -> Any:
         query: Any = Sample.Random
     else:
         vector = asked.query.nearest if isinstance(asked.query, models.NearestQuery) else asked.query
+        vector = _stored(vector)
         query = Query.Nearest(vector, using=asked.using) if asked.using else Query.Nearest(vector)
     found = shard.query(QueryRequest(limit=asked.limit or 10, query=query, with_payload=True))
     return {
@@ -363,7 +376,7 @@ def _batch(shard: Any, body: bytes) -> Any:
             present = {_id(each.id) for each in shard.retrieve([each.id for each in points], False, False)}
             if gone := [each.id for each in points if each.id not in present]:
                 raise Refused(404, f"Not found: No point with id {gone[0]} found")
-            changed = [PointVectors(each.id, each.vector) for each in points]
+            changed = [PointVectors(each.id, _stored(each.vector)) for each in points]
             condition = _filter(asked.update_vectors.update_filter)
             operations.append(UpdateOperation.update_vectors(changed, condition=condition))
         else:

@@ -36,7 +36,7 @@ def rows(first: int, count: int) -> SinkRows:
 
 async def main(url: str, collection: str, calls: int, count: int) -> None:
     sink = opened(url, "SINK")
-    await sink.prepare(collection, DIMS, {"number": "integer"})
+    await sink.prepare(collection, {"dense": DIMS}, {"number": "integer"})
     print("prepared", flush=True)
     for call in range(calls):
         await sink.upsert(rows(call * count, count))

@@ -25,10 +25,10 @@ from sie_contracts.errors import (
     SIEError,
 )
 from sie_contracts.wire import configs
-from sie_runtime.http.asgi import REQUEST_ID, TRACE_ID, documented
+from sie_runtime.http.asgi import REQUEST_ID, TRACE_ID, App, Receive, Scope, Send, documented, headers_of
 from sie_runtime.http.coding import decoded
 from sie_runtime.http.routes import check_type, plain_path
-from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probes
+from sie_runtime.http.server import probes
 from sie_runtime.metrics_table import OTHER
 from sie_runtime.tracing import begin_request, end_request
 

@@ -48,7 +48,7 @@ from sie_gateway.operations.doctor import Doctor
 from sie_gateway.operations.status import ClusterStatus
 from sie_gateway.remotes.configuration import read_remotes
 from sie_gateway.remotes.remotes import Remotes
-from sie_gateway.state import Gateway, GatewayReadiness, Services
+from sie_gateway.state import Gateway, GatewayReadiness
 from sie_gateway.streams.backlog import Backlog
 from sie_gateway.streams.offload import Offload, life_s
 from sie_gateway.streams.publish import LOAD_CEILING_S, WorkQueue
@@ -190,9 +190,25 @@ async def serve(
     quotas = Quotas(admission.peers.count)
     jobs = assembled(settings, broker, inference, fleet, gate.of_key, inference_route, quotas, clock.now_s)
     scaling.further.append(lambda lane: jobs.wanted_workers(lane, len(fleet.of_lane(lane)), clock.now_s()))
-    services = Services(Doctor(host, port, data_dir), letters, residencies, jobs, quotas)
     readiness = GatewayReadiness(broker, feed, keys)
-    gateway = Gateway(settings, metrics, services, pools, admission.peers, inference, status, scaling, memory)
+    gateway = Gateway(
+        settings,
+        metrics,
+        Doctor(host, port, data_dir),
+        letters,
+        residencies,
+        jobs.files,
+        jobs.jobs,
+        jobs.results,
+        quotas,
+        fleet,
+        pools,
+        admission.peers,
+        inference,
+        status,
+        scaling,
+        memory,
+    )
     metrics.registry.register(Live(broker, feed, status, lag, demand, inference, inbox, admission, memory))
     metrics.registry.register(JobFigures(jobs.jobs.ledger))
     names = settings.allowed_hosts

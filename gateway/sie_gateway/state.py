@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from sie_broker import Connection
 from sie_contracts.settings import Settings
 from sie_gateway.admission.admission import Peers
 from sie_gateway.admission.grant import Quotas
 from sie_gateway.answers.memory import AnswerMemory
+from sie_gateway.fleet.lanes import Fleet
 from sie_gateway.fleet.pools import PoolDirectory
 from sie_gateway.fleet.residency import Residencies
 from sie_gateway.fleet.scaling import Scaling
 from sie_gateway.inference.handler import Inference
-from sie_gateway.jobs.assembly import JobParts
+from sie_gateway.jobs.files import FileStore
+from sie_gateway.jobs.results import JobResults
+from sie_gateway.jobs.service import JobService
 from sie_gateway.metrics import Metrics
 from sie_gateway.operations.dead_letters import DeadLetterOperations
 from sie_gateway.operations.doctor import Doctor
@@ -47,39 +50,23 @@ class GatewayReadiness:
         return None if self.started else because("starting", self._broker)
 
 
-class Services(NamedTuple):
-    """Parts of a gateway for other purposes than inference: jobs, pools, status, files and so on."""
-
-    doctor: Doctor
-    dead_letters: DeadLetterOperations
-    residencies: Residencies
-    jobs: JobParts
-    quotas: Quotas
-
-
+@dataclass(frozen=True)
 class Gateway:
     """All parts of a gateway, for the handlers of its routes."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        metrics: Metrics,
-        services: Services,
-        pools: PoolDirectory,
-        peers: Peers,
-        inference: Inference,
-        status: ClusterStatus,
-        scaling: Scaling,
-        memory: AnswerMemory,
-    ) -> None:
-        self.settings = settings
-        self.metrics = metrics
-        self.doctor, self.dead_letters, self.residencies, parts, self.quotas = services
-        self.files, self.jobs, self.results = parts.files, parts.jobs, parts.results
-        self.fleet = status.fleet
-        self.pools = pools
-        self.peers = peers
-        self.inference = inference
-        self.status = status
-        self.scaling = scaling
-        self.memory = memory
+    settings: Settings
+    metrics: Metrics
+    doctor: Doctor
+    dead_letters: DeadLetterOperations
+    residencies: Residencies
+    files: FileStore
+    jobs: JobService
+    results: JobResults
+    quotas: Quotas
+    fleet: Fleet
+    pools: PoolDirectory
+    peers: Peers
+    inference: Inference
+    status: ClusterStatus
+    scaling: Scaling
+    memory: AnswerMemory

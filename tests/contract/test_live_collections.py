@@ -26,10 +26,10 @@ from qdrant_server import QdrantServer
 
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import AccessRefused, RetryPolicy
-from sie_store.sinks.live import LiveCollection, LiveRow, LiveSource, Side
+from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector
 from sie_store.sinks.opening import opened, opened_live
 from sie_store.sinks.pgvector_live import PgvectorLive
-from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkRows, SinkUnsuitable
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkRows, SinkUnsuitable, SparseRow
 
 QUICK = RetryPolicy(stall_s=60.0, tries=3, pause_s=0.05)
 SECRET = "k3y-of-qdrant"
@@ -44,6 +44,14 @@ def vector_of(text: str | None, side: Side, widths: dict[Side, int] = WIDTHS) ->
     """The vector that the model of a side makes of a text."""
     seed = int.from_bytes(hashlib.sha256(f"{side} {text}".encode()).digest()[:8], "big")
     return [float(each) for each in np.random.default_rng(seed).standard_normal(widths[side], dtype=np.float32)]
+
+
+def as_written(vector: list[float], output: Output) -> Vector:
+    """A vector as one of another kind with the same numbers: all indices of a sparse one, one token."""
+    numbers = np.array(vector, np.float32)
+    if output == "sparse":
+        return SparseRow.from_arrays(np.arange(len(vector)), numbers)
+    return numbers[None, :] if output == "multivector" else numbers
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +78,9 @@ APPLICATIONS: dict[str, tuple[str, Callable[[Any, str], Application]]] = {
     "postgres": ("postgres", Table),
     "qdrant": ("qdrant", Points),
     "qdrant with sparse vectors": ("qdrant", functools.partial(Points, is_hybrid=True)),
+    "sparse vectors of qdrant": ("qdrant", functools.partial(Points, output="sparse")),
+    "multivectors of qdrant": ("qdrant", functools.partial(Points, output="multivector")),
+    "sparse vectors of postgres": ("postgres", functools.partial(Table, output="sparse")),
     "lancedb": ("tmp_path", Rows),
 }
 
@@ -103,6 +114,7 @@ class Migrator:
     widths: dict[Side, int] = field(default_factory=lambda: dict(WIDTHS))
     embedded: int = 0
     gaps: int = 0
+    output: Output = "dense"
 
     async def scan(self, side: Side) -> int:
         """Rows that were embedded."""
@@ -123,7 +135,7 @@ class Migrator:
 
     async def write(self, side: Side, rows: list[LiveRow], texts: list[str]) -> None:
         if rows:
-            vectors = np.array([vector_of(text, side, self.widths) for text in texts], np.float32)
+            vectors = [as_written(vector_of(text, side, self.widths), self.output) for text in texts]
             await self.live.write(side, rows, vectors)
             self.embedded += len(rows)
 
@@ -131,7 +143,7 @@ class Migrator:
 @pytest_asyncio.fixture
 async def migrator(application: Application) -> AsyncIterator[Migrator]:
     live = opened_live(application.url, "SIE_JOBS_SINKS", source(application), QUICK)
-    yield Migrator(live)
+    yield Migrator(live, output=application.output)
     await live.close()
 
 
@@ -141,7 +153,8 @@ async def begun(application: Application, migrator: Migrator, count: int) -> Non
     texts = {str(number): f"text {number}" for number in range(count)}
     await application.write({key: (text, vector_of(text, "old", migrator.widths)) for key, text in texts.items()})
     state = await migrator.live.open()
-    assert (state.rows, state.dims, state.in_use, state.is_begun) == (count, migrator.widths["old"], "old", False)
+    width = 0 if isinstance(application, Points) and application.output == "sparse" else migrator.widths["old"]
+    assert state == LiveState(count, width, "old", False, migrator.output)
     await migrator.live.begin(migrator.widths["new"])
 
 
@@ -436,8 +449,8 @@ async def test_neighbours_and_samples_are_rows_of_the_index(application: Applica
     assert len({row.id for row in sample}) == 20
     for row in sample:
         assert row.columns["body"] == f"text {row.id}"
-    for side in ("old", "new"):
-        near = await migrator.live.nearest(side, np.array(vector_of("text 9", side), np.float32), 3)  # type: ignore[arg-type]
+    for side in SIDES:
+        near = await migrator.live.nearest(side, as_written(vector_of("text 9", side), migrator.output), 3)
         assert near[0] == "9"
         assert len(set(near)) == 3
 
@@ -790,7 +803,7 @@ async def test_an_index_of_lancedb_is_built_as_the_old_one_is_and_has_all_rows(l
 async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_its_payload(tmp_path: Path) -> None:
     url = f"lancedb://{tmp_path}"
     sink = opened(url, "SINK", QUICK)
-    await sink.prepare("docs", 16, {})
+    await sink.prepare("docs", {"dense": 16}, {})
     vectors = np.ones((3, 16), np.float32)
     await sink.upsert(SinkRows(["a", "b", "c"], vectors, [{"body": "it's \\ a"}, {}, {"body": "c"}]))
     migrator = Migrator(opened_live(url, "SINK", LiveSource("docs", BODY, PRINTS), QUICK))
@@ -800,7 +813,7 @@ async def test_a_table_of_lancedb_that_a_job_created_is_migrated_by_fields_of_it
     assert migrator.gaps == 1
     near = await migrator.live.nearest("new", np.array(vector_of("it's \\ a", "new"), np.float32), 2)
     assert near[0] == "a"
-    await sink.prepare("docs", 16, {})
+    await sink.prepare("docs", {"dense": 16}, {})
     await sink.upsert(SinkRows(["c"], vectors[:1], [{"body": "changed"}]))
     assert await migrator.scan("new") == 1
     await migrator.live.switch("new")

@@ -5,6 +5,7 @@ routes of tests/qdrant_server.py, and LanceDB in a folder.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -39,6 +40,8 @@ from sie_store.sinks.sink import (
     Sink,
     SinkRows,
     SinkUnsuitable,
+    SparseRow,
+    Widths,
 )
 
 QUICK = RetryPolicy(stall_s=60.0, tries=2, pause_s=0.01)
@@ -113,18 +116,18 @@ async def has(database: Database, collection: str, expected: SinkRows) -> None:
 async def test_rows_are_written_once_however_often_they_are_sent(
     sink: Sink, database: Database, collection: str
 ) -> None:
-    await sink.prepare(collection, DIMS, {"number": "integer", "a.b": "keyword"})
+    await sink.prepare(collection, {"dense": DIMS}, {"number": "integer", "a.b": "keyword"})
     for first in (0, 300, 150, 0):
         await sink.upsert(rows(first, 300))
     await has(database, collection, rows(0, 600))
-    await sink.prepare(collection, DIMS, {"number": "integer"})
+    await sink.prepare(collection, {"dense": DIMS}, {"number": "integer"})
     await has(database, collection, rows(0, 600))
 
 
 async def test_the_last_row_of_an_id_replaces_vector_and_payload(
     sink: Sink, database: Database, collection: str
 ) -> None:
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     old, new = rows(0, 4), rows(10, 4)
     await sink.upsert(old)
     twice = SinkRows([*old.ids, *old.ids], np.concatenate([old.vectors, new.vectors]), [*old.payloads, *new.payloads])
@@ -138,7 +141,7 @@ async def test_a_search_returns_the_nearest_rows_and_changes_nothing(
     sink: Sink, database: Database, collection: str
 ) -> None:
     stored = rows(0, 40)
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     await sink.upsert(stored)
     query = stored.vectors[7]
     similarities = stored.vectors @ query / np.linalg.norm(stored.vectors, axis=1) / np.linalg.norm(query)
@@ -164,7 +167,7 @@ async def test_a_search_returns_the_nearest_rows_and_changes_nothing(
 
 
 async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collection: str) -> None:
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     texts = [
         "",
         "'; DROP TABLE x; --",
@@ -188,7 +191,7 @@ async def test_any_text_is_kept_as_it_is(sink: Sink, database: Database, collect
 
 async def test_payloads_of_a_megabyte(sink: Sink, database: Database, collection: str) -> None:
     """More of them than one request to Qdrant takes."""
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     plain = rows(0, 40)
     given = SinkRows(plain.ids, plain.vectors, [{"text": chr(0x3B1 + number % 20) * 500_000} for number in range(40)])
     await sink.upsert(given)
@@ -196,7 +199,7 @@ async def test_payloads_of_a_megabyte(sink: Sink, database: Database, collection
 
 
 async def test_nul_is_kept_or_replaced_and_no_row_is_lost(sink: Sink, database: Database, collection: str) -> None:
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     given = SinkRows(["a", "b"], rows(0, 2).vectors, [{"t": "x\0\0y\\\0z\\u0000"}, {"t": "b"}])
     await sink.upsert(given)
     kept = "\ufffd" if isinstance(database, Postgres) else "\0"
@@ -208,7 +211,7 @@ async def test_nul_is_kept_or_replaced_and_no_row_is_lost(sink: Sink, database: 
 async def test_a_collection_of_other_dimensions_is_refused(sink: Sink, database: Database, collection: str) -> None:
     await database.create(collection, 7, "Cosine")
     with pytest.raises(CollectionMismatch) as refused:
-        await sink.prepare(collection, DIMS, {})
+        await sink.prepare(collection, {"dense": DIMS}, {})
     assert "7" in str(refused.value)
     assert "16" in str(refused.value)
     assert await database.found(collection) == {}
@@ -219,7 +222,7 @@ async def test_a_collection_of_another_distance_is_refused(qdrant: QdrantServer,
     await database.create(collection, DIMS, "Dot")
     sink = opened(database.url, "SINK", QUICK)
     with pytest.raises(CollectionMismatch, match=r"distance Dot, where .* distance Cosine"):
-        await sink.prepare(collection, DIMS, {})
+        await sink.prepare(collection, {"dense": DIMS}, {})
     await sink.close()
 
 
@@ -236,7 +239,7 @@ async def test_a_table_of_another_shape_is_refused(postgres: PostgresServer, col
     await connection.execute(f'CREATE TABLE "{collection}" ({columns})')
     await connection.close()
     with pytest.raises(CollectionMismatch, match=collection):
-        await opened(postgres.url(), "SINK", QUICK).prepare(collection, DIMS, {})
+        await opened(postgres.url(), "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,7 @@ async def test_a_table_of_another_shape_is_refused(postgres: PostgresServer, col
 )
 async def test_a_name_that_is_more_than_a_name_is_refused(sink: Sink, name: str) -> None:
     with pytest.raises(CollectionRefused) as refused:
-        await sink.prepare(name, DIMS, {})
+        await sink.prepare(name, {"dense": DIMS}, {})
     assert not name.strip() or name not in str(refused.value)
 
 
@@ -266,9 +269,9 @@ async def test_a_name_is_never_a_word_of_the_database(sink: Sink, database: Data
     """`pg_class` names a table of PostgreSQL's own, which is another one than is wanted."""
     if name == "pg_class" and isinstance(database, Postgres):
         with pytest.raises(CollectionMismatch):
-            await sink.prepare(name, DIMS, {})
+            await sink.prepare(name, {"dense": DIMS}, {})
         return
-    await sink.prepare(name, DIMS, {})
+    await sink.prepare(name, {"dense": DIMS}, {})
     await sink.upsert(rows(0, 5))
     await has(database, name, rows(0, 5))
 
@@ -276,7 +279,7 @@ async def test_a_name_is_never_a_word_of_the_database(sink: Sink, database: Data
 async def test_rows_that_no_database_keeps_are_refused_without_their_contents(
     sink: Sink, database: Database, collection: str
 ) -> None:
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     good = rows(0, 3)
     bad = good.vectors.copy()
     bad[1, 3] = np.nan
@@ -306,7 +309,7 @@ async def test_what_only_the_server_refuses_is_told_without_contents(
         (qdrant.url, SinkRows(["x"], row.vectors, [{"t": "private" * 5_000_000}])),
     ):
         sink = opened(url, "SINK", QUICK)
-        await sink.prepare(collection, DIMS, {})
+        await sink.prepare(collection, {"dense": DIMS}, {})
         with pytest.raises(RowsRefused) as error:
             await sink.upsert(refused)
         await sink.close()
@@ -318,7 +321,7 @@ async def test_two_writers_at_once_create_one_collection_and_keep_each_row_once(
     database: Database, collection: str
 ) -> None:
     sinks = [opened(database.url, "SINK", LONG) for _ in range(4)]
-    await asyncio.gather(*(sink.prepare(collection, DIMS, {}) for sink in sinks))
+    await asyncio.gather(*(sink.prepare(collection, {"dense": DIMS}, {}) for sink in sinks))
     await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks for _ in range(2)))
     await asyncio.gather(*(sink.close() for sink in sinks))
     await has(database, collection, rows(0, 200))
@@ -378,7 +381,7 @@ async def test_a_call_to_postgresql_is_carried_out_whole_or_not_at_all(
     also when the lock is gone. It runs again.
     """
     database = Postgres(postgres)
-    await opened(database.url, "SINK", QUICK).prepare(collection, DIMS, {})
+    await opened(database.url, "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
     # what it sees of other processes is as it was when its transaction began: another connection looks at them
     locker, watcher = await asyncpg.connect(postgres.root_url), await asyncpg.connect(postgres.root_url)
     lock = locker.transaction()
@@ -420,7 +423,7 @@ async def test_a_database_that_is_killed_and_started_again_is_waited_for(served:
     that were answered before the kill too.
     """
     sink = opened(served.url, "SINK", LONG)
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     await sink.upsert(rows(0, 100))
 
     halfway = asyncio.Event()
@@ -436,7 +439,7 @@ async def test_a_database_that_is_killed_and_started_again_is_waited_for(served:
     await served.kill()
     impatient = opened(served.url, "SINK", QUICK)
     with pytest.raises(StoreError, match="cannot be reached") as refused:
-        await impatient.prepare(collection, DIMS, {})
+        await impatient.prepare(collection, {"dense": DIMS}, {})
     assert type(refused.value) is StoreError
     await impatient.close()
     assert not writing.done(), writing
@@ -450,7 +453,7 @@ async def test_a_server_that_never_answers_is_given_up_within_the_bound(
     postgres: PostgresServer, collection: str
 ) -> None:
     sink = PgvectorSink(postgres.url(), RetryPolicy(stall_s=1.0, tries=2, pause_s=0.01))
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     locker = await asyncpg.connect(postgres.root_url)
     async with locker.transaction():
         await locker.execute(f'LOCK TABLE "{collection}" IN SHARE MODE')
@@ -482,26 +485,113 @@ async def test_wrong_credentials_are_refused_at_once_and_not_repeated(
         ):
             sink = opened(url, "SINK", LONG)
             with pytest.raises(AccessRefused) as refused:
-                await sink.prepare(collection, DIMS, {})
+                await sink.prepare(collection, {"dense": DIMS}, {})
             assert SECRET not in str(refused.value)
             assert refused.value.__cause__ is None
             await sink.close()
         sink = opened(server.url, "SINK", QUICK)
-        await sink.prepare(collection, DIMS, {})
+        await sink.prepare(collection, {"dense": DIMS}, {})
         await sink.close()
     finally:
         server.kill()
     with pytest.raises(SinkUnsuitable, match="no such database"):
-        await opened(postgres.url(database="nowhere"), "SINK", QUICK).prepare(collection, DIMS, {})
+        await opened(postgres.url(database="nowhere"), "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
 
 
 async def test_a_collection_that_was_removed_meanwhile_is_not_created_again(
     sink: Sink, database: Database, collection: str
 ) -> None:
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     await database.remove(collection)
     with pytest.raises(CollectionMissing):
         await sink.upsert(rows(0, 3))
+
+
+OUTPUTS: list[tuple[str, Widths]] = [
+    ("qdrant", {"dense": DIMS, "sparse": 100, "multivector": 4}),
+    ("qdrant", {"sparse": 100}),
+    ("qdrant", {"dense": DIMS, "sparse": 100}),
+    ("qdrant", {"multivector": 4}),
+    ("postgres", {"dense": DIMS, "sparse": 100}),
+    ("postgres", {"sparse": 100}),
+]
+
+
+def more_rows(widths: Widths) -> SinkRows:
+    """Three rows with vectors of some outputs; the last one has two tokens, the others one."""
+    plain = rows(0, 3)
+    sparse = [SparseRow.from_arrays(np.array([90, 7, number]), np.array([0.5, 0.0, 2.0])) for number in range(3)]
+    multivectors = [np.eye(4, dtype=np.float32)[: 1 + number // 2] for number in range(3)]
+    return SinkRows(
+        plain.ids,
+        plain.vectors if "dense" in widths else np.empty((3, 0), np.float32),
+        plain.payloads,
+        sparse if "sparse" in widths else (),
+        multivectors if "multivector" in widths else (),
+    )
+
+
+@pytest.mark.parametrize(("name", "widths"), OUTPUTS)
+async def test_each_output_is_written_once_beside_the_others(
+    request: pytest.FixtureRequest, collection: str, name: str, widths: Widths
+) -> None:
+    database = SERVED[name](request.getfixturevalue(name))
+    sink = opened(database.url, "SINK", QUICK)
+    given = more_rows(widths)
+    for _ in range(2):
+        await sink.prepare(collection, widths, {})
+        await sink.upsert(given)
+    stored = await database.more_vectors(collection)
+    assert stored.keys() == set(given.ids)
+    for number, row_id in enumerate(given.ids):
+        assert stored[row_id].keys() == widths.keys()
+        if "sparse" in widths:
+            assert stored[row_id]["sparse"] == {number: 2.0, 90: 0.5}
+        if "multivector" in widths:
+            assert stored[row_id]["multivector"] == given.multivectors[number].tolist()
+    if "dense" in widths:
+        assert [hit.id for hit in await sink.search(collection, given.vectors[1], 1)] == [given.ids[1]]
+    else:
+        with pytest.raises(CollectionMismatch):
+            await sink.search(collection, rows(0, 1).vectors[0], 1)
+    with pytest.raises(CollectionMismatch):
+        await sink.prepare(collection, {name: width + 1 for name, width in {"dense": 1, **widths}.items()}, {})
+    await sink.close()
+
+
+async def test_an_extension_without_sparse_vectors_is_named(postgres: PostgresServer, collection: str) -> None:
+    database = f"old_{collection[2:10]}"
+    root = await asyncpg.connect(postgres.root_url)
+    await root.execute(f"CREATE DATABASE {database}")
+    await root.close()
+    url = postgres.url("root", "root", database)
+    root = await asyncpg.connect(url)
+    await root.execute("CREATE EXTENSION vector; ALTER TYPE sparsevec RENAME TO absent")
+    await root.close()
+    sink = opened(url, "SINK", QUICK)
+    with pytest.raises(SinkUnsuitable, match=r"pgvector 0\.7 or later"):
+        await sink.prepare(collection, {"dense": DIMS, "sparse": 100}, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sparse": ()}, "got 0 sparse vectors for 3 rows"),
+        ({"multivectors": ()}, "got 0 multivectors for 3 rows"),
+        ({"sparse": [SparseRow(np.array([100]), np.ones(1, np.float32))] * 3}, "row 0 .* wider than 100"),
+        ({"sparse": [SparseRow(np.array([1]), np.array([np.inf], np.float32))] * 3}, "row 0 .* not finite"),
+        ({"multivectors": [np.ones((1, 4), np.float32), np.ones((2, 5), np.float32)] * 2}, "got 4 multivectors"),
+        ({"multivectors": [np.ones((1, 4), np.float32), *[np.ones((2, 5), np.float32)] * 2]}, r"row 1 .* \(2, 5\)"),
+        ({"multivectors": [np.empty((0, 4), np.float32)] * 3}, r"row 0 .* \(0, 4\)"),
+        ({"multivectors": [np.full((1, 4), np.nan, np.float32)] * 3}, "row 0 .* not finite"),
+    ],
+)
+def test_sparse_vectors_and_multivectors_of_another_shape_are_refused(change: dict[str, Any], message: str) -> None:
+    widths: Widths = {"dense": DIMS, "sparse": 100, "multivector": 4}
+    assert more_rows(widths).latest(widths).ids == rows(0, 3).ids
+    with pytest.raises(RowsRefused, match=message):
+        dataclasses.replace(more_rows(widths), **change).latest(widths)
 
 
 async def test_writers_at_once_keep_each_row_once_in_lancedb_over_an_object_store(
@@ -510,7 +600,7 @@ async def test_writers_at_once_keep_each_row_once_in_lancedb_over_an_object_stor
     with s3_server(tmp_path) as server:
         address = Place.at(server, monkeypatch).url
         sinks = [opened(f"lancedb+{address}", "SINK", LONG) for _ in range(3)]
-        await asyncio.gather(*(sink.prepare(collection, DIMS, {}) for sink in sinks))
+        await asyncio.gather(*(sink.prepare(collection, {"dense": DIMS}, {}) for sink in sinks))
         await asyncio.gather(*(sink.upsert(rows(0, 200)) for sink in sinks))
         await has(Lance(address), collection, rows(0, 200))
         await asyncio.gather(*(sink.close() for sink in sinks))
@@ -533,7 +623,7 @@ async def test_a_table_of_lancedb_that_no_job_created_is_refused(
     ]
     await (await lancedb.connect_async(tmp_path)).create_table(collection, schema=pyarrow.schema(schema))
     with pytest.raises(CollectionMismatch, match=message):
-        await opened(f"lancedb://{tmp_path}", "SINK", QUICK).prepare(collection, DIMS, {})
+        await opened(f"lancedb://{tmp_path}", "SINK", QUICK).prepare(collection, {"dense": DIMS}, {})
 
 
 @pytest.mark.parametrize("version", [16, 18])
@@ -543,16 +633,16 @@ async def test_the_extension_is_created_where_the_user_may_and_else_asked_for(ve
     try:
         await server.start()
         with pytest.raises(SinkUnsuitable, match="may not create it"):
-            await opened(server.url(), "SINK", QUICK).prepare("vectors", DIMS, {})
+            await opened(server.url(), "SINK", QUICK).prepare("vectors", {"dense": DIMS}, {})
         sink = opened(server.root_url, "SINK", QUICK)
-        await sink.prepare("vectors", DIMS, {})
+        await sink.prepare("vectors", {"dense": DIMS}, {})
         await sink.upsert(rows(0, 20))
         connection = await asyncpg.connect(server.root_url)
         await connection.execute('CREATE SCHEMA "Extra"; DROP TABLE vectors; ALTER EXTENSION vector SET SCHEMA "Extra"')
         await connection.execute(f'GRANT USAGE ON SCHEMA "Extra" TO {USER}')
         await connection.close()
         sink = opened(server.url(), "SINK", QUICK)
-        await sink.prepare("vectors", DIMS, {})
+        await sink.prepare("vectors", {"dense": DIMS}, {})
         await sink.upsert(rows(0, 20))
         connection = await asyncpg.connect(server.url())
         assert await connection.fetchval("SELECT count(*) FROM vectors") == 20
@@ -566,14 +656,14 @@ async def test_a_server_without_pgvector_is_named_as_such() -> None:
     try:
         await server.start()
         with pytest.raises(SinkUnsuitable, match="pgvector is not installed"):
-            await opened(server.root_url, "SINK", QUICK).prepare("vectors", DIMS, {})
+            await opened(server.root_url, "SINK", QUICK).prepare("vectors", {"dense": DIMS}, {})
     finally:
         server.remove()
 
 
 async def test_a_request_to_qdrant_is_bounded_in_bytes(qdrant: QdrantServer, collection: str) -> None:
     sink = QdrantSink(qdrant.url.replace("qdrant:", "http:"), "", QUICK, body_bytes=2000)
-    await sink.prepare(collection, DIMS, {})
+    await sink.prepare(collection, {"dense": DIMS}, {})
     await sink.upsert(rows(0, 50))
     await sink.close()
     await has(Qdrant(qdrant), collection, rows(0, 50))

@@ -113,8 +113,10 @@ def gliner_folder(
     described: bool = True,
     pickled: bool = False,
     wordpiece: bool = False,
+    backbone: dict[str, Any] | None = None,
 ) -> Path:
-    """A folder that the package loads too.
+    """A folder that the package loads too. With another `backbone` the weights keep their initial values, so that few
+    scores are high.
 
     Not `described`: like the first checkpoints, without the backbone's configuration and tokenizer, which lie below it
     under the backbone's name and know nothing of the package's marks.
@@ -126,8 +128,8 @@ def gliner_folder(
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "model_name": "no/backbone",
-        "hidden_size": 24,
-        "max_width": 4,
+        "hidden_size": 512 if backbone else 24,
+        "max_width": 12 if backbone else 4,
         "max_len": max_len,
         "dropout": 0.1,
         "num_rnn_layers": 1,
@@ -135,7 +137,7 @@ def gliner_folder(
         "vocab_size": len(tokenizer),
         "class_token_index": tokenizer.convert_tokens_to_ids("<<ENT>>") if not is_bi else -2,
         "encoder_config": {
-            **(BERT if is_bi else DEBERTA),
+            **(backbone or (BERT if is_bi else DEBERTA)),
             "vocab_size": len(tokenizer),
             "max_position_embeddings": 1024,
         },
@@ -153,7 +155,8 @@ def gliner_folder(
     model = kind_class(
         kind_class.config_class(**copy.deepcopy(config)), tokenizer=tokenizer, backbone_from_pretrained=False
     )
-    _shake(model.model, _SEEDS[kind])
+    if backbone is None:
+        _shake(model.model, _SEEDS[kind])
     model.save_pretrained(folder, safe_serialization=not pickled)
     if not described:
         bare = _wrapped("unigram")  # the package adds its marks
@@ -178,7 +181,7 @@ def gliclass_folder(folder: Path, *, prompt_first: bool = True, **settings: Any)
     config = GLiClassModelConfig(
         encoder_config={**settings.pop("backbone", DEBERTA), "vocab_size": len(tokenizer)},
         encoder_model="no/backbone",
-        hidden_size=32,
+        hidden_size=settings.pop("hidden_size", 32),
         vocab_size=len(tokenizer),
         prompt_first=prompt_first,
         **settings,

@@ -67,12 +67,12 @@ def test_throughput_is_that_of_the_device(stack: Stack, texts: str, tmp_path: Pa
 def test_a_stall_is_in_the_tail_of_an_open_loop_and_not_in_that_of_a_closed_one(
     stack: Stack, texts: str, tmp_path: Path
 ) -> None:
-    """One client asks nothing while it waits: one request of 150 is slow. At a rate, each that is due meanwhile is."""
+    """One client asks nothing while it waits: one request of 200 is slow. At a rate, each that is due meanwhile is."""
 
     def stalled(*load: str) -> float:
         """The p99 with a sidecar that stands still for STALL_S within the window, ms."""
         process = subprocess.Popen(
-            argv(stack, tmp_path, texts, "--seconds", "6", "--warm-up", "1", *load),
+            argv(stack, tmp_path, texts, "--seconds", "8", "--warm-up", "1", *load),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -143,7 +143,7 @@ def test_a_cluster_that_goes_away_is_told_and_what_it_did_before_is_reported(
 ) -> None:
     plan = Plan((MODEL,), workers=(Device(batch_ms=10.0),))
     with Stack(tmp_path_factory.mktemp("dying"), plan) as dying:
-        asked = argv(dying, tmp_path, texts, "--seconds", "4", "--warm-up", "0.5", "--sweep", "clients=2,4")
+        asked = argv(dying, tmp_path, texts, "--seconds", "6", "--warm-up", "0.5", "--sweep", "clients=2,4")
         process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         until(lambda: answered(dying) > 5 * WITHIN, 60, "the window", dying.log)
         dying.gateways[0].kill()

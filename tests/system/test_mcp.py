@@ -82,7 +82,7 @@ def stores(open_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
         async def write() -> None:
             for url in urls.values():
                 sink = opened(url, "SIE_JOBS_SINKS")
-                await sink.prepare("texts", vectors.shape[1], {})
+                await sink.prepare("texts", {"dense": vectors.shape[1]}, {})
                 await sink.upsert(SinkRows(ids, vectors.astype(np.float32), payloads))
                 await sink.close()
 

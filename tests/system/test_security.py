@@ -31,7 +31,7 @@ from cluster import MODEL, SIE, Cluster, until
 from websockets.sync.client import connect
 from zygote import environ_of
 
-from sie_runtime.http.server import HEAD_S
+from sie_runtime.http.protocol import HEAD_S
 
 ADMIN, USER = shared.GUARDED_ADMIN, shared.USER
 MARK = f"canary{secrets.token_hex(6)}"  # in everything that is nobody's business

@@ -30,7 +30,7 @@ from sie_contracts.wire.topology import Lane
 from sie_gateway.admission.admission import Admission, Peers, mean_cost
 from sie_gateway.admission.grant import Grant
 from sie_gateway.fleet.demand import ColdStarts, DemandRecords
-from sie_gateway.fleet.lanes import Fleet
+from sie_gateway.fleet.lanes import LOST_S, Fleet
 from sie_gateway.fleet.scaling import wanted_replicas
 from sie_gateway.http.routes import NATIVE
 from sie_gateway.inference.call import Call
@@ -505,9 +505,25 @@ def test_work_at_a_worker_is_waited_for_until_no_worker_of_the_lane_is_left() ->
             cold.check(LANE, "toy/one")
     fleet.note(beat(state="loading"))  # it loads the model again
     assert cold.check(LANE, "toy/one", was_hosted=True)
-    now_s = settings_of().heartbeat_timeout_ms / 1000
+    now_s = settings_of().heartbeat_timeout_ms / 1000 + LOST_S
     with pytest.raises(NotProvisioned):
         cold.check(LANE, "toy/one", was_hosted=True)
+
+
+def test_work_at_a_worker_is_waited_for_while_the_broker_is_away() -> None:
+    now_s = 0.0
+    broker = MemoryServer().connect("x")
+    fleet = Fleet(broker, settings_of(), lambda: now_s)
+    fleet.note(beat())
+    now_s = silent_s = settings_of().heartbeat_timeout_ms / 1000 + LOST_S
+    assert not fleet.is_lane_alive(LANE)
+    broker.disconnect()
+    assert fleet.is_lane_alive(LANE)
+    broker.reconnect()
+    now_s += silent_s - 1
+    assert fleet.is_lane_alive(LANE), "its next heartbeat may still come"
+    now_s += 1
+    assert not fleet.is_lane_alive(LANE)
 
 
 async def test_a_model_that_loads_for_long_delays_nobody_and_spends_no_delivery(tmp_path: Path) -> None:

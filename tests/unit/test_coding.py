@@ -21,10 +21,10 @@ from sie_config_service.state import ConfigService
 from sie_contracts.errors import InvalidInput, PayloadTooLarge, UnsupportedMediaType
 from sie_gateway.inference.call import BodyIntake, bounded
 from sie_runtime.http import coding
-from sie_runtime.http.asgi import INCOMPRESSIBLE
+from sie_runtime.http.asgi import INCOMPRESSIBLE, Receive, Scope, Send, reply
 from sie_runtime.http.coding import GZIP_OVER, INLINE_BYTES, MAX_MEMBERS, accepts_gzip, decoded
 from sie_runtime.http.routes import JSON, MSGPACK, YAML, check_type, plain_path
-from sie_runtime.http.server import HttpServer, Receive, Scope, Send, reply
+from sie_runtime.http.server import HttpServer
 
 MIB = 1 << 20
 GZIP = {"content-encoding": "gzip"}

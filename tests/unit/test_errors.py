@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import api_page
@@ -10,7 +9,6 @@ import jsonschema_rs
 import msgspec
 import pytest
 
-from sie_contracts import errors
 from sie_contracts.errors import (
     FAMILIES,
     AllItemsFailed,
@@ -60,14 +58,8 @@ DOCUMENTED = {
 each_leaf = pytest.mark.parametrize("leaf", catalogue(), ids=lambda leaf: leaf.code)
 
 
-def test_the_drawing_is_the_tree() -> None:
-    """In order: class, status, code."""
-    drawn = re.findall(r"^[├└]── (\w+) +([\d, or]+?)  +([A-Z_]+)", errors.__doc__ or "", re.MULTILINE)
-    leaves = [(leaf.__name__, leaf.code) for leaf in catalogue()]
-    assert [(name, code) for name, _, code in drawn] == leaves
-    for (_, statuses, code), leaf in zip(drawn, catalogue(), strict=True):
-        assert str(leaf.status) in statuses, code
-    assert set(DOCUMENTED) == {leaf.code for leaf in catalogue()}
+def test_every_leaf_is_documented() -> None:
+    assert [leaf.code for leaf in catalogue()] == list(DOCUMENTED)
 
 
 @each_leaf

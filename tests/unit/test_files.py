@@ -504,7 +504,7 @@ async def test_an_expired_file_is_not_served_and_then_removed(
     later = await store_of(cluster, tmp_path / "store", 101)
     with pytest.raises(NotFound):
         await later.find(made["id"], owner.__eq__)
-    assert [each.id for each in later.page(owner, limit=9, newest_first=True).files] == [kept["id"]]
+    assert [each.id for each in later.page(owner.__eq__, limit=9, newest_first=True).files] == [kept["id"]]
     assert await later.clean() == 1
     assert objects(tmp_path) == [f"files/{kept['id']}"]
     assert [record.id for record in records(cluster.server)] == [kept["id"]]

@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sie_runtime.http import protocol
-from sie_runtime.http.asgi import REQUEST_ID, common_headers
-from sie_runtime.http.server import MAX_HEAD_BYTES, App, HttpServer, Receive, Scope, Send, reply
+from sie_runtime.http.asgi import REQUEST_ID, App, Receive, Scope, Send, common_headers, reply
+from sie_runtime.http.protocol import MAX_HEAD_BYTES
+from sie_runtime.http.server import HttpServer
 
 _ID = re.compile(rb"(?<=request-)id: [0-9a-f-]{36}")
 STREAMED = b"x" * 40_000

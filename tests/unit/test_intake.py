@@ -23,7 +23,7 @@ from sie_gateway.inference.call import (
     check_length,
 )
 from sie_gateway.inference.reattach import ClientGone
-from sie_runtime.http.server import Receive
+from sie_runtime.http.asgi import Receive
 
 MIB = 1 << 20
 

@@ -23,7 +23,7 @@ from sie_gateway.jobs import service
 from sie_gateway.jobs.client import Halted
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
-from sie_gateway.jobs.run import JobProgress, JobRun, ShardBroken
+from sie_gateway.jobs.run import JobRun, ShardBroken
 from sie_gateway.jobs.scheduler import JobScheduler
 from sie_gateway.jobs.service import JobService, Sweeper
 from sie_runtime.process import Stop
@@ -54,8 +54,8 @@ class Output:
     unwinds: int = 0
     closing: asyncio.Event | None = None  # work that is closed waits for it
 
-    def work(self, leader: str) -> Callable[[JobRecord, JobProgress], Writing]:
-        def made(job: JobRecord, progress: JobProgress) -> Writing:
+    def work(self, leader: str) -> Callable[[JobRecord, JobRun], Writing]:
+        def made(job: JobRecord, progress: JobRun) -> Writing:
             if self.refuses == "all":
                 raise InvalidInput("output.url: this URL is not below one of SIE_JOBS_URLS")
             self.made += 1
@@ -69,7 +69,7 @@ class Output:
 class Writing:
     output: Output
     leader: str
-    progress: JobProgress
+    progress: JobRun
 
     def refuse(self, step: str) -> None:
         if self.output.breaks == step:

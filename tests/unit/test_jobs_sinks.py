@@ -8,17 +8,21 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
 import pyarrow.parquet as parquet
 import pytest
 from fake_adapter import FakeAdapter, toy_entry
 from inprocess import GatewayProcess, InProcess, until_told
 
+from sie_contracts.errors import ErrorInfo
 from sie_contracts.settings import SettingError
-from sie_gateway.jobs import run, scheduler
+from sie_gateway.jobs import native, run, scheduler
+from sie_store.datasets.answers import RowAnswer
+from sie_store.datasets.rows import InputRow
 from sie_store.object_stores import AccessRefused, StoreError
 from sie_store.sinks import opening
-from sie_store.sinks.sink import CollectionMissing, Kind, Sink, SinkRows
+from sie_store.sinks.sink import CollectionMissing, Kind, Output, Sink, SinkRows, Widths
 
 MODEL = "toy/one"
 OUTPUT = {"sink": "main", "collection": "c"}
@@ -28,13 +32,13 @@ class Database:
     """A database in memory. `errors`: what its next calls of `upsert` raise."""
 
     def __init__(self) -> None:
-        self.prepared: list[tuple[str, int]] = []
+        self.prepared: list[tuple[str, Widths]] = []
         self.errors: list[Exception] = []
         self.upserts = 0
         self.rows: dict[str, Mapping[str, Any]] = {}
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        self.prepared.append((collection, dims))
+    async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
+        self.prepared.append((collection, widths))
 
     async def upsert(self, rows: SinkRows) -> None:
         self.upserts += 1
@@ -107,7 +111,7 @@ async def place(tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPa
         adapter = await cluster.adapter()
         gateway = await cluster.gateway(
             SIE_PAYLOAD_STORE_URL=str(cluster.folder / "payloads"),
-            SIE_JOBS_SINKS="main=qdrant://127.0.0.1:1,other=postgresql://127.0.0.1:1/db",
+            SIE_JOBS_SINKS="main=qdrant://127.0.0.1:1,other=postgresql://127.0.0.1:1/db,lance=lancedb:///nowhere",
         )
         await cluster.sidecar(adapter)
         yield Place(gateway, adapter)
@@ -160,7 +164,7 @@ async def test_a_collection_that_was_removed_is_made_again(place: Place, databas
     database.errors = [CollectionMissing("Qdrant has no such collection")]
     job = (await place.submit(20, output=OUTPUT))["id"]
     await place.until(job, "completed")
-    assert database.prepared == [("c", 8), ("c", 8)]
+    assert database.prepared == [("c", {"dense": 8}), ("c", {"dense": 8})]
     assert (len(database.rows), place.asked()) == (20, 20)
 
 
@@ -196,8 +200,11 @@ async def test_answers_that_are_not_kept_for_later_jobs_hold_no_job(
         ({"output": {"sink": "main"}}, "output.collection"),
         ({"output": {"sink": "main", "collection": "-c"}}, "output.collection"),
         ({"output": {"sink": "main", "collection": "c" * 64}}, "output.collection"),
-        ({"params": {"output_types": ["sparse"]}}, "params.output_types"),
-        ({"params": {"output_types": ["sparse", "multivector"]}}, "params.output_types"),
+        (
+            {"params": {"output_types": ["dense", "multivector"]}, "output": {**OUTPUT, "sink": "other"}},
+            "params.output_types",
+        ),
+        ({"params": {"output_types": ["sparse"]}, "output": {**OUTPUT, "sink": "lance"}}, "params.output_types"),
         ({"params": {"output_dtype": "int8"}}, "params.output_dtype"),
         ({"params": {"output_dtype": "binary"}}, "params.output_dtype"),
         ({"params": {"dimensions": 7}}, "params.dimensions"),
@@ -215,8 +222,37 @@ async def test_what_a_database_cannot_have_is_refused_before_it_is_computed(
     "more",
     [
         {"params": {"output_types": ["dense", "sparse"], "output_dtype": "float16"}},
+        {"params": {"output_types": ["sparse", "multivector"]}},
+        {"params": {"output_types": ["sparse"]}, "output": {**OUTPUT, "sink": "other"}},
         {"keep": ("_id",), "output": {**OUTPUT, "sink": "other"}},
     ],
 )
 async def test_what_a_database_can_have_is_taken(place: Place, more: dict[str, Any]) -> None:
     await place.submit(3, **{"output": OUTPUT, **more})
+
+
+@pytest.mark.parametrize("outputs", [["dense", "sparse", "multivector"], ["sparse"], ["multivector"]])
+def test_each_output_of_a_row_is_written_with_its_width(outputs: list[Output]) -> None:
+    """Numbers of half precision, and sparse ones in any order and with a zero."""
+    widths: Widths = {"dense": 8, "sparse": 100, "multivector": 4}
+    vectors = {
+        "dense": {"dense": np.ones(8, np.float16)},
+        "sparse": {
+            "sparse.indices": np.array([99, 3, 50], np.int32),
+            "sparse.values": np.array([0.5, 2, 0], np.float16),
+        },
+        "multivector": {"multivector": np.ones((3, 4), np.float16)},
+    }
+    arrays = {name: array for output in outputs for name, array in vectors[output].items()}
+    answers = [RowAnswer(arrays=arrays), RowAnswer(error=ErrorInfo("INTERNAL", "")), RowAnswer(arrays=arrays)]
+    rows = native._for_sink([InputRow(str(number)) for number in range(3)], answers)
+    assert rows is not None
+    assert native._widths(rows, widths) == {name: widths[name] for name in outputs}
+    written = rows.latest(native._widths(rows, widths))
+    assert written.ids == ["0", "2"]
+    assert written.vectors.shape == (2, 8 if "dense" in outputs else 0)
+    assert [(row.indices.tolist(), row.values.tolist()) for row in written.sparse] == (
+        [([3, 99], [2.0, 0.5])] * 2 if "sparse" in outputs else []
+    )
+    assert [row.shape for row in written.multivectors] == ([(3, 4)] * 2 if "multivector" in outputs else [])
+    assert {row.dtype for row in written.multivectors} <= {np.dtype(np.float32)}

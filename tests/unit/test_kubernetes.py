@@ -16,7 +16,8 @@ from inprocess import InProcess, settings_of, until
 from sie_contracts.settings import SettingError
 from sie_gateway.fleet import workers
 from sie_gateway.fleet.workers import Endpoints, WorkerFrame, WorkerSockets
-from sie_runtime.http.server import HttpServer, Receive, Scope, Send
+from sie_runtime.http.asgi import Receive, Scope, Send
+from sie_runtime.http.server import HttpServer
 from sie_runtime.process import Stop
 
 

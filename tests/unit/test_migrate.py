@@ -386,7 +386,10 @@ def live_steps(texts: list[str | None], *, accepts: bool = False) -> tuple[Any, 
     template = Template.parsed("{body}", "--text")
     queries = ["good", ""]
     plan = LivePlan("a", "new", "main", "", "docs", template, "", "", 0, 0.0, queries, accepts, "flip")
-    models: dict[Side, LiveModel] = {"old": LiveModel("old", 2, "old"), "new": LiveModel("new", 2, "new")}
+    models: dict[Side, LiveModel] = {
+        "old": LiveModel("old", {"dense": 2}, "old"),
+        "new": LiveModel("new", {"dense": 2}, "new"),
+    }
     store, report = RecordedWrites(texts), MigrationReport(lambda _: None, live.LIVE_STEPS)
     state = LiveState(len(texts), 2, "old", True)
     encoder: Any = RefusingEncoder()
@@ -508,8 +511,8 @@ class LiveRun:
     def run(self, monkeypatch: pytest.MonkeyPatch, until: LiveUntil = "flip") -> None:
         widths = {"old": 2, "new": 3}
         monkeypatch.setattr(live, "opened_live", lambda *_: self.collection)
-        monkeypatch.setattr(live, "check_encoder", lambda *_: None)
-        monkeypatch.setattr(live, "probe", lambda _, name: (widths[name], name))
+        monkeypatch.setattr(live, "vector_widths", lambda _, name: {"dense": widths[name]})
+        monkeypatch.setattr(live, "probe", lambda _, name, output: (widths[name], name))
         monkeypatch.setattr(live, "DRAIN_S", 0.0)
         template = Template.parsed("{body}", "--text")
         plan = LivePlan("a", "new", "main", "", "docs", template, "", "", 0, 0.0, [], False, until)

@@ -21,7 +21,8 @@ from sie_config_service.state import ConfigService
 from sie_contracts import __version__
 from sie_contracts.sdk_versions import SERVER_VERSION
 from sie_gateway.http.routes import ROUTES
-from sie_runtime.http.server import HttpServer, Receive, Scope, Send
+from sie_runtime.http.asgi import Receive, Scope, Send
+from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import WebSocketProtocol
 
 _PLACEHOLDER = re.compile(r"\{[^}]*\}")

@@ -91,17 +91,17 @@ def test_no_library_of_a_database_is_imported_before_one_is_opened() -> None:
 
 def test_the_last_row_of_each_id_is_written() -> None:
     rows = SinkRows(["a", "b", "a"], np.arange(6, dtype=np.float32).reshape(3, 2), [{"n": 0}, {"n": 1}, {"n": 2}])
-    latest = rows.latest(2)
+    latest = rows.latest({"dense": 2})
     assert (latest.ids, latest.payloads) == (["b", "a"], [{"n": 1}, {"n": 2}])
     assert latest.vectors.tolist() == [[2.0, 3.0], [4.0, 5.0]]
     with pytest.raises(RowsRefused, match=r"the shape \(3, 3\)"):
-        rows.latest(3)
+        rows.latest({"dense": 3})
 
 
 async def prepared(url: str, patience: RetryPolicy) -> None:
     sink = opened(url, "SIE_JOBS_SINKS", patience)
     try:
-        await sink.prepare("rows", 2, {})
+        await sink.prepare("rows", {"dense": 2}, {})
     finally:
         await sink.close()
 

@@ -13,7 +13,8 @@ from inprocess import closing_code, until
 from uvicorn import Config
 from websockets.asyncio.client import connect
 
-from sie_runtime.http.server import HttpServer, Receive, Scope, Send
+from sie_runtime.http.asgi import Receive, Scope, Send
+from sie_runtime.http.server import HttpServer
 from sie_runtime.http.websocket import ViewerFrames, WebSocketProtocol
 
 

@@ -46,6 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Answers by `listing` or `file`, the functions of its server. `sent`: bytes of bodies that went out."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body are sent apart: up to 40 ms between them
     listing: Answer
     file: Answer
     paths: list[str]

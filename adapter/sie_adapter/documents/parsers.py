@@ -164,7 +164,7 @@ class Parsers:
             self._dismiss()
         if isinstance(answer, Unusable):
             _logger.debug("a document cannot be parsed, cause %s (%s)", answer.cause, answer.raised or "by its content")
-            raise fault(answer.cause, answer.what)
+            raise fault(answer.cause, answer.message)
         return answer
 
 

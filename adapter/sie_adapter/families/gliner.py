@@ -47,7 +47,7 @@ from sie_contracts.models.load_errors import load_failed
 
 # limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
 # about 0.2 MB per word at a width of 512
-_TOKENS_PER_PASS = {"cpu": 2048}
+_TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 8192
 # The longest word in characters is this number times `max_tokens`. The rest is cut, since the model reads only the
 # first token of a word.

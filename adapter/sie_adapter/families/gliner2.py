@@ -64,7 +64,7 @@ from sie_store.folder_files import read_json
 
 # limit for the tokens of a pass, padding and labels included, by type of device: the states of all spans of a pass need
 # about 0.1 MB per word at a width of 768
-_TOKENS_PER_PASS = {"cpu": 2048}
+_TOKENS_PER_PASS = {"cpu": 512}
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 16  # the longest word in characters is this number times `max_tokens`; the rest is cut
 _CANDIDATES = 16384  # largest number of candidate entities of a window; the best are kept

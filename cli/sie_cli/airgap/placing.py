@@ -119,9 +119,9 @@ def load(reader: ArchiveReader, folder: Path, at: Path, progress: ByteProgress) 
             durable.write(partial / name, data)
         place(partial, reader.index, at)
         for path in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-            durable.sync_folder(path)
+            durable.sync(path)
         os.rename(partial, folder)
-        durable.sync_folder(folder.parent)
+        durable.sync(folder.parent)
 
 
 def place(folder: Path, index: ArchiveIndex, at: Path) -> None:

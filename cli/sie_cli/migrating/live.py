@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sie_cli.display import printable
 from sie_cli.migrating.migration import (
@@ -27,19 +26,19 @@ from sie_cli.migrating.migration import (
     Present,
     back,
     before_flip,
-    check_encoder,
     former_target,
     last_former_target,
     probe,
+    vector_widths,
 )
 from sie_cli.refusal import CommandRefused
 from sie_client import SIEAsyncClient, SIEClient
 from sie_contracts.settings import SettingError
 from sie_store.datasets.templates import ColumnFault, Template
 from sie_store.object_stores import RetryPolicy, StoreError
-from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, opposite
+from sie_store.sinks.live import SIDES, LiveCollection, LiveRow, LiveSource, LiveState, Side, Vector, opposite
 from sie_store.sinks.opening import opened_live
-from sie_store.sinks.sink import PATIENCE
+from sie_store.sinks.sink import PATIENCE, SparseRow
 
 LiveUntil = Literal["check", "embed", "flip", "back", "clean-up"]
 LIVE_STEPS = ("check", "embed", "quality", "flip")
@@ -78,11 +77,19 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side of the migration (old or new), with the width and the fingerprint of its vectors."""
+    """Model of one side of the migration (old or new), with its fingerprint. `widths`: of its vectors by output."""
 
     name: str
-    dims: int
+    widths: Mapping[str, int]
     fingerprint: str
+
+    def dims(self, output: str) -> int:
+        """Return the width of an output. Raises CommandRefused if the model does not have it."""
+        if output not in self.widths:
+            raise CommandRefused(
+                f"{self.name} has no {output} vectors, which the index has: it has {', '.join(self.widths)}"
+            )
+        return self.widths[output]
 
 
 @dataclass
@@ -182,17 +189,18 @@ class LiveMigration:
                 self._check_done(models, state)
                 return
             model = models[state.in_use]
-            if state.dims and state.dims != model.dims:
+            dims = [models[side].dims(state.output) for side in SIDES]
+            if state.dims and state.dims != model.dims(state.output):
                 raise CommandRefused(
                     f"the vectors of {plan.collection} have {state.dims} dimensions, where {model.name} makes "
-                    f"{model.dims}: is this the index of {plan.alias}, and is --vector its vector?"
+                    f"{model.dims(state.output)}: is this the index of {plan.alias}, and is --vector its vector?"
                 )
             report.report_step(
                 f"{plan.alias} names {alias.target}; {plan.collection} of {plan.sink} has {state.rows:,} rows, and its "
-                f"searches use the vectors of {model.name} ({model.dims} wide)",
+                f"searches use the {state.output} vectors of {model.name} ({model.dims(state.output)} wide)",
                 old=old,
                 new=plan.model,
-                dims=[models["old"].dims, models["new"].dims],
+                dims=dims,
                 rows=state.rows,
                 in_use=state.in_use,
             )
@@ -206,9 +214,9 @@ class LiveMigration:
         the way back, and if the index has vectors of another width than the model.
         """
         plan, old, new = self._plan, models["old"], models["new"]
-        if state.dims and state.dims != new.dims:
+        if state.dims and state.dims != new.dims(state.output):
             raise CommandRefused(
-                f"{plan.alias} names {new.name}, which makes {new.dims} dimensions, but the vectors of "
+                f"{plan.alias} names {new.name}, which makes {new.dims(state.output)} dimensions, but the vectors of "
                 f"{plan.collection} have {state.dims} and it has no migration: the alias was moved without it. Run "
                 f"`sie models alias {plan.alias} {old.name}`, then the same command"
             )
@@ -220,8 +228,10 @@ class LiveMigration:
         self._report.report_step(f"{plan.alias} names {plan.model} already, and {plan.collection} has no migration")
 
     def _model(self, name: str) -> LiveModel:
-        check_encoder(self._client, name)
-        return LiveModel(name, *probe(self._client, name))
+        widths = vector_widths(self._client, name)
+        first = next(iter(widths))
+        width, fingerprint = probe(self._client, name, first)
+        return LiveModel(name, widths | ({first: width} if width else {}), fingerprint)
 
     async def _steps(self, steps: _LiveSteps, alias: Present, state: LiveState) -> None:
         plan = self._plan
@@ -321,7 +331,7 @@ class _LiveSteps:
     async def embed(self) -> None:
         """Write the vectors of the new model beside the others, and build their indexes."""
         self._report.begin("embed")
-        await self._live.begin(self._models["new"].dims)
+        await self._live.begin(self._models["new"].dims(self._state.output))
         await self.catch_up("new")
         self._echo("  indexes of the new vectors are built, if the old ones have any")
         await self._live.build_indexes()
@@ -446,7 +456,7 @@ class _LiveSteps:
                 near = await self._live.nearest(side, vector, NEIGHBOURS + 1)
             return [row_id for row_id in near if row_id != own][:NEIGHBOURS]
 
-        vectors = [result.get("dense") for result in results]
+        vectors = [self._vector(result) for result in results]
         searches = (search(vector, own) for vector, own in zip(vectors, ids, strict=True))
         return await asyncio.gather(*searches)
 
@@ -491,7 +501,7 @@ class _LiveSteps:
         results = await self._encoded(side, [text for _, text in rows])
         done, vectors, refused = [], [], []
         for (row, _), result in zip(rows, results, strict=True):
-            vector = result.get("dense")
+            vector = self._vector(result)
             if vector is None:
                 error = result.get("error") or {}
                 reason = printable(f"{model.name} refuses the text ({error.get('code', 'no vector')})")
@@ -501,9 +511,13 @@ class _LiveSteps:
                 vectors.append(vector)
         await self._leave_out(side, refused, scan)
         if done:
-            matrix: NDArray[np.float32] = np.stack(vectors).astype(np.float32)
-            await self._live.write(side, done, matrix)
+            await self._live.write(side, done, vectors)
             scan.add_embedded(len(done))
+
+    def _vector(self, result: Any) -> Vector | None:
+        """Return the vector of a result, None if the model refuses the text."""
+        vector: Vector | dict[str, Any] | None = result.get(self._state.output)
+        return SparseRow.from_arrays(vector["indices"], vector["values"]) if isinstance(vector, dict) else vector
 
     async def _encoded(self, side: Side, texts: list[str], *, is_query: bool = False) -> Sequence[Any]:
         """Encode texts by the model of a side. Raises CommandRefused if the model has changed since the check, because
@@ -514,12 +528,12 @@ class _LiveSteps:
             model.name,
             texts,
             is_query=is_query,
-            output_types=["dense"],
+            output_types=[self._state.output],
             output_dtype="float32",
             on_item_error="slot",
             priority="bulk",
         )
-        if any(result.get("dense") is not None and result["fingerprint"] != model.fingerprint for result in results):
+        if any(self._vector(result) is not None and result["fingerprint"] != model.fingerprint for result in results):
             raise CommandRefused(
                 f"{model.name} has changed since the command began. Pin its revision ({model.name}@REVISION), or run "
                 "the command again: it embeds all rows again"

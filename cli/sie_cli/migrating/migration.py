@@ -44,6 +44,7 @@ from sie_cli.refusal import CommandRefused
 from sie_client import Job, SIEClient
 from sie_client.jobs import JobInfo
 from sie_contracts.api.jobs import JobManifest
+from sie_contracts.models.entries import VECTORS
 
 PROBE = "A text that shows whether the model answers."
 LOOK_S = 0.5  # seconds between two requests for the shadow's measurements, or for the gateways' revisions
@@ -361,19 +362,32 @@ class Migration:
 
 def check_encoder(client: SIEClient, name: str) -> None:
     """Raise CommandRefused unless a model encodes texts as dense vectors. Raises the client's errors."""
-    info = _described(client.get_model(name))
-    if info.alias is not None:
-        raise CommandRefused(f"{name} is an alias: name the model that it stands for")
-    if "dense" not in info.dims or "text" not in info.inputs:
+    if "dense" not in (widths := vector_widths(client, name)):
         raise CommandRefused(
-            f"{name} does not encode texts as dense vectors (it has {', '.join(info.outputs)}): a migration "
+            f"{name} does not encode texts as dense vectors (it has {', '.join(widths)}): a migration "
             "needs vectors for an index. `sie models alias` moves the alias without one"
         )
 
 
-def probe(client: SIEClient, name: str) -> tuple[int, str]:
+def vector_widths(client: SIEClient, name: str) -> dict[str, int]:
+    """Return the widths of the vectors that a model makes of texts. Raises CommandRefused, SIEError."""
+    info = _described(client.get_model(name))
+    if info.alias is not None:
+        raise CommandRefused(f"{name} is an alias: name the model that it stands for")
+    widths = {output: info.dims[output] for output in VECTORS if output in info.dims}
+    if not widths or "text" not in info.inputs:
+        raise CommandRefused(
+            f"{name} does not encode texts as vectors (it has {', '.join(info.outputs)}): a migration needs vectors "
+            "for an index. `sie models alias` moves the alias without one"
+        )
+    return widths
+
+
+def probe(client: SIEClient, name: str, output: str = "dense") -> tuple[int, str]:
     """Return width and fingerprint of the model's vector for a test text. Raises CommandRefused, SIEError."""
-    (result,) = client.encode(name, [PROBE], output_types=["dense"], on_item_error="fail")
+    (result,) = client.encode(name, [PROBE], output_types=[output], on_item_error="fail")
+    if output != "dense":
+        return 0, printable(str(result["fingerprint"]))
     dense = result.get("dense")
     if dense is None or dense.ndim != 1 or not dense.size:
         raise CommandRefused(

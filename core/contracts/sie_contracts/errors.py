@@ -1,37 +1,5 @@
 """Errors of SIE in one class tree. HTTP bodies, SDK exceptions, metric labels and the documentation use it.
 
-SIEError
-├── InvalidInput             400  INVALID_INPUT            the request can never succeed as written
-├── Unauthenticated          401  UNAUTHENTICATED
-├── PermissionDenied         403  PERMISSION_DENIED
-├── PoolOperationForbidden   403  POOL_OPERATION_FORBIDDEN
-├── ModelNotFound            404  MODEL_NOT_FOUND
-├── PoolNotFound             404  POOL_NOT_FOUND
-├── NotFound                 404  NOT_FOUND
-├── MethodNotAllowed         405  METHOD_NOT_ALLOWED
-├── BundleConflict           409  BUNDLE_CONFLICT
-├── PoolConflict             409  POOL_CONFLICT
-├── ContentConflict          409  CONTENT_CONFLICT
-├── PayloadTooLarge          413  PAYLOAD_TOO_LARGE
-├── UnsupportedMediaType     415  UNSUPPORTED_MEDIA_TYPE
-├── ValidationFailed         422  VALIDATION_ERROR
-├── IdempotencyMismatch      422  IDEMPOTENCY_MISMATCH
-├── RateLimited              429  RATE_LIMITED             a quota, never the capacity of workers; retryable
-├── InferenceFailed          500  INFERENCE_ERROR
-├── InternalFailure          500  INTERNAL_ERROR
-├── AllItemsFailed           400, 500 or 503  ALL_ITEMS_FAILED
-├── ModelLoadFailed          500  MODEL_LOAD_FAILED        never with Retry-After; 502 to SDKs of the open-source SIE
-├── LoraLoadFailed           400, 404 or 500  LORA_LOAD_FAILED  never with Retry-After
-├── ModelLoading             503  MODEL_LOADING            retryable from here on
-├── NotProvisioned           503  PROVISIONING             202 to these SDKs below 0.6.5
-├── LoraLoading              503  LORA_LOADING
-├── ResourceExhausted        503  RESOURCE_EXHAUSTED
-├── QueueFull                503  QUEUE_FULL
-├── QueueUnavailable         503  QUEUE_UNAVAILABLE
-├── NotReady                 503  NOT_READY
-├── ShuttingDown             503  SHUTTING_DOWN
-└── GatewayTimeout           504  GATEWAY_TIMEOUT
-
 Messages name the path of the faulty field, the received value and the expected value. They contain no input text.
 """
 
@@ -338,7 +306,7 @@ class GatewayTimeout(SIEError):
 
 
 def catalogue() -> list[type[SIEError]]:
-    """Return all error classes with a code, in the order of the drawing above."""
+    """Return all error classes with a code, in the order of this module."""
     return list(_BY_CODE.values())
 
 

@@ -246,9 +246,9 @@ class CatalogueFeed:
         """Read the epoch after a short random pause, because all readers do this at the same time."""
         if self._soon is None:
             pause_s = SPREAD_S * secrets.randbelow(1000) / 1000
-            self._soon = asyncio.get_running_loop().call_later(pause_s, self._ask)
+            self._soon = asyncio.get_running_loop().call_later(pause_s, self._refresh_now)
 
-    def _ask(self) -> None:
+    def _refresh_now(self) -> None:
         self._soon = None
         self._refresh.set()
 

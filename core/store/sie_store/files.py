@@ -107,6 +107,6 @@ def _remove_unfinished(path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def open_files(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> FileObjects | None:
+def open_files(url: str | None) -> FileObjects | None:
     """Return the files in the store at `url` (see SIE_PAYLOAD_STORE_URL), or None. Raises SettingError."""
-    return None if url is None else FileObjects(object_stores.opened(url, setting))
+    return None if url is None else FileObjects(object_stores.opened(url, "SIE_PAYLOAD_STORE_URL"))

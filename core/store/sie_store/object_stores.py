@@ -242,9 +242,9 @@ class RetryPolicy:
         """
         return await self.repeated(lambda: within(timeout_s or self.stall_s, call()))
 
-    async def repeated(self, call: Callable[[], Awaitable[_T]]) -> _T:
+    async def repeated(self, call: Callable[[], Awaitable[_T]], label: str = "a store") -> _T:
         """Return the result of `call`, repeated if that may help. `call` must have its own time limit and raise
-        StoreError.
+        StoreError. `label` appears in the log.
         """
         tries = 0
         while True:
@@ -252,7 +252,7 @@ class RetryPolicy:
                 return await call()
             except StoreError as error:
                 tries += 1
-                await self.pause(error, tries, "a store")
+                await self.pause(error, tries, label)
 
     async def pause(self, error: StoreError, tries: int, label: str, at: int | None = None) -> None:
         """Wait before the next attempt. `tries`: number of failed attempts. `label` and the byte `at` appear in the

@@ -125,10 +125,10 @@ async def _within(timeout_s: float, work: Coroutine[Any, Any, _T]) -> _T:
         raise PayloadMissing(str(error)) from error
 
 
-def open_store(url: str | None, *, setting: str = "SIE_PAYLOAD_STORE_URL") -> PayloadStore | None:
+def open_store(url: str | None) -> PayloadStore | None:
     """Return the payload store at `url` (see SIE_PAYLOAD_STORE_URL); None if `url` is None. Raises SettingError.
 
     A folder is created if it does not exist, readable only by its owner, because it has clients' inputs. Buckets are
     not checked, because they may be created later.
     """
-    return None if url is None else PayloadStore(object_stores.opened(url, setting))
+    return None if url is None else PayloadStore(object_stores.opened(url, "SIE_PAYLOAD_STORE_URL"))

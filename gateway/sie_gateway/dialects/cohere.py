@@ -21,7 +21,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.call import Call, EncodedReply, InferRequest, decode_body
 from sie_gateway.inference.images import header
 from sie_gateway.inference.results import RequestResult
-from sie_runtime.http.server import Body
+from sie_runtime.http.asgi import Body
 
 if TYPE_CHECKING:
     from sie_gateway.inference.handler import Inference

@@ -45,7 +45,7 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
     cut = voyage.truncation(call, body)
     resolved = able(inference, call, "embed", body.get("model"))
     kind, is_base64 = embedding_types.requested(body, "embedding_type", "output_dtype")
-    encoding = _encoding(body, resolved.entry)
+    encoding = fields.choice(body, "token_encoding", _ENCODINGS, resolved.entry.openai_token_encoding)
     items = await _items(body, encoding or DEFAULT_ENCODING, inference.max_items(call))
     is_late = fields.flag(body, "late_chunking")
     if is_late:
@@ -76,11 +76,6 @@ async def embeddings(inference: Inference, call: Call, raw: bytes) -> EncodedRep
         finished.check("input")
         return native.arrow_answer(call, finished)
     return _answer(call, finished, kind, is_base64=is_base64)
-
-
-def _encoding(body: fields.Body, entry: ModelEntry) -> str:
-    """Return the vocabulary of the token ids, named by the request or the model's entry; empty if by neither."""
-    return fields.choice(body, "token_encoding", _ENCODINGS, entry.openai_token_encoding)
 
 
 def _has_ids(body: fields.Body) -> bool:

@@ -166,7 +166,7 @@ class ColdStarts:
         `was_hosted`: an earlier check of this request returned True. Its work is in the queue or at a worker then, so
         it also waits while the worker is started again or loads the model again.
         """
-        if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_heard(lane)):
+        if self._fleet.hosts(lane, residency) or (was_hosted and self._fleet.is_lane_alive(lane)):
             return True
         self.requested(lane)
         left_s = self._fleet.loading_left_s(lane, residency)

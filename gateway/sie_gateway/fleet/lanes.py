@@ -32,6 +32,7 @@ STATES = ("loading", "unloading", "loaded", "failed", "available")
 LOADS = ("loading", "failed")  # states of a model that a worker may report before it is ready itself
 ON_DISK_S = 5.0  # seconds before the list of models on disks is computed again
 NO_DISK_S = 0.5  # seconds before this list is computed again while it is empty, for example when a cluster starts
+LOST_S = 5.0  # seconds by which the loss of the connection to a frozen broker is noticed later than missing heartbeats
 USUAL_LOAD_S = 10.0  # seconds that a load is assumed to take, for a model that no worker has loaded yet
 _logger = logging.getLogger("sie.gateway.fleet")
 
@@ -128,6 +129,8 @@ class Fleet:
         self._loading_s: dict[str, dict[str, float]] = {}
         # (time of the last computation, ids of the models on disks)
         self._on_disk: tuple[float, frozenset[str]] = (-math.inf, frozenset())
+        # last time at which `is_lane_alive` saw no connection to the broker
+        self._disconnected_s = -math.inf
         self.version = 0  # number of heartbeats so far: admission.py looks up the workers again if it has changed
         self.listeners: list[Callable[[], None]] = []  # called at every heartbeat
         self._own_pools = frozenset({topology.DEFAULT_POOL, settings.pool})
@@ -225,11 +228,17 @@ class Fleet:
         """Return whether the last heartbeat of a worker is in time, even if the worker is not ready."""
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
-    def is_lane_heard(self, lane: Lane) -> bool:
-        """Return whether the last heartbeat of a worker of this lane is in time, even if the worker is not ready."""
-        beats = (beat for name, (_, beat) in self._seen.items() if self.is_heard(name))
-        return bool(self.of_lane(lane)) or any(
-            Lane(beat.pool, beat.machine_profile, beat.bundle) == lane for beat in beats
+    def is_lane_alive(self, lane: Lane) -> bool:
+        """Return whether a worker of this lane may still have work: its last heartbeat, ready or not, is less
+        than LOST_S seconds overdue. After a loss of the connection to the broker, heartbeats are awaited as long.
+        """
+        now_s = self._clock()
+        since_s = now_s - self._timeout_s - LOST_S
+        if not self._bus.connected:
+            self._disconnected_s = now_s
+        return self._disconnected_s > since_s or any(
+            seen_s > since_s and Lane(beat.pool, beat.machine_profile, beat.bundle) == lane
+            for seen_s, beat in self._seen.values()
         )
 
     def listens(self, worker: str) -> bool:

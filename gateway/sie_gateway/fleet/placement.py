@@ -81,7 +81,7 @@ class Placer:
         self._tables: dict[str, StoredTable] = {}  # placement tables by the key of the lane
         # changes of stored tables that arrived during the running step and are applied after it; None while no step
         # runs
-        self._held: list[Callable[[], None]] | None = None
+        self._held: list[Callable[[], object]] | None = None
         self._planners: dict[Lane, Planner] = {}
         # since the last step, by lane and model: number of calls of `note` and `want`, of published messages, of their
         # tokens
@@ -102,15 +102,12 @@ class Placer:
         await self._record.follow()
 
     def _on_value(self, key: str, value: StoredPart | None, revision: int) -> None:
-        self._when_looked(lambda: self._put(key, value, revision))
-
-    def _put(self, key: str, value: StoredPart | None, revision: int) -> None:
-        self._stored(topology.lane_key_of(key)).put(key, value, revision)
+        self._when_looked(lambda: self._stored(topology.lane_key_of(key)).put(key, value, revision))
 
     def _on_lost(self) -> None:
         self._when_looked(self._tables.clear)
 
-    def _when_looked(self, take: Callable[[], None]) -> None:
+    def _when_looked(self, take: Callable[[], object]) -> None:
         """Call `take` now, or at the end of the step if one is running."""
         if self._held is not None:
             self._held.append(take)

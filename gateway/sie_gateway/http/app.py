@@ -47,10 +47,22 @@ from sie_gateway.operations.history import RequestLogger
 from sie_gateway.state import Gateway, GatewayReadiness
 from sie_runtime import current_trace
 from sie_runtime.http import config_routes
-from sie_runtime.http.asgi import FIRST_BYTE, INCOMPRESSIBLE, REQUEST_ID, TRACE_ID, documented
+from sie_runtime.http.asgi import (
+    FIRST_BYTE,
+    INCOMPRESSIBLE,
+    REQUEST_ID,
+    TRACE_ID,
+    App,
+    Receive,
+    Scope,
+    Send,
+    documented,
+    headers_of,
+    reply,
+)
 from sie_runtime.http.coding import decoded
 from sie_runtime.http.routes import FORM, check_type, plain_path
-from sie_runtime.http.server import App, Receive, Scope, Send, headers_of, probes, reply
+from sie_runtime.http.server import probes
 
 if TYPE_CHECKING:
     from sie_runtime.spans import Tracer

@@ -22,8 +22,8 @@ from sie_contracts.settings import Secret, SettingError, Settings
 from sie_gateway.admission.admission import key_of
 from sie_gateway.admission.grant import ANYBODY, WORKERS_NAME, Grant
 from sie_gateway.http.routes import TABLE
+from sie_runtime.http.asgi import Send
 from sie_runtime.http.routes import ANY, OPEN, SCOPES, bearer
-from sie_runtime.http.server import Send
 from sie_runtime.keys import Key, Keys
 
 USER_SCOPES = frozenset({"infer", "read", "pools"})

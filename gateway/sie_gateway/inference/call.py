@@ -34,7 +34,7 @@ from sie_gateway.admission.grant import ANYBODY, Charge, Grant
 from sie_gateway.inference import body as bodies
 from sie_gateway.inference.reattach import ClientGone
 from sie_runtime import control_group
-from sie_runtime.http.server import Body, Receive
+from sie_runtime.http.asgi import Body, Receive
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem

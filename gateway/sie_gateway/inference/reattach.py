@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from sie_contracts.errors import SHUTTING_DOWN, GatewayTimeout, ShuttingDown
 from sie_runtime.failpoints import failpoint
-from sie_runtime.http.server import Receive
+from sie_runtime.http.asgi import Receive
 from sie_runtime.process import Tasks
 
 REATTACH_WINDOW_S = 10.0  # seconds for which a run continues without a client

@@ -20,7 +20,7 @@ from sie_contracts.errors import ErrorInfo, InternalFailure, SIEError
 from sie_contracts.models.entries import ModelEntry
 from sie_contracts.wire import chunk_tables
 from sie_contracts.wire.messages import Failed, Ok, Outcome, RunOptions, WorkResult
-from sie_runtime.http.server import Body
+from sie_runtime.http.asgi import Body
 
 if TYPE_CHECKING:
     from sie_gateway.inference.body import RequestItem

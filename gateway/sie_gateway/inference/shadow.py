@@ -36,7 +36,7 @@ from sie_gateway.inference.call import Call, InferRequest
 from sie_gateway.inference.reply import array_of
 from sie_gateway.inference.results import RequestResult
 from sie_gateway.metrics import Metrics
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.ranks import spearman
 
 MAX_IN_FLIGHT = 4  # largest number of copies that a gateway runs at the same time

@@ -21,7 +21,7 @@ from sie_gateway.jobs.records import JobsBucket, OwnerUsage, RecordUse, UseBound
 from sie_gateway.jobs.results import JobResults
 from sie_gateway.jobs.scheduler import JobScheduler
 from sie_gateway.jobs.service import JobService, Sweeper
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Tasks
 from sie_store import object_stores
 from sie_store.files import open_files

@@ -36,7 +36,7 @@ from sie_gateway.inference.call import Call, EntryChanged, InferRequest
 from sie_gateway.inference.handler import Inference
 from sie_gateway.inference.reply import Placed
 from sie_gateway.inference.results import FailedRequest, PlannedRequest
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 
 ATTEMPTS = 3  # largest number of attempts for an input whose error may disappear, for example a lack of memory
 MAX_PAUSE_S = 30.0

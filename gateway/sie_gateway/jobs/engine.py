@@ -27,7 +27,7 @@ from sie_gateway.jobs.files import FileStore
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.lines import BatchJob
 from sie_gateway.jobs.native import Before, JobPlaces, NativeJob, chunks_of
-from sie_gateway.jobs.run import JobProgress, JobWork
+from sie_gateway.jobs.run import JobRun, JobWork
 from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets import templates
 from sie_store.datasets.places import Place
@@ -153,9 +153,12 @@ class JobEngine:
             raise InvalidInput.at(
                 "operation", f"a database stores vectors: encode returns them, {request.operation} does not"
             )
-        if "dense" not in run.outputs:
-            outputs = ", ".join(run.outputs)
-            raise InvalidInput.at("params.output_types", f"a database stores dense vectors, and this job has {outputs}")
+        stores = opening.outputs(url.reveal())
+        if foreign := [name for name in run.outputs if name not in stores]:
+            raise InvalidInput.at(
+                "params.output_types",
+                f"{output.sink} stores {', '.join(stores)} vectors, and this job has {foreign[0]}",
+            )
         if run.dtype not in SINK_DTYPES:
             expected = " or ".join(SINK_DTYPES)
             raise InvalidInput.at("params.output_dtype", f"a database stores {expected}, and this job has {run.dtype}")
@@ -179,7 +182,7 @@ class JobEngine:
 
     # work of a job that runs
 
-    def work(self, job: JobRecord, progress: JobProgress) -> JobWork:
+    def work(self, job: JobRecord, progress: JobRun) -> JobWork:
         """Build the JobWork of a job for the gateway that leads the job. Raises NotReady."""
         workplace = self.workplace(job)
         identity = JobIdentity(job.owner, *self._credentials)

@@ -13,7 +13,7 @@ import orjson
 
 from sie_contracts.errors import InvalidInput
 from sie_contracts.jobs import Plan, RowSpan
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_store.datasets.sizes import count_outside
 
 SHARD_LINES = 250

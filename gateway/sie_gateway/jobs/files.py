@@ -162,7 +162,10 @@ class FileStore:
         file: str,
     ) -> FileRecord:
         """Store an output as the file `file`. If that file exists, return its record without reading `data`."""
-        if (existing := await self._refreshed(file)) is not None and existing.state == "ready":
+        self._required()
+        with _unavailable():
+            existing = await self._records.refresh(file)
+        if existing is not None and existing.state == "ready":
             return existing
         async with self._outputs:
             return await self._receive(
@@ -298,11 +301,6 @@ class FileStore:
                     _logger.info("removed %d files that had expired, were not completed, or were half removed", removed)
         with contextlib.suppress(BrokerError):  # if the release fails, the lease expires by itself
             await self._lease.release()
-
-    async def _refreshed(self, file: str) -> FileRecord | None:
-        self._required()
-        with _unavailable():
-            return await self._records.refresh(file)
 
     def _required(self) -> FileObjects:
         if self._objects is None:

@@ -24,7 +24,7 @@ from sie_gateway.inference.results import FailedRequest
 from sie_gateway.jobs import envelope
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.envelope import BadLine, BatchCut, BatchRow, LineRequest
-from sie_gateway.jobs.run import JobProgress, ShardBroken
+from sie_gateway.jobs.run import JobRun, ShardBroken
 from sie_gateway.jobs.storage import JobStorage
 from sie_store.datasets.answers import most_frequent
 
@@ -40,7 +40,7 @@ class BatchJob:
         workplace: JobStorage,
         job: JobRecord,
         client: JobClient,
-        progress: JobProgress,
+        progress: JobRun,
         route_of: Callable[[str], InferenceRoute | None],
     ) -> None:
         assert job.batch is not None

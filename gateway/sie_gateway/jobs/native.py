@@ -27,7 +27,7 @@ from sie_gateway.inference.body import RequestItem
 from sie_gateway.inference.cached import CachePolicy
 from sie_gateway.jobs.client import Halted, JobClient
 from sie_gateway.jobs.documents import DocumentTexts
-from sie_gateway.jobs.run import JobProgress, ShardBroken, broken_parts
+from sie_gateway.jobs.run import JobRun, ShardBroken, broken_parts
 from sie_gateway.jobs.storage import JobStorage
 from sie_gateway.jobs.values import Bounds, ModelInput, RowValues, Unique, bounds, document_bounds, unique
 from sie_store.datasets import manifests, parts, plans, shards, templates
@@ -40,10 +40,13 @@ from sie_store.sinks.sink import (
     CollectionMissing,
     CollectionRefused,
     Kind,
+    Output,
     RowsRefused,
     Sink,
     SinkRows,
     SinkUnsuitable,
+    SparseRow,
+    Widths,
 )
 
 PARSED_BY = "+"  # between the fingerprints of the model and of the parser
@@ -86,7 +89,7 @@ class NativeJob:
         workplace: JobStorage,
         job: JobRecord,
         client: JobClient,
-        progress: JobProgress,
+        progress: JobRun,
         places: JobPlaces,
         *,
         cache_bytes: int,
@@ -354,7 +357,8 @@ class NativeJob:
             if not self._is_prepared:
                 unfiltered = () if self._request.input.chunks is None else ("text", "start", "end")
                 kinds = _kinds(rows.payloads, unfiltered)
-                await sink.prepare(self._request.output.collection, rows.vectors.shape[1], kinds)
+                entry = self._client.inference.resolve(self._job.model, self._client.call()).entry
+                await sink.prepare(self._request.output.collection, _widths(rows, entry.outputs), kinds)
                 self._is_prepared = True
         await sink.upsert(rows)
 
@@ -423,8 +427,29 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
     lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
     if not lines:
         return None
-    vectors = np.stack([line.answer.arrays["dense"] for line in lines]).astype(np.float32, copy=False)
-    return SinkRows([line.unique_id for line in lines], vectors, [_payload(line) for line in lines])
+    arrays = [line.answer.arrays for line in lines]
+    dense = [row["dense"] for row in arrays] if "dense" in arrays[0] else [np.empty(0)] * len(arrays)
+    return SinkRows(
+        [line.unique_id for line in lines],
+        np.stack(dense).astype(np.float32, copy=False),
+        [_payload(line) for line in lines],
+        [SparseRow.from_arrays(row["sparse.indices"], row["sparse.values"]) for row in arrays]
+        if "sparse.indices" in arrays[0]
+        else (),
+        [row["multivector"].astype(np.float32, copy=False) for row in arrays] if "multivector" in arrays[0] else (),
+    )
+
+
+def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
+    """Return the widths of the vectors of rows. `outputs`: those of the model; sparse vectors do not show theirs."""
+    widths: dict[Output, int] = {}
+    if rows.vectors.shape[1]:
+        widths["dense"] = rows.vectors.shape[1]
+    if rows.sparse:
+        widths["sparse"] = outputs["sparse"]
+    if rows.multivectors:
+        widths["multivector"] = rows.multivectors[0].shape[1]
+    return widths
 
 
 def _payload(line: OutputLine) -> dict[str, Any]:

@@ -76,19 +76,6 @@ class Replaced(Exception):
     """Raised if this gateway no longer leads the job, or if the job has ended."""
 
 
-class JobProgress(Protocol):
-    """Receiver of the progress that the work of a job reports."""
-
-    def rows(self, shard: int, done: int, failed: int) -> None:
-        """Add `done` answered rows of a shard; `failed` of them have an error."""
-
-    def trouble(self, error: ErrorInfo | None) -> None:
-        """Set the error for which the job waits; None if the job continues."""
-
-    async def until_open(self) -> None:
-        """Wait until the time of day is inside the `windows` of the job's request, if it has any."""
-
-
 class JobWork(Protocol):
     """Operations that differ between native jobs and batches."""
 
@@ -144,7 +131,7 @@ class JobRun:
         ledger: JobLedger,
         job: JobRecord,
         leader: str,
-        work: Callable[[JobRecord, JobProgress], JobWork],
+        work: Callable[[JobRecord, JobRun], JobWork],
         now_s: Callable[[], float],
     ) -> None:
         self._ledger = ledger
@@ -210,14 +197,16 @@ class JobRun:
         _logger.warning("this gateway stops its work on job %s, and the next leader continues it: %s", self._id, error)
 
     def rows(self, shard: int, done: int, failed: int) -> None:
+        """Add `done` answered rows of a shard; `failed` of them have an error."""
         before, failed_before = self._live.get(shard, (0, 0))
         self._live[shard] = before + done, failed_before + failed
 
     def trouble(self, error: ErrorInfo | None) -> None:
+        """Set the error for which the job waits; None if the job continues."""
         self._trouble = error
 
     async def until_open(self) -> None:
-        """Wait until the job may run (see `JobProgress`). Meanwhile its record has the trouble OUTSIDE_WINDOW."""
+        """Wait until the time of day is inside the windows of the job. Meanwhile it has the trouble OUTSIDE_WINDOW."""
         request = self._job.request
         while request is not None and (wait_s := pace.opens_in_s(request.windows, request.time_zone, self._now_s())):
             message = f"the job works from {' and '.join(request.windows)} {request.time_zone}"

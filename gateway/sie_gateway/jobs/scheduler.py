@@ -16,7 +16,7 @@ from sie_broker.record import LeaderLease, leases_of
 from sie_contracts.errors import NotFound
 from sie_contracts.jobs import JobRecord
 from sie_gateway.jobs.ledger import JobLedger
-from sie_gateway.jobs.run import JobProgress, JobRun, JobWork, is_due, left
+from sie_gateway.jobs.run import JobRun, JobWork, is_due, left
 from sie_runtime.process import Stop, Trouble
 
 EVERY_S = 1.0
@@ -57,7 +57,7 @@ class JobScheduler:
         ledger: JobLedger,
         broker: Store,
         name: str,
-        work: Callable[[JobRecord, JobProgress], JobWork],
+        work: Callable[[JobRecord, JobRun], JobWork],
         *,
         at_once: int,
         storage: str,

@@ -30,7 +30,7 @@ from sie_gateway.inference.call import Call
 from sie_gateway.jobs.ledger import JobLedger
 from sie_gateway.jobs.pace import forecast
 from sie_gateway.jobs.run import expires_s, window_s
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 from sie_store.object_stores import StoreError
 

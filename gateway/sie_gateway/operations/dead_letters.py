@@ -21,7 +21,7 @@ from sie_broker.dead_letters import DeadLetterEntry, Letters
 from sie_contracts.api import dead_letters as api
 from sie_contracts.errors import NotFound, PoolNotFound, QueueUnavailable
 from sie_contracts.settings import Settings
-from sie_contracts.wire.messages import Failed, WorkItem, WorkResult
+from sie_contracts.wire.messages import Failed, WorkItem
 from sie_contracts.wire.topology import Lane
 from sie_gateway.fleet.lag import lane_of
 from sie_gateway.metrics import Metrics
@@ -288,13 +288,9 @@ async def _replayed(replays: Replays, letter: DeadLetterEntry, timeout_s: float)
     except BrokerError as error:
         _logger.warning("dead letter %s could not be run again: %s", letter.letter.id, error)
         return outcome("unavailable")
-    errors = _errors(result)
-    return outcome("failed" if errors else "answered", errors)
-
-
-def _errors(result: WorkResult) -> _Errors:
     failed = (outcome.error for outcome in result.outcomes if isinstance(outcome, Failed))
-    return Counter((error.code, error.reason) for error in failed)
+    errors = Counter((error.code, error.reason) for error in failed)
+    return outcome("failed" if errors else "answered", errors)
 
 
 def _counted(errors: _Errors) -> list[api.DeadLetterCount]:

@@ -33,7 +33,8 @@ class Doctor:
         """
         self._options = ("--data-dir", str(data_dir)) if data_dir is not None else ()
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self._environ = {} if data_dir is not None else {"SIE_GATEWAY_URL": f"http://{_bracketed(here)}:{port}"}
+        netloc = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
+        self._environ = {} if data_dir is not None else {"SIE_GATEWAY_URL": f"http://{netloc}"}
         self._running = asyncio.Lock()
         self._last: dict[str, Any] = {}
         self._at_s = -FRESH_S
@@ -84,7 +85,3 @@ async def _all(stream: asyncio.StreamReader) -> bytes:
     while len(output) < MAX_BYTES and (part := await stream.read(1 << 16)):
         output += part
     return bytes(output)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -20,6 +20,7 @@ import msgspec
 
 import sie_contracts
 from sie_broker import Broker, BrokerError, Bus, NoResponder
+from sie_broker.dead_letters import letter_stream
 from sie_contracts.api.operations import ClusterInfo, DeviceInfo, Health, ModelSummary, WorkerInfo
 from sie_contracts.api.views import ClusterFinding
 from sie_contracts.errors import ErrorInfo, NotFound, NotReady
@@ -47,7 +48,7 @@ from sie_gateway.operations.findings import (
 from sie_gateway.operations.history import LogTail, RequestHistory
 from sie_gateway.operations.summary import MAX_SHOWN, CachedSummary, ClusterSummary, LaneTable, Waitings, of_pool
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.http.server import Receive, Scope, Send
+from sie_runtime.http.asgi import Receive, Scope, Send
 from sie_runtime.http.websocket import Seats, ViewerFrames
 from sie_runtime.process import Stop
 
@@ -268,7 +269,7 @@ class ClusterStatus:
 
     async def _count_dead_letters(self) -> None:
         try:
-            states = [await self._queue.stream_state(_letters(pool)) for pool in sorted(self._pools)]
+            states = [await self._queue.stream_state(letter_stream(pool)) for pool in sorted(self._pools)]
         except BrokerError:
             # the broker is unreachable, which other modules report, or the stream of a new pool does not exist yet
             return
@@ -454,10 +455,6 @@ def _queues(names: tuple[str, ...], waiting_by_labels: Mapping[Labels, ModelBack
         QueueInfo(messages=waiting.count, oldest_s=round(waiting.oldest_s, 3), **dict(zip(names, labels, strict=True)))
         for labels, waiting in waiting_by_labels.items()
     ]
-
-
-def _letters(pool: str) -> str:
-    return topology.dead_letter_stream(pool, storage="file", replicas=1).name
 
 
 def _public(url: str | None) -> str | None:

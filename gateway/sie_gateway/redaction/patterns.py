@@ -89,10 +89,6 @@ def _iban(candidate: str) -> int:
     return end if iban_remainder("".join(candidate[index] for index in places[:length])) == 1 else 0
 
 
-def _email(candidate: str) -> int:
-    return len(candidate)
-
-
 def _address(candidate: str) -> int:
     """Return the length of the IP address, 0 if it is none. A colon at the end of the candidate belongs to the
     sentence, not to an IPv6 address.
@@ -131,7 +127,7 @@ KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
         # a look-ahead finds candidates that overlap: a valid number may begin inside a candidate that fails the check
         "card_number": tuple(_checked(rf"(?<!\d)(?=({card})(?!\d))", _card) for card in _CARDS),
         "iban": (_checked(rf"(?<![A-Za-z0-9])(?=({_IBAN}))", _iban),),
-        "email": (_checked(f"({_EMAIL})", _email),),
+        "email": (_checked(f"({_EMAIL})", len),),
         "ip_address": (_checked(f"({_IPV4})", _address), _checked(f"({_IPV6})", _address)),
         "phone_number": (_phone_numbers,),
     }

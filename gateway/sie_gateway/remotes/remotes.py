@@ -46,7 +46,7 @@ from sie_gateway.remotes.client import RemoteClient, RemoteFailed, Vectors
 from sie_gateway.remotes.configuration import SETTING, RemoteServer
 from sie_gateway.remotes.proof import Deviates, Prompt, Proof, Reference
 from sie_runtime.feed import CatalogueFeed
-from sie_runtime.http.server import uuid7
+from sie_runtime.http.asgi import uuid7
 from sie_runtime.process import Stop, Trouble
 
 # codes of refusals that mean: no capacity of this cluster can answer now

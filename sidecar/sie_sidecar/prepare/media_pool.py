@@ -315,7 +315,7 @@ def _usable(answer: PreparedFile | Unusable) -> PreparedFile:
     """Return the answer. Raises InvalidInput if it says that the file is unusable."""
     if isinstance(answer, Unusable):
         _logger.debug("a file cannot be decoded: %s (%s)", answer.cause, answer.raised or "by its header")
-        raise fault(answer.cause, answer.what)
+        raise fault(answer.cause, answer.message)
     return answer
 
 

@@ -180,14 +180,6 @@ def cost(recipe: Recipe, pixels: Size) -> int:
     return recipe.tokens + rows * columns * recipe.block_tokens
 
 
-def _squash(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    return (Size(recipe.height, recipe.width),)
-
-
-def _crop(recipe: Recipe, size: Size) -> tuple[Size, ...]:
-    return (_with_shorter(size, recipe.shorter),)
-
-
 def _with_shorter(size: Size, shorter: int) -> Size:
     longer = int(shorter * max(size) / min(size))
     return Size(longer, shorter) if size.width <= size.height else Size(shorter, longer)
@@ -246,8 +238,8 @@ def _page(recipe: Recipe, size: Size) -> tuple[Size, ...]:
 
 
 _RESIZES: Mapping[Kind, Callable[[Recipe, Size], tuple[Size, ...]]] = {
-    "squash": _squash,
-    "crop": _crop,
+    "squash": lambda recipe, size: (Size(recipe.height, recipe.width),),
+    "crop": lambda recipe, size: (_with_shorter(size, recipe.shorter),),
     "blocks": _blocks,
     "fit": _fit,
     "bounded": _bounded,
@@ -367,18 +359,6 @@ def _smart(settings: Mapping[str, Any], raised: Raised, frames: int) -> Recipe:
     return Recipe("blocks", multiple=unit, min_pixels=least // frames, max_pixels=most // frames, raised=raised)
 
 
-def _qwen(settings: Mapping[str, Any]) -> Recipe:
-    return _smart(settings, "no", 1)
-
-
-def _paddle(settings: Mapping[str, Any]) -> Recipe:
-    return _smart(settings, "rounded", 1)
-
-
-def _glm(settings: Mapping[str, Any]) -> Recipe:
-    return _smart(settings, "floored", int(settings["temporal_patch_size"]))
-
-
 def _pixtral(settings: Mapping[str, Any]) -> Recipe:
     if settings.get("do_center_crop"):
         raise UnknownProcessor("do_center_crop is true, which no recipe supports after fitting")
@@ -424,9 +404,12 @@ _BILINEAR = {"resample": _FILTERS.index("bilinear")}
 _PROCESSORS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Recipe], Mapping[str, Any]]] = {
     "CLIPImageProcessor": (_fixed, {"size": {"shortest_edge": 224}, "crop_size": 224, "do_center_crop": True}),
     "SiglipImageProcessor": (_fixed, {"size": {"height": 224, "width": 224}, "do_center_crop": False, **_HALF}),
-    "Qwen2VLImageProcessor": (_qwen, _PATCHES),
-    "Glm46VImageProcessor": (_glm, _PATCHES),
-    "PaddleOCRVLImageProcessor": (_paddle, _PATCHES),
+    "Qwen2VLImageProcessor": (lambda settings: _smart(settings, "no", 1), _PATCHES),
+    "Glm46VImageProcessor": (
+        lambda settings: _smart(settings, "floored", int(settings["temporal_patch_size"])),
+        _PATCHES,
+    ),
+    "PaddleOCRVLImageProcessor": (lambda settings: _smart(settings, "rounded", 1), _PATCHES),
     "PixtralImageProcessor": (_pixtral, {"size": {"longest_edge": 1024}, "patch_size": 16}),
     "GroundingDinoImageProcessor": (
         _grounding_dino,

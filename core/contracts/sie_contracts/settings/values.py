@@ -213,7 +213,8 @@ def _sinks(text: str) -> tuple[tuple[str, Secret], ...]:
         _ = pieces.port  # reading the port raises ValueError if it is out of range
         if not equals or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in sinks:
             raise ValueError
-        if not pieces.scheme or not pieces.hostname:
+        has_place = pieces.path.strip("/") if pieces.scheme == "lancedb" else pieces.hostname  # a folder has no host
+        if not pieces.scheme or not has_place:
             raise ValueError
         sinks[name] = Secret(url)
     return tuple(sinks.items())

@@ -27,11 +27,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a job whose file cannot be used. `what`: text for the client. `raised`: exception type, for the log."""
+    """Answer to a job whose file cannot be used. `message` is for the client; `raised`: exception type, for the log."""
 
     number: int
     cause: Cause
-    what: Annotated[str, msgspec.Meta(max_length=400)]
+    message: Annotated[str, msgspec.Meta(max_length=400)]
     raised: Annotated[str, msgspec.Meta(max_length=100)]
 
 

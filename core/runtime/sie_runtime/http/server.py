@@ -21,41 +21,10 @@ from prometheus_client.exposition import choose_encoder
 
 from sie_contracts.errors import NotFound
 from sie_contracts.settings import SettingError
-from sie_runtime.http.asgi import (
-    App,
-    Body,
-    Receive,
-    Scope,
-    Send,
-    headers_of,
-    refusal,
-    refuse,
-    reply,
-    uuid7,
-)
-from sie_runtime.http.protocol import HEAD_S, MAX_HEAD_BYTES, MIN_RATE, Guarded, HostNames, Protocol, SharedState
+from sie_runtime.http.asgi import App, Receive, Scope, Send, headers_of, refuse, reply
+from sie_runtime.http.protocol import MIN_RATE, Guarded, HostNames, Protocol, SharedState
 from sie_runtime.http.refusals import Refusals
 from sie_runtime.metrics import Registry
-
-__all__ = [
-    "HEAD_S",
-    "KEEP_ALIVE_S",
-    "MAX_HEAD_BYTES",
-    "STOP_S",
-    "App",
-    "Body",
-    "HttpServer",
-    "Receive",
-    "Scope",
-    "Send",
-    "headers_of",
-    "probes",
-    "refusal",
-    "refuse",
-    "reply",
-    "scrape",
-    "uuid7",
-]
 
 # largest number of bytes of a websocket message from a client; these messages are discarded
 WEBSOCKET_MESSAGE_BYTES = 4096

@@ -7,6 +7,7 @@ numbered within the whole file. The first row of a group is computed from the fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,21 +60,15 @@ def _opened(place: Place, entry: ObjectEntry, compact: Collection[str] = ()) -> 
         raise malformed(entry.source)
     file.seek(0)
     try:
-        opened = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
+        read = functools.partial(
+            ParquetFile, file, buffer_size=BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
+        opened = read()
         leaves = [opened.schema.column(at) for at in range(len(opened.schema))] if compact else []
         paths = [
             leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.path.split(".")[0] in compact
         ]
-        if not paths:
-            return opened
-        return ParquetFile(
-            file,
-            metadata=opened.metadata,
-            read_dictionary=paths,
-            buffer_size=BUFFER_BYTES,
-            pre_buffer=False,
-            page_checksum_verification=True,
-        )
+        return read(metadata=opened.metadata, read_dictionary=paths) if paths else opened
     except (pa.ArrowException, OSError) as error:
         raise malformed(entry.source) from error
 

@@ -54,7 +54,10 @@ def inspect(data: bytes, format: OutputFormat) -> About:
         except (ValueError, OSError) as error:
             raise PartFault("the object is no part in Parquet") from error
     try:
-        return _counted(data) if format == "jsonl" else _of_npz(data)
+        if format == "jsonl":
+            return _counted(data)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return msgspec.json.decode(archive.read(ABOUT), type=About)
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, zipfile.BadZipFile) as error:
         raise PartFault(f"the object is no part in the format {format}") from error
 
@@ -193,8 +196,3 @@ def _npz(shard: Shard) -> bytes:
         ):
             archive.writestr(zipfile.ZipInfo(name), data)
     return file.getvalue()
-
-
-def _of_npz(data: bytes) -> About:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return msgspec.json.decode(archive.read(ABOUT), type=About)

@@ -253,7 +253,8 @@ async def _scanned(place: Place, entry: ObjectEntry, kind: str, names: dict[str,
     begin = len(BOM) if has_mark else 0
     header = ""
     if kind == "csv":
-        header, begin = await _header(place, entry, begin)
+        head = await whole(place, entry, begin, min(entry.size, begin + MAX_HEADER_BYTES))
+        header, begin = _first_row(entry.source, head, begin, is_whole=begin + len(head) == entry.size)
         _check_columns(entry.source, names, fields(header.encode()) or ())
     else:
         data = await whole(place, entry, begin, min(entry.size, begin + SAMPLE_BYTES))
@@ -301,12 +302,6 @@ class _JsonSample(NamedTuple):
                 names_of_columns |= dict.fromkeys(row)
                 most = max(most, sum(sizes.values_of(row[name]) for name in names if name in row))
         return cls(list(names_of_columns), min(most, sizes.MAX_ROW_VALUES))
-
-
-async def _header(place: Place, entry: ObjectEntry, begin: int) -> tuple[str, int]:
-    """Return the first row of a CSV object, and the position of the next row."""
-    head = await whole(place, entry, begin, min(entry.size, begin + MAX_HEADER_BYTES))
-    return _first_row(entry.source, head, begin, is_whole=begin + len(head) == entry.size)
 
 
 def _first_row(name: str, head: bytes, begin: int, *, is_whole: bool) -> tuple[str, int]:

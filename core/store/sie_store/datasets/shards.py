@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import os
 from pathlib import Path
 
 from sie_contracts.api.jobs import OutputFormat
@@ -142,11 +141,7 @@ def _kept_on_disk(path: Path) -> None:
     StoreError.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        durable.sync_folder(path.parent)
+        durable.sync(path)
+        durable.sync(path.parent)
     except OSError as error:
         raise StoreError(f"the part cannot be written to the disk: {error.strerror}") from error

@@ -85,12 +85,9 @@ def plain(row: Mapping[str, Any], column: str) -> str:
         return str(value)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    raise ColumnFault(f"column {column!r} is {_kind(value)}, expected text, a number or a boolean")
-
-
-def _kind(value: Any) -> str:
-    names: dict[Any, str] = {dict: "a map", list: "a list", bytes: "bytes"}
-    return names.get(type(value), "of another type")
+    kinds: dict[Any, str] = {dict: "a map", list: "a list", bytes: "bytes"}
+    kind = kinds.get(type(value), "of another type")
+    raise ColumnFault(f"column {column!r} is {kind}, expected text, a number or a boolean")
 
 
 def templates(source: JobInput) -> dict[str, Template]:

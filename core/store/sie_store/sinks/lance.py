@@ -28,6 +28,7 @@ from sie_store.sinks.sink import (
     NearRow,
     SinkRows,
     SinkUnsuitable,
+    Widths,
     checked_name,
     encoded,
 )
@@ -86,9 +87,10 @@ class LanceSink:
         self._collection = ""
         self._schema: Any = None
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+    async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
         """Create or check the table. `kinds` is unused: the payload is one text."""
         checked_name(collection)
+        dims = widths["dense"]
         if not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where a table of LanceDB gets at most {MAX_DIMS}")
         schema = _schema(dims)
@@ -105,7 +107,9 @@ class LanceSink:
 
     async def upsert(self, rows: SinkRows) -> None:
         assert self._collection, "prepare comes first"
-        data = await asyncio.to_thread(_table, rows.latest(self._schema.field(VECTOR).type.list_size), self._schema)
+        data = await asyncio.to_thread(
+            _table, rows.latest({"dense": self._schema.field(VECTOR).type.list_size}), self._schema
+        )
         if not data.num_rows:
             return
 
@@ -118,13 +122,13 @@ class LanceSink:
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         checked_name(collection)
 
-        async def found(connection: Any) -> Any:
+        async def nearest_rows(connection: Any) -> Any:
             table = await opened_table(connection, collection)
             _check(await table.schema(), collection, len(vector))
             near = table.query().nearest_to(vector).column(VECTOR).distance_type("cosine").limit(limit)
             return await near.select([ID, PAYLOAD, "_distance"]).to_list()
 
-        rows = await self._database.run(found)
+        rows = await self._database.run(nearest_rows)
         return [
             NearRow(row[ID], 1 - row["_distance"], msgspec.json.decode(row[PAYLOAD], type=dict[str, Any]))
             for row in rows

@@ -23,7 +23,6 @@ import lancedb.index
 import msgspec
 import numpy as np
 import pyarrow
-from numpy.typing import NDArray
 
 from sie_store.object_stores import StoreError
 from sie_store.sinks.lance import (
@@ -36,7 +35,7 @@ from sie_store.sinks.lance import (
     opened_table,
     vectors_array,
 )
-from sie_store.sinks.live import SIDES, LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
+from sie_store.sinks.live import SIDES, LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
 from sie_store.sinks.sink import CollectionMismatch, SinkUnsuitable, checked_name
 
 T = TypeVar("T")
@@ -231,12 +230,12 @@ class LanceLive:
             digest.update(vector or b"")
         return digest.digest()
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         shape = self._opened()
         if vectors is None and side == shape.in_use:
             return
         type = shape.columns[shape.column(side)].type
-        array = pyarrow.nulls(len(rows), type) if vectors is None else vectors_array(vectors, type)
+        array = pyarrow.nulls(len(rows), type) if vectors is None else vectors_array(np.array(vectors), type)
         written = [
             self._written(row.stored, side, vector) for row, vector in zip(rows, _vector_bytes(array), strict=True)
         ]
@@ -311,7 +310,7 @@ class LanceLive:
         ]
         return [LiveRow(str(row.id), self._columns(row)) for row in rows]
 
-    async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
+    async def nearest(self, side: Side, vector: Vector, count: int) -> Sequence[str]:
         shape = self._opened()
 
         async def read(table: Any) -> Any:

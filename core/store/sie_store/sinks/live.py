@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sie_store.datasets.templates import Template
+from sie_store.sinks.sink import Output, SparseRow
 
 # Side of a migration: `old` is the model in use before the migration and its vectors, `new` the new model and its
 # vectors
 Side = Literal["old", "new"]
+Vector = NDArray[np.float32] | SparseRow  # dense, a multivector with a row for each token, or sparse
 SIDES: tuple[Side, Side] = ("old", "new")
 
 
@@ -51,14 +53,15 @@ class LiveSource:
 
 @dataclass(frozen=True)
 class LiveState:
-    """State of a live collection. `dims`: width of the vectors in use. `in_use`: the side that searches use.
-    `is_begun`: there is a place for vectors of the opposite side.
+    """State of a live collection. `dims`: width of the vectors in use, 0 if unknown. `in_use`: the side that searches
+    use. `is_begun`: there is a place for vectors of the opposite side. `output`: kind of the vectors.
     """
 
     rows: int
     dims: int
     in_use: Side
     is_begun: bool
+    output: Output = "dense"
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class LiveCollection(Protocol):
         model, if that is possible.
         """
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         """Write the vectors of rows. Rows that have changed since they were read stay pending. `vectors` None: these
         rows have no text, so the side that is not in use must have no vector of them.
         """
@@ -106,7 +109,7 @@ class LiveCollection(Protocol):
     async def sample(self, count: int) -> Sequence[LiveRow]:
         """Return rows that are chosen at random."""
 
-    async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
+    async def nearest(self, side: Side, vector: Vector, count: int) -> Sequence[str]:
         """Return the ids of the nearest rows by the vectors of one side, the nearest first."""
 
     async def build_indexes(self) -> None:

@@ -15,10 +15,16 @@ from urllib.parse import unquote, urlsplit
 from sie_contracts.settings import SettingError
 from sie_store.object_stores import RetryPolicy
 from sie_store.sinks.live import LiveCollection, LiveSource
-from sie_store.sinks.sink import PATIENCE, ROW_ID, Sink
+from sie_store.sinks.sink import PATIENCE, ROW_ID, Output, Sink
 
 QDRANT_PORT = 6333
 LANCE_SCHEMES = ("lancedb", "lancedb+s3", "lancedb+gs", "lancedb+az")
+
+_OUTPUTS: dict[str, tuple[Output, ...]] = {
+    "qdrant": ("dense", "sparse", "multivector"),
+    "postgresql": ("dense", "sparse"),
+    "lancedb": ("dense",),
+}
 
 
 def opened(url: str, setting: str, patience: RetryPolicy = PATIENCE) -> Sink:
@@ -105,6 +111,11 @@ def _address(url: str) -> tuple[str, str]:
     host = f"[{pieces.hostname}]" if ":" in (pieces.hostname or "") else pieces.hostname
     scheme = "https" if pieces.scheme == "qdrants" else "http"
     return f"{scheme}://{host}:{pieces.port or QDRANT_PORT}", unquote(pieces.username or "")
+
+
+def outputs(url: str) -> tuple[Output, ...]:
+    """Return the outputs of models that the database at `url` can store."""
+    return _OUTPUTS[url.partition("://")[0].partition("+")[0].replace("qdrants", "qdrant")]
 
 
 def reserved(url: str) -> frozenset[str]:

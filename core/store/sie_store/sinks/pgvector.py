@@ -1,5 +1,5 @@
 """PostgreSQL with pgvector. The rows of a job are in the table `collection (id text primary key, embedding vector(d),
-payload jsonb)`.
+sparse sparsevec(n), payload jsonb)`, which has the columns of the job's outputs.
 
     rows ──binary COPY──► temporary table ──INSERT ... ON CONFLICT DO UPDATE──► table, all in one transaction
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import re
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -28,9 +29,12 @@ from sie_store.sinks.sink import (
     CollectionMissing,
     Kind,
     NearRow,
+    Output,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
+    SparseRow,
+    Widths,
     checked_name,
     encoded,
 )
@@ -39,6 +43,9 @@ T = TypeVar("T")
 # SQLSTATE codes that occur if two writers create the same table or type at the same time
 RACES = ("23505", "42P07", "42710")
 MAX_DIMS = 16_000
+MAX_WIDTHS: Widths = {"dense": MAX_DIMS, "sparse": 1_000_000_000}
+VECTOR_TYPES = ("vector", "sparsevec")
+COLUMNS: tuple[tuple[Output, str, str], ...] = (("dense", "embedding", "vector"), ("sparse", "sparse", "sparsevec"))
 COPY_ROWS = 500
 CONNECT_S = 10.0
 # lowest rate at which a database must accept rows, in bytes per second; it determines the time limit of a write
@@ -116,26 +123,27 @@ class PgvectorSink:
 
     def __init__(self, url: str, patience: RetryPolicy) -> None:
         self._database = PostgresDatabase(url, patience)
-        self._dims = 0
+        self._widths: Widths = {}
         self._table = ""  # quoted name of the table, with its schema
-        self._extension = ""  # schema of the type `vector`
+        self._extension = ""  # schema of the types of vectors
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+    async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
         """Create or check the table. `kinds` is unused: jsonb stores types, and the operator creates indexes."""
         checked_name(collection)
-        if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
+        for output, dims in widths.items():
+            if not 1 <= dims <= MAX_WIDTHS[output]:
+                raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_WIDTHS[output]}")
         self._extension, schema = await self._database.transaction(
-            functools.partial(_prepared, collection=collection, dims=dims)
+            functools.partial(_prepared, collection=collection, columns=_vector_columns(widths))
         )
-        self._table, self._dims = f"{quoted(schema)}.{quoted(collection)}", dims
+        self._table, self._widths = f"{quoted(schema)}.{quoted(collection)}", widths
 
     async def upsert(self, rows: SinkRows) -> None:
         assert self._table, "prepare comes first"
-        latest = rows.latest(self._dims)
-        records = await asyncio.to_thread(_records, latest)
+        latest = rows.latest(self._widths)
+        records = await asyncio.to_thread(_records, latest, self._widths)
         if records:
-            size = sum(len(row_id) + len(vector) + len(payload) for row_id, vector, payload in records)
+            size = sum(map(len, itertools.chain.from_iterable(records)))
             await self._database.transaction(functools.partial(self._written, records=records), size)
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
@@ -146,31 +154,44 @@ class PgvectorSink:
     async def close(self) -> None:
         """Do nothing: the sink has no open connection between calls."""
 
-    async def _written(self, connection: Any, records: list[tuple[str, bytes, str]]) -> None:
-        await copy_rows(connection, self._extension, "payload jsonb", records)
+    async def _written(self, connection: Any, records: list[tuple[Any, ...]]) -> None:
+        columns = {name: type.partition("(")[0] for name, type in _vector_columns(self._widths).items()}
+        await copy_rows(connection, self._extension, {**columns, "payload": "jsonb"}, records)
+        names = ", ".join([*columns, "payload"])
+        changes = ", ".join(f"{name} = EXCLUDED.{name}" for name in [*columns, "payload"])
         # in the order of ids, so that two writers of the same rows lock them in the same order and cannot deadlock
         await connection.execute(
-            f"INSERT INTO {self._table} (id, embedding, payload) "  # noqa: S608  quoted, and checked by prepare
-            "SELECT id, embedding, payload FROM pg_temp.sie_rows ORDER BY id "
-            "ON CONFLICT (id) DO UPDATE SET embedding = EXCLUDED.embedding, payload = EXCLUDED.payload"
+            f"INSERT INTO {self._table} (id, {names}) "  # noqa: S608  quoted, and checked by prepare
+            f"SELECT id, {names} FROM pg_temp.sie_rows ORDER BY id ON CONFLICT (id) DO UPDATE SET {changes}"
         )
 
 
-async def copy_rows(connection: Any, extension: str, column: str, records: Sequence[tuple[str, bytes, Any]]) -> None:
-    """Copy records (id, encoded vector, value of `column`) into the temporary table `sie_rows` of this transaction."""
-    await connection.set_type_codec("vector", schema=extension, encoder=bytes, decoder=bytes, format="binary")
-    await connection.execute(
-        f"CREATE TEMPORARY TABLE sie_rows (id text, embedding {quoted(extension)}.vector, {column}) ON COMMIT DROP"
-    )
+async def copy_rows(
+    connection: Any, extension: str, columns: Mapping[str, str], records: Sequence[tuple[Any, ...]]
+) -> None:
+    """Copy records (id, values of columns) into the temporary table `sie_rows` of this transaction. `columns`: type of
+    each; values of the extension's types are encoded.
+    """
+    fields = ["id text"]
+    for name, type in columns.items():
+        if type in VECTOR_TYPES:
+            await connection.set_type_codec(type, schema=extension, encoder=bytes, decoder=bytes, format="binary")
+        fields.append(f"{name} {quoted(extension)}.{type}" if type in VECTOR_TYPES else f"{name} {type}")
+    await connection.execute(f"CREATE TEMPORARY TABLE sie_rows ({', '.join(fields)}) ON COMMIT DROP")
     for start in range(0, len(records), COPY_ROWS):
         await connection.copy_records_to_table(
             "sie_rows", schema_name="pg_temp", records=records[start : start + COPY_ROWS]
         )
 
 
-async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, str]:
-    """Create the extension and the table if they do not exist, and check the table. Returns (schema of the extension,
-    schema of the table).
+def _vector_columns(widths: Widths) -> dict[str, str]:
+    """Return the types of the columns of vectors by name."""
+    return {name: f"{type}({widths[output]})" for output, name, type in COLUMNS if output in widths}
+
+
+async def _prepared(connection: Any, collection: str, columns: Mapping[str, str]) -> tuple[str, str]:
+    """Create the extension and the table if they do not exist, and check the table. `columns`: types of the columns of
+    vectors. Returns (schema of the extension, schema of the table).
     """
     extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
     if extension is None:
@@ -184,23 +205,29 @@ async def _prepared(connection: Any, collection: str, dims: int) -> tuple[str, s
         except (asyncpg.UndefinedFileError, asyncpg.FeatureNotSupportedError, asyncpg.UndefinedObjectError):
             raise SinkUnsuitable("pgvector is not installed on the server of the database") from None
         extension = await connection.fetchval(SCHEMA_OF_EXTENSION)
-    kind = f"vector({dims})"
-    columns = await connection.fetch(_COLUMNS, quoted(collection))
-    if not columns:
-        await connection.execute(
-            f"CREATE TABLE IF NOT EXISTS {quoted(collection)} "
-            f"(id text PRIMARY KEY, embedding {quoted(extension)}.{kind} NOT NULL, payload jsonb NOT NULL)"
-        )
-        columns = await connection.fetch(_COLUMNS, quoted(collection))
-    types = _types(columns)
-    actual = types.get("embedding", "no column embedding")
-    if actual != kind:
-        raise CollectionMismatch(f"the table {collection} has {actual}, where {kind} is written")
+    stored = await connection.fetch(_COLUMNS, quoted(collection))
+    if not stored:
+        vectors = ", ".join(f"{name} {quoted(extension)}.{type} NOT NULL" for name, type in columns.items())
+        try:
+            await connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {quoted(collection)} "
+                f"(id text PRIMARY KEY, {vectors}, payload jsonb NOT NULL)"
+            )
+        except asyncpg.UndefinedObjectError:
+            raise SinkUnsuitable(
+                f"the extension vector of the database is too old for {', '.join(columns.values())}: sparse vectors "
+                "need pgvector 0.7 or later"
+            ) from None
+        stored = await connection.fetch(_COLUMNS, quoted(collection))
+    types = _types(stored)
+    for name, type in columns.items():
+        if (actual := types.get(name, f"no column {name}")) != type:
+            raise CollectionMismatch(f"the table {collection} has {actual}, where {type} is written")
     if types.get("id") != "text" or types.get("payload") != "jsonb":
         raise CollectionMismatch(f"the table {collection} lacks the columns id of type text and payload of type jsonb")
-    if not any(column["attname"] == "id" and column["is_unique"] for column in columns):
+    if not any(column["attname"] == "id" and column["is_unique"] for column in stored):
         raise CollectionMismatch(f"the column id of the table {collection} is neither a primary key nor unique")
-    return extension, columns[0]["nspname"]
+    return extension, stored[0]["nspname"]
 
 
 async def _searched(connection: Any, collection: str, vector: NDArray[np.float32], limit: int) -> list[Any]:
@@ -236,15 +263,30 @@ def binary(vector: NDArray[np.float32]) -> bytes:
     return struct.pack(">HH", len(vector), 0) + vector.astype(np.dtype(">f4")).tobytes()
 
 
-def _records(rows: SinkRows) -> list[tuple[str, bytes, str]]:
-    """Return rows as records for binary COPY. PostgreSQL cannot store NUL: U+FFFD replaces it. Raises RowsRefused."""
+def vector_binary(vector: NDArray[np.float32] | SparseRow, dims: int) -> bytes:
+    """Return a vector in pgvector's binary form. A sparse one has its number of dimensions, the count of its numbers,
+    four zero bytes, the indices and the float32 numbers, all big-endian.
+    """
+    if not isinstance(vector, SparseRow):
+        return binary(vector)
+    head = struct.pack(">iii", dims, len(vector.indices), 0)
+    return head + vector.indices.astype(np.dtype(">i4")).tobytes() + vector.values.astype(np.dtype(">f4")).tobytes()
+
+
+def _records(rows: SinkRows, widths: Widths) -> list[tuple[Any, ...]]:
+    """Return rows as records for binary COPY: id, vectors, payload. PostgreSQL cannot store NUL: U+FFFD replaces it.
+    Raises RowsRefused.
+    """
     encoded_rows = []
-    for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True)):
+    for number, (row_id, payload) in enumerate(zip(rows.ids, rows.payloads, strict=True)):
         encoded(row_id, number)
         if "\0" in row_id:
             raise RowsRefused(f"row {number} has an id with the character NUL, which PostgreSQL cannot store")
         text = encoded(payload, number).decode()
-        encoded_rows.append((row_id, binary(vector), _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text))
+        dense = (binary(rows.vectors[number]),) if "dense" in widths else ()
+        sparse = (vector_binary(rows.sparse[number], widths["sparse"]),) if rows.sparse else ()
+        text = _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text
+        encoded_rows.append((row_id, *dense, *sparse, text))
     return encoded_rows
 
 

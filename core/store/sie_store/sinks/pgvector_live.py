@@ -18,19 +18,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
+from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
 from sie_store.sinks.pgvector import (
-    MAX_DIMS,
+    MAX_WIDTHS,
     SCHEMA_OF_EXTENSION,
     PostgresDatabase,
-    binary,
     copy_rows,
     quoted,
+    vector_binary,
 )
-from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, CollectionRefused, SinkUnsuitable
+from sie_store.sinks.sink import (
+    CollectionMismatch,
+    CollectionMissing,
+    CollectionRefused,
+    Output,
+    SinkUnsuitable,
+    SparseRow,
+)
 
 DEFAULT_VECTOR, PAYLOAD = "embedding", "payload"  # as jobs create them
 NEXT, BEFORE, MARKER = "_next", "_before", "_marker"
@@ -38,9 +43,16 @@ MAX_NAME = 63  # bytes of a name in PostgreSQL
 SCAN_ROWS = 2_000
 LOCK_S = 3  # seconds for which a change of the table waits for its lock, and lets later readers and writers wait
 INDEX_S = 24 * 3600.0
-_TYPE = re.compile(r"(?:.*\.)?(vector|halfvec)(?:\((\d+)\))?")
-_OPERATORS = {"vector_l2_ops": "<->", "vector_ip_ops": "<#>", "halfvec_l2_ops": "<->", "halfvec_ip_ops": "<#>"}
-COSINE = "<=>"
+_TYPE = re.compile(r"(?:.*\.)?(vector|halfvec|sparsevec)(?:\((\d+)\))?")
+_OPERATORS = {
+    "vector_l2_ops": "<->",
+    "vector_ip_ops": "<#>",
+    "halfvec_l2_ops": "<->",
+    "halfvec_ip_ops": "<#>",
+    "sparsevec_l2_ops": "<->",
+    "sparsevec_ip_ops": "<#>",
+}
+COSINE, INNER_PRODUCT = "<=>", "<#>"
 _TABLE = """
 SELECT c.oid, c.relkind = 'r' AS is_table, pg_has_role(c.relowner, 'USAGE') AS is_owner
 FROM pg_class c WHERE c.oid = to_regclass($1)
@@ -67,7 +79,7 @@ WHERE i.indrelid = to_regclass($1) AND i.indnkeyatts = 1 AND i.indpred IS NULL A
 
 @dataclass(frozen=True)
 class _TableShape:
-    """Columns of the table. `kind`: type of the vectors, vector or halfvec. `columns`: type by name."""
+    """Columns of the table. `kind`: type of the vectors: vector, halfvec or sparsevec. `columns`: type by name."""
 
     extension: str
     vector: str
@@ -103,6 +115,20 @@ class _TableShape:
         """Return the type of vectors, with its schema."""
         return f"{quoted(self.extension)}.{self.kind}"
 
+    @property
+    def copied_type(self) -> str:
+        """Return the type in which vectors are sent: a halfvec as a vector."""
+        return "sparsevec" if self.output == "sparse" else "vector"
+
+    @property
+    def output(self) -> Output:
+        return "sparse" if self.kind == "sparsevec" else "dense"
+
+    def dims(self, side: Side) -> int:
+        """Return the declared width of the vectors of a side; 0 if there is none."""
+        declared = _TYPE.fullmatch(self.columns.get(self.column(side), ""))
+        return int(declared[2] or 0) if declared else 0
+
 
 class _MarkerRecord(msgspec.Struct, frozen=True):
     """Comment of the column of markers. `new`: fingerprint of the new model."""
@@ -130,14 +156,15 @@ class PgvectorLive:
                 f"ALTER TABLE {self._table} DROP COLUMN {quoted(vector + BEFORE)}, DROP COLUMN {quoted(shape.marker)}"
             )
         column = quoted(shape.vector)
+        # vectors of a column without a declared width show it, except sparse ones
+        width = f"{quoted(shape.extension)}.vector_dims({column})" if shape.output == "dense" else "NULL::int"
         rows, dims = await self._database.transaction(
             lambda connection: connection.fetchrow(
                 f"SELECT (SELECT count(*) FROM {self._table}), "  # noqa: S608  quoted
-                f"(SELECT {quoted(shape.extension)}.vector_dims({column}) FROM {self._table} "
-                f"WHERE {column} IS NOT NULL LIMIT 1)"
+                f"(SELECT {width} FROM {self._table} WHERE {column} IS NOT NULL LIMIT 1)"
             )
         )
-        return LiveState(rows, dims or 0, shape.in_use, shape.is_begun)
+        return LiveState(rows, dims or shape.dims(shape.in_use), shape.in_use, shape.is_begun, shape.output)
 
     async def _read_shape(self, connection: Any) -> _TableShape:
         source = self._source
@@ -160,8 +187,8 @@ class PgvectorLive:
         if kind is None:
             vectors = [name for name, type_name in columns.items() if _TYPE.fullmatch(type_name)]
             raise CollectionMismatch(
-                f"the table {source.collection} has no column {vector} of type vector or halfvec. Name one with "
-                f"--vector: {', '.join(vectors) or 'it has none'}"
+                f"the table {source.collection} has no column {vector} of type vector, halfvec or sparsevec. Name one "
+                f"with --vector: {', '.join(vectors) or 'it has none'}"
             )
         has_payload = columns.get(PAYLOAD) == "jsonb"
         missing = [name for name in source.text.columns if name not in columns and not has_payload]
@@ -194,7 +221,9 @@ class PgvectorLive:
         is_not_null = next(row["not_null"] for row in rows if row["name"] == vector)
         in_use: Side = "new" if vector + BEFORE in columns else "old"
         indexes = await connection.fetch(_INDEXES, self._table, vector)
-        operator = next((_OPERATORS.get(index["operators"], COSINE) for index in indexes), COSINE)
+        # without an index: the cosine, and for sparse vectors the inner product, for which their models are trained
+        default = INNER_PRODUCT if kind[1] == "sparsevec" else COSINE
+        operator = next((_OPERATORS.get(index["operators"], COSINE) for index in indexes), default)
         id_type = columns[id_column]
         return _TableShape(
             extension, vector, kind[1], id_column, id_type, columns, in_use, comment or "", is_not_null, operator
@@ -202,8 +231,8 @@ class PgvectorLive:
 
     async def begin(self, dims: int) -> None:
         shape = self._opened()
-        if dims > MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {MAX_DIMS}")
+        if dims > (most := MAX_WIDTHS[shape.output]):
+            raise SinkUnsuitable(f"a vector has {dims} numbers, where pgvector takes at most {most}")
         fingerprint = self._source.fingerprints["new"]
         if not shape.is_begun:
             if shape.vector + NEXT in shape.columns:
@@ -292,13 +321,14 @@ class PgvectorLive:
             ids,
         )
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         shape = self._opened()
         if vectors is None:
             if side != shape.in_use:
                 await self._database.transaction(functools.partial(self._cleared, shape=shape, side=side, rows=rows))
             return
-        encoded = await asyncio.to_thread(lambda: [binary(vector) for vector in vectors])
+        dims = shape.dims(side)
+        encoded = await asyncio.to_thread(lambda: [vector_binary(vector, dims) for vector in vectors])
         records = [(row.id, vector, row.version) for row, vector in zip(rows, encoded, strict=True)]
         size = sum(len(row_id) + len(vector) + len(version) for row_id, vector, version in records)
         await self._database.transaction(
@@ -308,7 +338,7 @@ class PgvectorLive:
     async def _written(
         self, connection: Any, shape: _TableShape, side: Side, records: Sequence[tuple[str, bytes, bytes]]
     ) -> None:
-        await copy_rows(connection, shape.extension, "version bytea", records)
+        await copy_rows(connection, shape.extension, {"embedding": shape.copied_type, "version": "bytea"}, records)
         identity, vector = quoted(shape.id_column), f"fresh.embedding::{shape.type}"
         changes = [
             f"{quoted(shape.column(side))} = {vector}",
@@ -353,7 +383,7 @@ class PgvectorLive:
         )
         return [LiveRow(row["id"], msgspec.json.decode(row["columns"])) for row in rows]
 
-    async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
+    async def nearest(self, side: Side, vector: Vector, count: int) -> Sequence[str]:
         shape = self._opened()
         column = f"t.{quoted(shape.column(side))}"
         near = await self._database.transaction(
@@ -361,7 +391,7 @@ class PgvectorLive:
                 f"SELECT t.{quoted(shape.id_column)}::text AS id FROM {self._table} t WHERE {column} IS NOT NULL "  # noqa: S608
                 f"ORDER BY {column} OPERATOR({quoted(shape.extension)}.{shape.operator}) $1::text::{shape.type} "
                 f"LIMIT {count}",
-                str(vector.tolist()),
+                _text(vector, shape.dims(side)),
             )
         )
         return [row["id"] for row in near]
@@ -476,6 +506,14 @@ def _version(source: LiveSource, shape: _TableShape) -> str:
     """Return the expression for the digest of the columns that the template names."""
     columns = ", ".join(map(shape.field, source.text.columns))
     return f"sha256(convert_to(jsonb_build_array({columns})::text, 'UTF8'))"
+
+
+def _text(vector: Vector, dims: int) -> str:
+    """Return a vector in pgvector's form as text, in which sparse ones count from 1."""
+    if not isinstance(vector, SparseRow):
+        return str(vector.tolist())
+    pairs = zip((vector.indices + 1).tolist(), vector.values.tolist(), strict=True)
+    return "{" + ",".join(f"{place}:{value}" for place, value in pairs) + "}/" + str(dims)
 
 
 def _literal(text: str) -> str:

@@ -34,14 +34,18 @@ from sie_store.sinks.sink import (
     CollectionRefused,
     Kind,
     NearRow,
+    Output,
     RowsRefused,
     SinkRows,
     SinkUnsuitable,
+    SparseRow,
+    Widths,
     checked_name,
     encoded,
 )
 
 DISTANCE = "Cosine"
+COMPARATOR = "max_sim"  # of multivectors
 DISTANCES = (DISTANCE, "Dot", "Euclid", "Manhattan")
 MAX_DIMS = 65_536
 # largest number of bytes of a reply; the largest reply describes a collection and the fields of its payloads
@@ -136,32 +140,37 @@ class QdrantConnection:
 
 
 class QdrantSink:
+    """Sink for Qdrant. A collection of dense vectors alone has one vector without a name; others have named vectors,
+    with the names of the outputs.
+    """
+
     def __init__(self, url: str, api_key: str, patience: RetryPolicy, body_bytes: int = BODY_BYTES) -> None:
         self._server = QdrantConnection(url, api_key, patience)
         self._body_bytes = body_bytes
         self._collection = ""
-        self._dims = 0
+        self._widths: Widths = {}
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
+    async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
         path = f"/collections/{checked_name(collection)}"
-        if not 1 <= dims <= MAX_DIMS:
-            raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
+        for output, dims in widths.items():
+            if output != "sparse" and not 1 <= dims <= MAX_DIMS:
+                raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
         if any('"' in field for field in kinds):
             raise CollectionRefused("Qdrant cannot index a field with a quotation mark in its name: rename the column")
+        settings = _settings(widths)
         collection_info = await self._server.send("GET", path, missing=True)
         if collection_info is None:
-            settings = {"vectors": {"size": dims, "distance": DISTANCE}}
             await self._server.send("PUT", path, msgspec.json.encode(settings), exists=True)
             collection_info = await self._server.send("GET", path)
-        _check(collection_info, collection, dims)
+        _check(collection_info, collection, settings)
         for field, kind in kinds.items():
             index = {"field_name": f'"{field}"', "field_schema": kind}
             await self._server.send("PUT", f"{path}/index?wait=true", msgspec.json.encode(index))
-        self._collection, self._dims = collection, dims
+        self._collection, self._widths = collection, widths
 
     async def upsert(self, rows: SinkRows) -> None:
         assert self._collection, "prepare comes first"
-        bodies = self._bodies(rows.latest(self._dims))
+        bodies = self._bodies(rows.latest(self._widths))
         path = f"/collections/{self._collection}/points?wait=true"
         # encoded in a thread, because this takes as long as some requests to a model and would block the event loop
         while body := await asyncio.to_thread(next, bodies, b""):
@@ -169,8 +178,13 @@ class QdrantSink:
 
     async def search(self, collection: str, vector: NDArray[np.float32], limit: int) -> list[NearRow]:
         path = f"/collections/{checked_name(collection)}"
-        _check(await self._server.send("GET", path), collection, len(vector))
+        collection_info = await self._server.send("GET", path)
+        vectors, _ = _vectors(collection_info)
+        name = "dense" if "dense" in vectors else ""
+        _check_vector(vectors.get(name), collection, name, {"size": len(vector), "distance": DISTANCE})
         query = {"query": vector.tolist(), "limit": limit, "with_payload": True, "with_vector": False}
+        if name:
+            query["using"] = name
         result = await self._server.send("POST", f"{path}/points/query", msgspec.json.encode(query))
         try:
             points = msgspec.convert(result["points"], list[_QdrantPoint])
@@ -188,11 +202,25 @@ class QdrantSink:
                 # first, because it refuses an id that has no UUID
                 "payload": msgspec.Raw(encoded({**payload, ROW_ID: row_id}, number)),
                 "id": point_id(row_id),
-                "vector": vector.tolist(),
+                "vector": self._vector(rows, number),
             }
-            for number, (row_id, vector, payload) in enumerate(zip(rows.ids, rows.vectors, rows.payloads, strict=True))
+            for number, (row_id, payload) in enumerate(zip(rows.ids, rows.payloads, strict=True))
         )
         return point_bodies(points, self._body_bytes)
+
+    def _vector(self, rows: SinkRows, number: int) -> Any:
+        """Return the vectors of a row as those of a point."""
+        if set(self._widths) == {"dense"}:
+            return json_vector(rows.vectors[number])
+        outputs: dict[Output, Any] = {"dense": rows.vectors, "sparse": rows.sparse, "multivector": rows.multivectors}
+        return {name: json_vector(outputs[name][number]) for name in self._widths}
+
+
+def json_vector(vector: NDArray[np.float32] | SparseRow) -> Any:
+    """Return a vector as Qdrant reads it."""
+    if isinstance(vector, SparseRow):
+        return {"indices": vector.indices.tolist(), "values": vector.values.tolist()}
+    return vector.tolist()
 
 
 def point_bodies(points: Iterable[Mapping[str, Any]], body_bytes: int = BODY_BYTES) -> Iterator[bytes]:
@@ -249,18 +277,55 @@ def _refusal(response: httpx.Response, rows: bool) -> StoreError:
     return StoreError(f"Qdrant answers with status {status}", float(after) if after.isdecimal() else 0.0)
 
 
-def _check(collection_info: Any, collection: str, dims: int) -> None:
+def _settings(widths: Widths) -> dict[str, Any]:
+    """Return the settings of a collection for vectors of these widths."""
+    named = {name: {"size": dims, "distance": DISTANCE} for name, dims in widths.items() if name != "sparse"}
+    if set(widths) == {"dense"}:
+        return {"vectors": named["dense"]}
+    if "multivector" in named:
+        named["multivector"]["multivector_config"] = {"comparator": COMPARATOR}
+    return {"vectors": named, **({"sparse_vectors": {"sparse": {}}} if "sparse" in widths else {})}
+
+
+def _vectors(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dense vectors and multivectors of a collection by name, empty for one without a name, and the sparse
+    ones. `settings`: of a collection, or the server's description of one.
+    """
     try:
-        vectors = collection_info["config"]["params"]["vectors"]
-    except (TypeError, KeyError):
+        params = settings["config"]["params"] if "config" in settings else settings
+        vectors, sparse = params.get("vectors") or {}, params.get("sparse_vectors") or {}
+        return ({"": vectors} if "size" in vectors else dict(vectors)), dict(sparse)
+    except (TypeError, KeyError, ValueError, AttributeError):
         raise SinkUnsuitable("the server does not answer as Qdrant does") from None
-    if not isinstance(vectors, dict) or "size" not in vectors:
-        raise CollectionMismatch(f"the collection {collection} has named vectors, where one without a name is written")
-    size, distance = vectors["size"], vectors.get("distance")
-    if not isinstance(size, int) or distance not in DISTANCES:
+
+
+def _check(collection_info: Any, collection: str, settings: dict[str, Any]) -> None:
+    """Raise CollectionMismatch unless a collection has the vectors of these settings, and no others."""
+    vectors, sparse = _vectors(collection_info)
+    expected, expected_sparse = _vectors(settings)
+    if vectors.keys() != expected.keys() or sparse.keys() != expected_sparse.keys():
+        shown = ", ".join(name or "one without a name" for name in (*expected, *expected_sparse))
+        raise CollectionMismatch(f"the collection {collection} has not the vectors that are written: {shown}")
+    for name, params in expected.items():
+        _check_vector(vectors[name], collection, name, params)
+
+
+def _check_vector(actual: Any, collection: str, name: str, expected: Mapping[str, Any]) -> None:
+    """Raise CollectionMismatch unless a vector of a collection has these parameters."""
+    if actual is None:
+        raise CollectionMismatch(f"the collection {collection} has no dense vector of a job")
+    try:
+        size, distance = actual["size"], actual.get("distance")
+        comparator = (actual.get("multivector_config") or {}).get("comparator")
+    except (TypeError, KeyError, AttributeError):
+        raise SinkUnsuitable("the server does not answer as Qdrant does") from None
+    if not isinstance(size, int) or distance not in DISTANCES or comparator not in (None, COMPARATOR):
         raise SinkUnsuitable("the server does not answer as Qdrant does")
-    if (size, distance) != (dims, DISTANCE):
+    place = f"the collection {collection}" + (f", vector {name}," if name else "")
+    if (comparator is None) != ("multivector_config" not in expected):
+        raise CollectionMismatch(f"{place} is no {'multivector' if comparator is None else 'single vector'}")
+    if (size, distance) != (expected["size"], expected["distance"]):
         raise CollectionMismatch(
-            f"the collection {collection} has {size} dimensions and the distance {distance}, "
-            f"where {dims} dimensions and the distance {DISTANCE} are written"
+            f"{place} has {size} dimensions and the distance {distance}, "
+            f"where {expected['size']} dimensions and the distance {expected['distance']} are written"
         )

@@ -27,12 +27,10 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, opposite
-from sie_store.sinks.qdrant import MAX_DIMS, QdrantConnection, point_bodies
-from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, SinkUnsuitable, checked_name
+from sie_store.sinks.live import LiveRow, LiveSource, LiveState, ScannedPage, Side, Vector, opposite
+from sie_store.sinks.qdrant import MAX_DIMS, QdrantConnection, json_vector, point_bodies
+from sie_store.sinks.sink import CollectionMismatch, CollectionMissing, Output, SinkUnsuitable, checked_name
 
 MARKER = "_sie"
 NO_VECTOR, CLAIM = "none", "claim"  # in place of the text's digest in a marker
@@ -91,8 +89,8 @@ class _AliasListing(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _CollectionPair:
-    """Collections of a migration. `vector`: name of the vector, empty for one without a name. `more_vectors`: names of
-    the rest.
+    """Collections of a migration. `vector`: name of the vector, empty for one without a name. `params`: its settings,
+    none for a sparse one. `more_vectors`: names of the rest.
     """
 
     names: Mapping[Side, str]
@@ -156,35 +154,40 @@ class QdrantLive:
             is_begun = await self._server.send("GET", _path(new), missing=True) is not None
         self._layout = _CollectionPair({"old": old, "new": new}, in_use, is_begun, info, vector, params, more_vectors)
         counted = await self._read("POST", _path(target, "/points/count"), _PointCount, {"exact": True})
-        return LiveState(counted.count, int(params["size"]), in_use, is_begun)
+        return LiveState(counted.count, params.get("size", 0), in_use, is_begun, _output_of(params))
 
     def _vectors(self, info: _CollectionInfo) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-        """Return the name and the parameters of the vector to migrate, and the names of the other vectors."""
+        """Return the name and the parameters of the vector to migrate, and the names of the other vectors. Sparse ones
+        have no size.
+        """
         vectors = info.config.params.get("vectors") or {}
-        sparse = tuple(info.config.params.get("sparse_vectors") or {})
-        named = {"": vectors} if "size" in vectors else vectors
-        vector = self._source.vector or (next(iter(named)) if len(named) == 1 else "")
-        params = named.get(vector)
-        if not isinstance(params, dict) or not isinstance(params.get("size"), int):
+        named = {"": vectors} if "size" in vectors else dict(vectors)
+        sizes = {name: params.get("size") for name, params in named.items() if isinstance(params, dict)}
+        sparse = info.config.params.get("sparse_vectors") or {}
+        # of a collection with one dense vector, this one, whatever sparse ones it has
+        default = named if len(named) == 1 else {**named, **sparse}
+        vector = self._source.vector or (next(iter(default)) if len(default) == 1 else "")
+        if vector not in sparse and not isinstance(sizes.get(vector), int):
             raise CollectionMismatch(
-                f"the collection {self._alias} has the vectors {', '.join(name or '(no name)' for name in named)}: "
-                "--vector names the one to migrate"
+                f"the collection {self._alias} has the vectors "
+                f"{', '.join(name or '(no name)' for name in (*named, *sparse))}: --vector names the one to migrate"
             )
-        if params.get("multivector_config"):
-            raise CollectionMismatch(f"the vector {vector} of {self._alias} is a multivector, which is not migrated")
-        return vector, params, (*(name for name in named if name != vector), *sparse)
+        more_vectors = tuple(name for name in (*named, *sparse) if name != vector)
+        return vector, {} if vector in sparse else named[vector], more_vectors
 
     async def begin(self, dims: int) -> None:
         layout = self._opened()
         name = layout.names["new"]
-        if not 1 <= dims <= MAX_DIMS:
+        if layout.params and not 1 <= dims <= MAX_DIMS:
             raise SinkUnsuitable(f"a vector has {dims} numbers, where Qdrant takes at most {MAX_DIMS}")
         if not layout.is_begun:
             config = layout.info.config
-            params = {**layout.params, "size": dims}
-            vectors: Any = config.params["vectors"]
+            vectors: Any = config.params.get("vectors") or {}
+            if layout.params:
+                params = {**layout.params, "size": dims}
+                vectors = params if layout.vector == "" else {**vectors, layout.vector: params}
             settings = {
-                "vectors": params if layout.vector == "" else {**vectors, layout.vector: params},
+                "vectors": vectors,
                 **{key: config.params[key] for key in ("sparse_vectors", *_PARAMS) if config.params.get(key)},
                 **{key: getattr(config, own) for own, key in _CONFIGS.items() if getattr(config, own)},
             }
@@ -194,7 +197,7 @@ class QdrantLive:
             await self._server.send("PUT", _path(name, "/index?wait=true"), msgspec.json.encode(body))
         created = await self._read("GET", _path(name), _CollectionInfo)
         _, params, _ = self._vectors(created)
-        if params["size"] != dims:
+        if params and params["size"] != dims:
             raise CollectionMismatch(
                 f"the collection {name} has {params['size']} dimensions, where {dims} are written: no migration of "
                 "this model has created it. Delete it"
@@ -291,7 +294,7 @@ class QdrantLive:
                 body = msgspec.json.encode({"points": deleted})
                 await self._server.send("POST", _path(copies, "/points/delete?wait=true"), body)
 
-    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: NDArray[np.float32] | None) -> None:
+    async def write(self, side: Side, rows: Sequence[LiveRow], vectors: Sequence[Vector] | None) -> None:
         layout = self._opened()
         pairs = [(row.stored, None if vectors is None else vectors[number]) for number, row in enumerate(rows)]
         if side != layout.in_use:
@@ -311,7 +314,7 @@ class QdrantLive:
     async def _put(
         self,
         side: Side,
-        points: Sequence[tuple[_Point, NDArray[np.float32] | None]],
+        points: Sequence[tuple[_Point, Vector | None]],
         update_filter: Mapping[str, Any] | None = None,
     ) -> None:
         """Write copies of points to the collection of a side (the old or the new model). `update_filter`: existing
@@ -325,18 +328,19 @@ class QdrantLive:
             content = body.removesuffix(b"}") + condition
             await self._server.send("PUT", self._points_path(side, "?wait=true"), content, completed=True)
 
-    def _copy(self, point: _Point, side: Side, vector: NDArray[np.float32] | None) -> dict[str, Any]:
+    def _copy(self, point: _Point, side: Side, vector: Vector | None) -> dict[str, Any]:
         """Return the copy of a point for the collection of a side, with the point's vectors of other names."""
         name = self._opened().vector
         content: Any = dict(point.vector) if isinstance(point.vector, dict) else {}
         payload = _plain(point)
         if vector is not None:
-            content = {**content, name: vector.tolist()} if name or content else vector.tolist()
+            written = json_vector(vector)
+            content = {**content, name: written} if name or content else written
         text = NO_VECTOR if vector is None else self._text_digest(side, point)
         payload[MARKER] = f"{text}.{_payload_digest(point)}"
         return {"id": point.id, "vector": content, "payload": payload}
 
-    async def _replace_vectors(self, points: Sequence[tuple[_Point, NDArray[np.float32]]]) -> None:
+    async def _replace_vectors(self, points: Sequence[tuple[_Point, Vector]]) -> None:
         """Write vectors and markers to the collection in use. A claim in the markers is read back with the points, and
         is the condition of each write. A writer that replaces a point removes the claim, so its vector stays.
         """
@@ -349,7 +353,7 @@ class QdrantLive:
             present = claimed.get(point.id)
             if present is None or _marker(present) != claim or _plain(present) != _plain(point):
                 continue
-            content: Any = {layout.vector: vector.tolist()} if layout.vector else vector.tolist()
+            content: Any = {layout.vector: json_vector(vector)} if layout.vector else json_vector(vector)
             unchanged = _with_marker(claim, ids=[point.id])
             marker = f"{self._text_digest(layout.in_use, point)}."
             operations: list[dict[str, Any]] = [
@@ -367,9 +371,14 @@ class QdrantLive:
         page = await self._read("POST", self._points_path(self._opened().in_use, "/query"), _PointPage, body)
         return [LiveRow(str(point.id), _plain(point)) for point in page.points]
 
-    async def nearest(self, side: Side, vector: NDArray[np.float32], count: int) -> Sequence[str]:
+    async def nearest(self, side: Side, vector: Vector, count: int) -> Sequence[str]:
         name = self._opened().vector
-        body = {"query": vector.tolist(), "limit": count, "with_payload": False, **({"using": name} if name else {})}
+        body = {
+            "query": json_vector(vector),
+            "limit": count,
+            "with_payload": False,
+            **({"using": name} if name else {}),
+        }
         page = await self._read("POST", self._points_path(side, "/query"), _PointPage, body)
         return [str(point.id) for point in page.points]
 
@@ -468,6 +477,13 @@ class QdrantLive:
 
 def _path(collection: str, suffix: str = "") -> str:
     return f"/collections/{quote(collection, safe='')}{suffix}"
+
+
+def _output_of(params: Mapping[str, Any]) -> Output:
+    """Return the kind of a vector with these settings."""
+    if not params:
+        return "sparse"
+    return "multivector" if params.get("multivector_config") else "dense"
 
 
 def _plain(point: _Point) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from sie_store.object_stores import RetryPolicy, StoreError
 
 Kind = Literal["keyword", "integer", "float", "bool"]
+Output = Literal["dense", "sparse", "multivector"]
+Widths = Mapping[Output, int]  # of the vectors of a collection; of sparse ones the largest index plus 1
 # ten attempts, whose pauses together are about two minutes: time for a database to restart or fail over
 PATIENCE = RetryPolicy(stall_s=60.0, tries=10)
 ROW_ID = "_id"  # field of a Qdrant payload with the id of the row
@@ -57,24 +59,55 @@ class RowsRefused(StoreError):
 
 
 @dataclass(frozen=True)
+class SparseRow:
+    """Sparse vector of a row. `indices`: places of its numbers that are not zero, in ascending order."""
+
+    indices: NDArray[np.integer[Any]]
+    values: NDArray[np.float32]
+
+    @classmethod
+    def from_arrays(cls, indices: NDArray[np.integer[Any]], values: NDArray[np.floating[Any]]) -> SparseRow:
+        """Return the vector that has these numbers, in any order, at these indices."""
+        order = np.argsort(indices)
+        order = order[values[order] != 0]
+        return cls(indices[order], values[order].astype(np.float32, copy=False))
+
+
+@dataclass(frozen=True)
 class SinkRows:
-    """Rows to write. `vectors`: float32 [rows, dimensions]. `payloads`: maps whose values can be encoded as JSON."""
+    """Rows to write. `vectors`: dense ones, float32 [rows, dimensions]. `payloads`: maps whose values can be encoded as
+    JSON. `multivectors`: float32 [tokens, dimensions] of each row.
+    """
 
     ids: Sequence[str]
     vectors: NDArray[np.float32]
     payloads: Sequence[Mapping[str, Any]]
+    sparse: Sequence[SparseRow] = ()
+    multivectors: Sequence[NDArray[np.float32]] = ()
 
-    def latest(self, dims: int) -> SinkRows:
+    def latest(self, widths: Widths) -> SinkRows:
         """Return the rows; of several rows with the same id, only the last one. Raises RowsRefused for rows no database
         can store.
         """
-        count = len(self.ids)
+        count, dims = len(self.ids), widths.get("dense", 0)
         if self.vectors.shape != (count, dims) or len(self.payloads) != count:
             raise RowsRefused(
                 f"got {count} ids, {len(self.payloads)} payloads and vectors of shape {self.vectors.shape}, expected "
                 f"{count} payloads and the shape ({count}, {dims})"
             )
-        finite = np.isfinite(self.vectors).all(axis=1)
+        if len(self.sparse) != (count if "sparse" in widths else 0):
+            raise RowsRefused(f"got {len(self.sparse)} sparse vectors for {count} rows")
+        if len(self.multivectors) != (count if "multivector" in widths else 0):
+            raise RowsRefused(f"got {len(self.multivectors)} multivectors for {count} rows")
+        for number, rows in enumerate(self.multivectors):
+            if rows.ndim != 2 or rows.shape[1] != widths["multivector"] or not len(rows):
+                raise RowsRefused(f"row {number} of {count} has a multivector of shape {rows.shape}")
+        for number, row in enumerate(self.sparse):
+            if row.indices.shape != row.values.shape or (len(row.indices) and row.indices[-1] >= widths["sparse"]):
+                raise RowsRefused(f"row {number} of {count} has a sparse vector that is wider than {widths['sparse']}")
+        finite = np.asarray(np.isfinite(self.vectors).all(axis=1))
+        for vectors in ([row.values for row in self.sparse], self.multivectors):
+            finite[: len(vectors)] &= np.array([np.isfinite(numbers).all() for numbers in vectors], bool)
         if not finite.all():
             raise RowsRefused(f"row {int(np.argmin(finite))} of {count} has a vector with a number that is not finite")
         last = {row_id: number for number, row_id in enumerate(self.ids)}
@@ -82,7 +115,11 @@ class SinkRows:
             return self
         numbers = sorted(last.values())
         return SinkRows(
-            [self.ids[row] for row in numbers], self.vectors[numbers], [self.payloads[row] for row in numbers]
+            [self.ids[row] for row in numbers],
+            self.vectors[numbers],
+            [self.payloads[row] for row in numbers],
+            [self.sparse[row] for row in numbers] if self.sparse else (),
+            [self.multivectors[row] for row in numbers] if self.multivectors else (),
         )
 
 
@@ -98,10 +135,10 @@ class NearRow:
 class Sink(Protocol):
     """Vector database. Methods limit the time of an attempt, repeat it if that may help, and raise StoreError."""
 
-    async def prepare(self, collection: str, dims: int, kinds: Mapping[str, Kind]) -> None:
-        """Create or check the collection, for vectors of `dims` numbers with cosine distance, to which `upsert` will
-        write. `kinds`: kind of value of each payload field by which searches filter; the fields get an index if the
-        database needs one.
+    async def prepare(self, collection: str, widths: Widths, kinds: Mapping[str, Kind]) -> None:
+        """Create or check the collection to which `upsert` will write, for vectors of these widths: dense ones and
+        multivectors with cosine distance, sparse ones with the dot product. `kinds`: kind of value of each payload
+        field by which searches filter; the fields get an index if the database needs one.
         """
 
     async def upsert(self, rows: SinkRows) -> None:

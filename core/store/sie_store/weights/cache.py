@@ -401,7 +401,7 @@ class LocalCache:
         durable.write(partial / MANIFEST, encode(manifest))
         place.parent.mkdir(parents=True, exist_ok=True)
         os.rename(partial, place)
-        durable.sync_folder(place.parent)
+        durable.sync(place.parent)
 
 
 def _disk_failed(label: str, folder: Path, error: OSError) -> FetchFailed:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -25,8 +25,6 @@ from sie_store.weights.download import DownloadLimits, Piece, RemoteFile, Snapsh
 from sie_store.weights.manifest import MAX_MANIFEST_BYTES, FetchFailed, Manifest, ManifestError, check_paths, is_safe
 from sie_store.weights.progress import FetchProgress
 from sie_store.weights.selection import Wanted, of_lora
-
-_T = TypeVar("_T")
 
 # part_bytes=0: one request reads all missing bytes of a file, because the hub limits the number of requests and
 # redirects each of them to a new signed URL
@@ -71,7 +69,7 @@ def commit_of(repository: str, revision: str | None = None, *, label: str = "") 
 
     async def commit() -> str:
         async with _session() as session:
-            return (await _repeated(lambda: _listing(session, repository, revision), label)).sha
+            return (await LIMITS.repeated(lambda: _listing(session, repository, revision), label)).sha
 
     with _classed(label):
         sha = asyncio.run(commit())
@@ -90,7 +88,7 @@ async def _fetched(repository: str, revision: str, select: Wanted, folder: Path,
 
     label = progress.label
     async with _session() as session:
-        listing = await _repeated(lambda: _listing(session, repository, revision), label)
+        listing = await LIMITS.repeated(lambda: _listing(session, repository, revision), label)
         siblings = {sibling.rfilename: sibling for sibling in listing.siblings}
         names = [name for name in siblings if select(name)]
         try:
@@ -145,10 +143,10 @@ async def _file(session: Any, url: str, sibling: _Sibling, label: str) -> Remote
             answers = (*response.history, response)
             return next((answer.headers[key] for key in names for answer in answers if key in answer.headers), "")
 
-    size = await _repeated(lambda: header("X-Linked-Size", "Content-Length"), f"{label}: {name}")
+    size = await LIMITS.repeated(lambda: header("X-Linked-Size", "Content-Length"), f"{label}: {name}")
     if not size.isdecimal():
         raise FetchFailed("INCOMPATIBLE", f"{label}: the hub does not report the size of {name}")
-    etag = (await _repeated(lambda: header("X-Linked-Etag", "ETag"), f"{label}: {name}")).strip('W/"')
+    etag = (await LIMITS.repeated(lambda: header("X-Linked-Etag", "ETag"), f"{label}: {name}")).strip('W/"')
     return RemoteFile(name, int(size), etag if len(etag) == 64 else "", etag if len(etag) == 40 else "")
 
 
@@ -205,17 +203,6 @@ class _Hub:
         return FetchFailed(
             "NETWORK", f"{self.label}: {file.path} was received twice with another digest than the hub names"
         )
-
-
-async def _repeated(call: Callable[[], Awaitable[_T]], label: str) -> _T:
-    """Call the hub and return the result. The call is repeated after a StoreError, up to LIMITS.tries times."""
-    tries = 0
-    while True:
-        try:
-            return await call()
-        except StoreError as error:
-            tries += 1
-            await LIMITS.pause(error, tries, label)
 
 
 @contextlib.contextmanager
