@@ -35,7 +35,11 @@ FOR = {
     "chunker": ("sie_contracts.chunker",),
     "sidecar": ("sie_sidecar",),
     "adapter": ("sie_adapter",),
-    "gliner": ("sie_adapter.families.gliner", "sie_adapter.families.gliner_folder"),
+    "gliner": (
+        "sie_adapter.families.gliner",
+        "sie_adapter.families.gliner_folder",
+        "sie_adapter.families.gliner_relations",
+    ),
     "gliner2": ("sie_adapter.families.gliner2",),
     "gliclass": ("sie_adapter.families.gliclass",),
     "glirel": ("sie_adapter.families.glirel",),
@@ -64,6 +68,7 @@ APART: dict[str, tuple[str, ...]] = {
     "adapter": (
         "sie_adapter.families.gliner",
         "sie_adapter.families.gliner_folder",
+        "sie_adapter.families.gliner_relations",
         "sie_adapter.families.gliner2",
         "sie_adapter.families.gliclass",
         "sie_adapter.families.glirel",
