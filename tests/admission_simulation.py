@@ -291,7 +291,7 @@ class Before(Admission):
             return batches._y / batches._n * full / max(full, batches._x / batches._n)
         return line[0] + line[1] * full
 
-    def look_again(self, place: ModelQueue) -> None:
+    def refuse_late(self, place: ModelQueue) -> None:
         pass
 
 

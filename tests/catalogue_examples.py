@@ -93,6 +93,7 @@ GLINER = entry(
         "nested": {"extends": "sure", "run": {"parameters": {"flat_ner": False}}},
     },
 )
+RELATIONS = entry("org/relations", family="gliner-relations", outputs={"entities": 0, "relations": 0})
 NLI = entry("org/nli", family="zero-shot-classifier", outputs={"classifications": 0})
 DETECTOR = entry("org/detector", family="detector", inputs=["image"], outputs={"objects": 0})
 READER = entry("org/reader", family="document-reader", inputs=["image"], outputs={"entities": 0, "data": 0})
@@ -115,6 +116,7 @@ CATALOGUE = Catalogue(
             JUDGE,
             NER,
             GLINER,
+            RELATIONS,
             NLI,
             DETECTOR,
             READER,

@@ -148,7 +148,8 @@ class EncodeParams(Params, total=False):
 class ExtractParams(Params, total=False):
     """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
     the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with
-    `multi_label` a list. `label_thresholds`: the least score of a label or a property.
+    `multi_label` a list. `label_thresholds`: the least score of a label or a property. `relation_labels`: the relations
+    to look for between the entities, and `relation_threshold`, the least score of one.
     """
 
     labels: Sequence[str] | None
@@ -156,6 +157,8 @@ class ExtractParams(Params, total=False):
     output_schema: dict[str, Any] | None
     label_groups: Mapping[str, Sequence[str]] | None
     label_thresholds: Mapping[str, float] | None
+    relation_labels: Sequence[str] | None
+    relation_threshold: float | None
 
 
 class RedactOptions(Params, total=False):

@@ -46,6 +46,7 @@ OTHERWISE: dict[Path, Any] = {
     ("nats", "storage", "size"): "30Gi",
     ("nats", "storage", "maxFileStore"): "9Gi",
     ("gateway", "defaultMachineProfile"): "other",
+    ("workers", "common", "gpuCount"): 3,  # each is a word of a list, which takes helm minutes to make of thousands
 }
 
 

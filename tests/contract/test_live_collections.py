@@ -5,6 +5,7 @@ the way back, and what is left of it. The engines are those of test_sinks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import random
@@ -430,12 +431,12 @@ async def test_another_process_goes_on_and_another_model_or_template_begins_agai
 ) -> None:
     await begun(application, migrator, 100)
     await migrator.scan("new")
-    again = Migrator(opened_live(application.url, "SINK", source(application), QUICK))
+    again = Migrator(opened_live(application.url, "SINK", source(application), QUICK), output=application.output)
     assert (await again.live.open()).is_begun
     await again.live.begin(WIDTHS["new"])
     assert await again.scan("new") == 0
     longer = source(application, text=Template.parsed("about: {body}", "--text"))
-    other = Migrator(opened_live(application.url, "SINK", longer, QUICK))
+    other = Migrator(opened_live(application.url, "SINK", longer, QUICK), output=application.output)
     await other.live.open()
     assert await other.scan("new") == 100
     for live in (again.live, other.live):
@@ -459,7 +460,10 @@ async def test_new_vectors_of_another_width_are_refused(application: Application
     await begun(application, migrator, 5)
     again = opened_live(application.url, "SINK", source(application), QUICK)
     await again.open()
-    with pytest.raises(CollectionMismatch, match=r"24.*(where|is written).*"):
+    has_width = not (isinstance(application, Points) and application.output == "sparse")
+    with (
+        pytest.raises(CollectionMismatch, match=r"24.*(where|is written).*") if has_width else contextlib.nullcontext()
+    ):
         await again.begin(WIDTHS["new"] + 1)
     await again.close()
 
@@ -495,7 +499,7 @@ def opened_table(table: Table, **changes: Any) -> PgvectorLive:
 @pytest.mark.parametrize(
     ("columns", "changes", "why"),
     [
-        ("number bigint primary key, body text", {}, "no column embedding of type vector .* it has none"),
+        ("number bigint primary key, body text", {}, "no column embedding of type vector, .* it has none"),
         ("number bigint primary key, body text, v vector(3)", {}, "Name one with --vector: v"),
         ("number bigint primary key, title text, embedding vector(3)", {}, "no column body, which --text names"),
         ("number bigint, body text, embedding vector(3)", {}, "primary key or unique: it has none"),

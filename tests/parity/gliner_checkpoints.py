@@ -28,10 +28,10 @@ from sie_adapter.engine.device import Compute, resolve_device
 from sie_adapter.packed.attention_backend import attention_facts, resolve_attention
 from sie_contracts.models.entries import ModelEntry, parse_entry
 
-GlinerKind = Literal["span", "token", "bi", "bi-token"]
+GlinerKind = Literal["span", "token", "bi", "bi-token", "relations"]
 
 # of many seeds, those whose scores lie on both sides of 0.5 for each label
-_SEEDS: dict[GlinerKind, int] = {"span": 16, "bi": 12, "token": 14, "bi-token": 12}
+_SEEDS: dict[GlinerKind, int] = {"span": 16, "bi": 12, "token": 14, "bi-token": 12, "relations": 2}
 
 _BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _MARKS = ("[FLERT]", "<<ENT>>", "<<SEP>>")
@@ -95,11 +95,15 @@ def _wrapped(
     return tokenizer
 
 
+# layers whose outputs are multiplied with others: scores would all be near 0 or 1
+_LOUD = ("prompt_rep_layer.3", "pair_rep_layer.3", "relations_rep_layer")
+
+
 def _shake(model: torch.nn.Module, seed: int) -> None:
     """Random weights everywhere, biases and norms too: their initial 0 and 1 would hide that one is left out."""
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed))
-        scale = 0.05 if "prompt_rep_layer.3" in name else 0.1 if parameter.dim() < 2 else 0.25
+        scale = 0.05 if any(part in name for part in _LOUD) else 0.1 if parameter.dim() < 2 else 0.25
         parameter.data = noise * scale + (
             1.0 if parameter.dim() == 1 and "norm" in name.lower() and name.endswith("weight") else 0.0
         )
@@ -113,6 +117,7 @@ def gliner_folder(
     described: bool = True,
     pickled: bool = False,
     wordpiece: bool = False,
+    relations_layer: str = "gcn",
     backbone: dict[str, Any] | None = None,
 ) -> Path:
     """A folder that the package loads too. With another `backbone` the weights keep their initial values, so that few
@@ -124,7 +129,8 @@ def gliner_folder(
     from gliner import GLiNER, GLiNERConfig
 
     is_bi = kind.startswith("bi")
-    tokenizer = copy.deepcopy(_wrapped("wordpiece" if is_bi or wordpiece else "unigram", *(() if is_bi else _MARKS)))
+    marks = () if is_bi else (*_MARKS, "<<REL>>") if kind == "relations" else _MARKS
+    tokenizer = copy.deepcopy(_wrapped("wordpiece" if is_bi or wordpiece else "unigram", *marks))
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "model_name": "no/backbone",
@@ -149,6 +155,11 @@ def gliner_folder(
         label_config = {**BERT, "vocab_size": len(label_tokenizer), "hidden_size": 16, "num_hidden_layers": 1}
         (labels / "config.json").write_text(json.dumps(label_config))
         config |= {"labels_encoder": str(labels), "labels_encoder_config": label_config}
+    if kind == "relations":
+        config |= {
+            "relations_layer": relations_layer,
+            "rel_token_index": tokenizer.convert_tokens_to_ids("<<REL>>"),
+        }
     torch.manual_seed(0)
     plain = GLiNERConfig(**copy.deepcopy(config))
     kind_class = GLiNER._get_gliner_class(plain)

@@ -42,6 +42,7 @@ ORACLES = {
     "multimodal-encoder": "transformers, Qwen3VLModel, read as its vendor reads it",
     "multimodal-reranker": "transformers, Qwen3VLForConditionalGeneration, read as its vendor reads it",
     "gliner": "gliner, GLiNER",
+    "gliner-relations": "gliner, model of UniEncoderSpanRelexGLiNER",
     "gliner2": "gliner2, GLiNER2",
     "glirel": "glirel 1.2.1, GLiREL",
     "gliclass": "gliclass, ZeroShotClassificationPipeline",

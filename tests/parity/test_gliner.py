@@ -26,7 +26,7 @@ from selection import long_but
 from sie_adapter.families import extraction
 from sie_adapter.families import gliner as family
 from sie_adapter.families.extraction import ExtractOptions, TextWindow
-from sie_adapter.families.gliner import GlinerModel
+from sie_adapter.families.gliner import GlinerModel, WindowResult
 from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed, SIEError
 from sie_contracts.wire.ipc import Rows
 
@@ -134,17 +134,17 @@ def test_padding_holds_no_entities(models: dict[str, GlinerModel], oracles: dict
     with pytest.raises(IndexError):
         oracles[kind].inference(texts, list(LABELS), threshold=0.0)
     with torch.inference_mode():
-        words, labels = [text.split() for text in texts], list(LABELS)
-        request = models[kind]._request(options(kind, threshold=0.0), labels)
-        rows = models[kind]._spans(words, models[kind]._collated(words, labels), request)
+        words, wanted = [text.split() for text in texts], options(kind, threshold=0.0)
+        request = models[kind]._request(wanted, list(LABELS))
+        rows = models[kind]._read(words, models[kind]._collated(words, wanted), request)
     alone = [oracles[kind].inference([text], list(LABELS), threshold=0.0)[0] for text in texts]
     for row, text, expected in zip(rows, texts, alone, strict=True):
-        assert isinstance(row, list)
+        assert isinstance(row, WindowResult)
         words = text.split()
-        assert [(" ".join(words[first : last + 1]), label) for first, last, label, _ in row] == [
+        assert [(" ".join(words[first : last + 1]), label) for first, last, label, _ in row.spans] == [
             (one["text"], one["label"]) for one in expected
         ]
-        assert [span[3] for span in row] == pytest.approx([one["score"] for one in expected], abs=1e-5)
+        assert [span[3] for span in row.spans] == pytest.approx([one["score"] for one in expected], abs=1e-5)
 
 
 def test_the_threshold_is_one_half_unless_the_parameters_say_otherwise(
@@ -570,7 +570,7 @@ def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path]
     folder = shutil.copytree(folders["span"], tmp_path / "copy")
     config = json.loads((folder / "gliner_config.json").read_text())
     for change, message in (
-        ({"relations_layer": "dot"}, "relations"),
+        ({"relations_layer": "dot"}, "its family is gliner-relations"),
         ({"encoder_config": {"model_type": "none"}}, "no encoder none"),
     ):
         (folder / "gliner_config.json").write_text(json.dumps(config | change))

@@ -140,7 +140,7 @@ def check_whole(place: Place, manifest: dict[str, Any], count: int, failed: int 
 @pytest.mark.parametrize(
     ("count", "every_s", "shard_rows", "token_us"),
     [
-        pytest.param(10_000, 1.5, 500, 20.0, id="10 thousand"),
+        pytest.param(20_000, 1.5, 1000, 20.0, id="20 thousand"),
         pytest.param(100_000, 4.0, 2000, 20.0, id="100 thousand", marks=pytest.mark.long),
         pytest.param(1_000_000, 10.0, 10_000, 20.0, id="a million", marks=pytest.mark.long),
     ],

@@ -170,9 +170,10 @@ def sie(
     done = CliRunner().invoke(main, arguments(cluster, alias, application, *more)[1:], env=sinks)
     assert done.exit_code == status, done.output + repr(done.exception) + cluster.log(20)
     assert isinstance(done.exception, SystemExit | None)
-    assert PASSWORD not in done.output
-    assert KEY not in done.output
-    return done.output
+    told = done.stdout + done.stderr
+    assert PASSWORD not in told
+    assert KEY not in told
+    return told
 
 
 def filled(cluster: Cluster, alias: str, application: Application, rows: int) -> None:
@@ -233,9 +234,8 @@ def migrates(
     try:
         for kill in range(kills):
             kill_after(cluster, alias, application, (kill + 0.5) / (kills + 1), rows)
-        facts = json.loads(
-            sie(cluster, alias, application, "--min-agreement", 0.01, "--json").partition("\n}")[0] + "\n}"
-        )
+        printed = sie(cluster, alias, application, "--min-agreement", 0.01, "--json")
+        facts = json.loads("{" + printed.partition("\n{")[2])  # after the progress
         until(
             lambda: httpx.post(f"{cluster.url}/v1/encode/{alias}", json={"items": ["a"]}).headers["x-sie-model"] == NEW,
             30,

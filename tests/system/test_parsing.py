@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,8 @@ async def test_an_agent_parses_documents_and_is_refused_in_sentences(
     cluster: Cluster, found: dict[str, Any], tmp_path: Path
 ) -> None:
     """By the client of the package `mcp`, over stdio."""
-    (tmp_path / "a.docx").write_bytes(documents_oracle.docx())
+    (tmp_path / "a.docx").write_bytes(word_file("Invoice 17 for Zürich"))
+    (tmp_path / "a.pdf").write_bytes(documents_oracle.pdf(documents_oracle.PAGES))
     with (tmp_path / "large.pdf").open("wb") as large:
         large.truncate((64 << 20) + 1)
     argv = ["mcp", "--url", cluster.url, "--documents", str(tmp_path), "--timeout-s", "600"]
@@ -150,7 +153,10 @@ async def test_an_agent_parses_documents_and_is_refused_in_sentences(
             return await client.call_tool("parse_document", {"model": "docling", **arguments})
 
         docx = await parsed(path="a.docx")
-        assert docx.structured_content["markdown"] == found["theirs"]["a.docx"]["markdown"]
+        assert docx.structured_content["markdown"] == "Invoice 17 for Zürich"
+        pdf = await parsed(path="a.pdf")
+        assert pdf.structured_content["markdown"] == found["theirs"]["a.pdf"]["markdown"]
+        assert pdf.structured_content["document_pages"] == 2
         csv = base64.b64encode(documents_oracle.CSV).decode()
         answer = await parsed(data=csv, format="csv")
         assert answer.structured_content["markdown"] == found["theirs"]["a.csv"]["markdown"]
@@ -167,6 +173,28 @@ async def test_an_agent_parses_documents_and_is_refused_in_sentences(
         await asyncio.gather(call, return_exceptions=True)
         await asyncio.to_thread(until, lambda: not in_flight(cluster), 60, "the request has ended")
         assert (await parsed(path="a.docx")).structured_content == docx.structured_content
+
+
+def word_file(text: str) -> bytes:
+    """A DOCX of one paragraph, for which this environment has no library."""
+    package, office = "http://schemas.openxmlformats.org/package/2006", "application/vnd.openxmlformats-"
+    word = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    kind = f"{office}officedocument.wordprocessingml.document.main+xml"
+    relation = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument"
+    parts = {
+        "[Content_Types].xml": f'<Types xmlns="{package}/content-types"><Default Extension="rels" '
+        f'ContentType="{office}package.relationships+xml"/><Override PartName="/word/document.xml" '
+        f'ContentType="{kind}"/></Types>',
+        "_rels/.rels": f'<Relationships xmlns="{package}/relationships"><Relationship Id="r1" Type="{relation}" '
+        'Target="word/document.xml"/></Relationships>',
+        "word/document.xml": f'<w:document xmlns:w="{word}"><w:body><w:p><w:r><w:t>{text}</w:t></w:r></w:p></w:body>'
+        "</w:document>",
+    }
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    return sink.getvalue()
 
 
 def in_flight(cluster: Cluster) -> int:

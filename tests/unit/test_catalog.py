@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoModelForZeroShotObjectDetection,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -159,7 +160,9 @@ ARCHITECTURES: dict[tuple[str, str], tuple[str, ...]] = {
         "Qwen/Qwen3-Reranker-0.6B",
         "Qwen/Qwen3-Reranker-4B",
         "tencent/R3-rerank-0.6b",
+        "zeroentropy/zerank-2-reranker",
     ),
+    ("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification"): ("openai/privacy-filter",),
     # encoders inside of the models of extraction packages
     ("deberta-v2", "DebertaV2Model"): (
         "EmergentMethods/gliner_large_news-v2.1",
@@ -239,18 +242,15 @@ UNBUILT = {
     "jinaai/jina-embeddings-v2-base-es",
     "jinaai/jina-embeddings-v2-base-zh",
     "jinaai/jina-embeddings-v2-small-en",
-    "knowledgator/gliner-relex-large-v1.0",
     "lightonai/LightOnOCR-3-4B",
     "naver/v-splade-quality",
     "nomic-ai/nomic-embed-text-v1.5",
     "nvidia/nemotron-colembed-vl-4b-v2",
     "nvidia/parakeet-tdt-0.6b-v3",
-    "openai/privacy-filter",
     "opendatalab/MinerU2.5-Pro-2604-1.2B",
     "topk-io/topk-embed-v1-small",
     "topk-io/topk-embed-v1-xsmall",
     "vidore/colSmol-256M",
-    "zeroentropy/zerank-2-reranker",
 }
 UNPROVEN = REMOTE | UNBUILT | {"GritLM/GritLM-7B", "sugiv/stablebridge-pruner-highlighter"}
 _SMALL = {
@@ -417,7 +417,7 @@ def test_every_proven_entry_has_one_place_in_the_table_of_architectures() -> Non
     assert len(named) == len(set(named))
     assert set(named) <= set(ENTRIES)
     rest = [entry for model, entry in ENTRIES.items() if model not in named and not entry.unproven]
-    assert {entry.family for entry in rest} <= {"gliner", "gliner2", "gliclass", "static-embedding"}
+    assert {entry.family for entry in rest} <= {"gliner", "gliner-relations", "gliner2", "gliclass", "static-embedding"}
 
 
 @pytest.mark.parametrize(("model_type", "name"), list(ARCHITECTURES))
@@ -426,6 +426,7 @@ def test_an_architecture_builds_from_the_class_that_its_family_asks_for(model_ty
     auto = {
         "cross-encoder": AutoModelForSequenceClassification,
         "zero-shot-classifier": AutoModelForSequenceClassification,
+        "token-classifier": AutoModelForTokenClassification,
         "decoder-reranker": AutoModelForCausalLM,
         "detector": AutoModelForZeroShotObjectDetection,
     }.get(entry.family, AutoModelForMaskedLM if set(entry.outputs) == {"sparse"} else AutoModel)

@@ -205,6 +205,22 @@ def test_a_gliner_folder(tmp_path: Path, engine: AdapterEngine) -> None:
     assert found["entities"]
 
 
+def test_a_gliner_folder_with_relations(tmp_path: Path, engine: AdapterEngine) -> None:
+    entry = inspected(gliner_checkpoints.gliner_folder(tmp_path / "gliner", "relations"))
+    assert (entry.family, entry.outputs) == ("gliner-relations", {"entities": 0, "relations": 0})
+    (found,) = run(
+        engine,
+        entry,
+        "extract",
+        TEXTS[:1],
+        labels=["person", "place"],
+        threshold=0.0,
+        relation_labels=["lives in"],
+        relation_threshold=0.0,
+    )
+    assert found["relations"]
+
+
 def stanford_folder(folder: Path) -> Path:
     return heads_checkpoints.stanford(folder, 24, {"query_maxlen": 24, "doc_maxlen": 90, "query_token_id": "[unused1]"})
 

@@ -38,6 +38,7 @@ TOKENS = {"SIE_AUTH_MODE": "static", "SIE_AUTH_TOKENS": "one-token-of-a-test,two
 async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InProcess]:
     monkeypatch.setattr(scheduler, "EVERY_S", 0.05)
     monkeypatch.setattr(run, "FLUSH_S", 0.05)
+    monkeypatch.setattr("sie_gateway.process.EPOCH_POLL_S", 0.5)  # of a catalogue that a test changes
     async with InProcess(tmp_path, toy_entry(MODEL), toy_entry("toy/two")) as cluster:
         yield cluster
 

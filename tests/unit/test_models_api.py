@@ -13,7 +13,7 @@ from sie_broker.memory import MemoryServer
 from sie_contracts.models.catalogue import Catalogue
 from sie_contracts.wire.heartbeats import Heartbeat, ModelStatus, ServedPrecision
 from sie_gateway.fleet.lanes import ON_DISK_S, Fleet
-from sie_gateway.operations.models import model_info
+from sie_gateway.operations.models import model_info, score_scale
 
 LACKS = "this CPU has neither AVX512-BF16 nor AMX instructions"
 
@@ -74,3 +74,18 @@ def test_a_model_is_on_disk_where_a_healthy_worker_says_so() -> None:
     assert told() == [False, True]
     now_s += settings_of().heartbeat_timeout_ms / 1000 + 1  # the worker is gone
     assert told() == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("head", "scale"),
+    [
+        ({"yes_token": "yes", "no_token": "no"}, "probability"),
+        ({"yes_token": "yes", "no_token": "no", "score": "difference"}, "logit"),
+        ({"yes_token": "yes", "score": "logit"}, "logit"),
+        ({"yes_token": "yes", "score": "sigmoid"}, "probability"),
+    ],
+)
+def test_the_scale_of_a_decoder_that_scores_is_that_of_its_answer(head: dict[str, str], scale: str) -> None:
+    pair = ["{query}", "{document}"]
+    entry = toy_entry("toy/judge", family="decoder-reranker", outputs={"score": 0}, pair=pair, head=head)
+    assert score_scale(entry) == scale

@@ -136,6 +136,7 @@ LABELS = {"labels": ["person"]}
 GLINER: Asked = ("org/gliner", "extract", LABELS)
 CLASSIFIER: Asked = ("org/gliclass", "extract", LABELS)
 GLIREL: Asked = ("org/glirel", "extract", LABELS)
+RELATED: Asked = ("org/relations", "extract", {**LABELS, "relation_labels": ["knows"]})
 PRUNER: Asked = ("org/pruner", "extract", {"instruction": "what is asked"})
 NLI: Asked = ("org/nli", "extract", LABELS)
 CLASSES: Asked = ("org/classes", "extract", {})
@@ -172,6 +173,7 @@ VARYING: dict[str, tuple[Asked, Any, Any]] = {
     "hypothesis_template": (NLI, "It is {}.", "About {}."),
     "raw_scores": (CLASSES, True, False),
     "top_k": (GLIREL, 1, 2),
+    "relation_threshold": (RELATED, 0.1, 0.2),
     "label_thresholds": (NLI, {"a": 0.1}, {"a": 0.2}),
     "examples": (CLASSIFIER, [{"text": "a", "labels": ["b"]}], [{"text": "a", "labels": ["c"]}]),
     "prune_threshold": (PRUNER, 0.1, 0.2),
@@ -575,6 +577,10 @@ def test_a_threshold_is_the_request_s_the_profile_s_the_model_s_or_the_family_s(
         ("org/detector", "box_threshold", "0.5"),
         ("org/detector", "text_threshold", True),
         ("org/detector", "score_threshold", [0.5]),
+        ("org/relations", "relation_labels", "knows"),
+        ("org/relations", "relation_labels", ["knows", " "]),
+        ("org/relations", "relation_labels", ["knows"] * 101),
+        ("org/relations", "relation_threshold", 1.5),
         ("org/reader", "task", 1),
         ("org/reader", "task", "x" * 101),
         ("org/reader", "max_new_tokens", 0),

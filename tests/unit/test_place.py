@@ -112,7 +112,7 @@ def test_no_request_is_refused_that_fits_into_the_batch_that_begins() -> None:
     one.place.drain.left(one.now_s, "new", 8, one.now_s - 0.6, is_crowded=False, device_s=0.5)
     one.place.freed(one.now_s, is_result=True)
     one.now_s += 0.2
-    one.admission.look_again(one.place)
+    one.admission.refuse_late(one.place)
     assert not refused
     last.close()
 

@@ -208,6 +208,14 @@ def test_options_of_a_family_are_parameters() -> None:
     assert entry["run"] == {"parameters": {"threshold": 0.3, "multi_label": True}}
 
 
+def test_a_gliner_with_a_threshold_for_relations_has_relations() -> None:
+    profile = yaml.safe_load(PERSONS)["profiles"]["default"]
+    options = {"adapter_options": {"loadtime": {}, "runtime": {"relation_threshold": 0.7}}}
+    entry = entry_of(PERSONS, profiles={"default": profile | options}).entry
+    assert (entry["family"], entry["outputs"]) == ("gliner-relations", {"entities": 0, "relations": 0})
+    assert entry["run"] == {"parameters": {"relation_threshold": 0.7}}
+
+
 def test_weights_without_a_commit_are_unpinned_and_named() -> None:
     found = entry_of(PERSONS)
     assert found.entry["weights"] == {"hub": "org/persons", "unpinned": True}

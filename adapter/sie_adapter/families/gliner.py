@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,11 @@ _FLAT_CANDIDATES = 8192
 _TOKEN_CANDIDATES = 1024
 
 Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
+WordRelation = tuple[tuple[int, int], tuple[int, int], str, float]  # first and last word of head and tail, label, score
 
 
 @dataclass(frozen=True)
-class _GlinerWords:
+class GlinerWords:
     """Words of a text that have tokens. `sizes`: the tokens of each. `starts`, `ends`: its offsets in characters."""
 
     strings: list[str]
@@ -72,25 +73,50 @@ class _GlinerWords:
     starts: list[int]
     ends: list[int]
 
+    def range(self, first: int, last: int) -> tuple[int, int]:
+        return self.starts[first], self.ends[last]
+
 
 @dataclass(frozen=True)
 class GlinerTexts:
     """Tokenised texts. `passes`: for each pass its windows, and the result of the package's collator, on the host."""
 
     labels: list[str]
-    words: list[_GlinerWords]
+    words: list[GlinerWords]
     windows: list[TextWindow]
     passes: list[tuple[list[TextWindow], Any]]
     padding: int
 
 
 @dataclass(frozen=True)
-class _GlinerRequest:
+class GlinerRequest:
+    """Options of the texts of a pass. `label_vectors`: vectors of the labels, [labels, width]; None for one encoder."""
+
     threshold: float
     flat: bool
     multi_label: bool
     merge: bool
-    label_vectors: Tensor | None  # vectors of the labels, [labels, width], for a bi-encoder, else None
+    label_vectors: Tensor | None = None
+    relation_labels: tuple[str, ...] = ()
+    relation_threshold: float = 0.0
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """Entities of one window, and the relations between them. Positions count the words of the window."""
+
+    spans: list[Span]
+    relations: list[WordRelation] = field(default_factory=list)
+
+    def moved(self, words: int) -> WindowResult:
+        """Return the same result in positions that begin `words` earlier."""
+        return WindowResult(
+            [(first + words, last + words, label, score) for first, last, label, score in self.spans],
+            [
+                ((head[0] + words, head[1] + words), (tail[0] + words, tail[1] + words), label, score)
+                for head, tail, label, score in self.relations
+            ],
+        )
 
 
 class GlinerModel(Extractor[GlinerTexts]):
@@ -118,16 +144,18 @@ class GlinerModel(Extractor[GlinerTexts]):
         self.precision = compute.precision
         self._gliner = load_gliner(folder, entry, load, compute)
         self._processor = self._gliner.data_processor
+        self._decoder = self._gliner.decoder
         self._is_token_level = self._gliner.config.span_mode == "token_level"
+        # also for a token-level bi-encoder: the model does not read these labels, but the package's processor counts
+        # them
+        counted = {"prepare_entities": True} if self._is_token_level else {}
         self._collate = self._gliner.data_collator_class(
             self._gliner.config,
             data_processor=self._processor,
             return_tokens=True,
             return_id_to_classes=True,
             prepare_labels=False,
-            # also for a token-level bi-encoder: the model does not read these labels, but the package's processor
-            # counts them
-            prepare_entities=self._is_token_level,
+            **counted,
         )
         layers = self._gliner.model.token_rep_layer
         encoder = layers.bert_layer.model
@@ -161,42 +189,49 @@ class GlinerModel(Extractor[GlinerTexts]):
         labels = list(dict.fromkeys(options.labels))
         if not labels:
             raise labels_refused("expected at least one")
-        prompt_tokens = self._prompt_tokens(labels)
+        prompt_tokens = self._prompt_tokens(options)
         words = [self._words(text) for text in texts]
         room = self.max_tokens - prompt_tokens
         windows = [
             TextWindow(index, *bounds) for index, own in enumerate(words) for bounds in self._windows(own.sizes, room)
         ]
         lengths = [prompt_tokens + sum(words[window.text].sizes[window.start : window.stop]) for window in windows]
-        chosen = list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+        chosen = self._passes(lengths, options)
         read = [[windows[index] for index in part] for part in chosen]
         collated = [
-            (batch, self._collated([words[at.text].strings[at.start : at.stop] for at in batch], labels))
+            (batch, self._collated([words[at.text].strings[at.start : at.stop] for at in batch], options))
             for batch in read
         ]
         return GlinerTexts(labels, words, windows, collated, padding_of(lengths, chosen))
 
-    def _collated(self, words: list[list[str]], labels: list[str]) -> Any:
+    def _passes(self, lengths: Sequence[int], options: ExtractOptions) -> list[list[int]]:
+        return list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
+
+    def _kinds(self, options: ExtractOptions) -> dict[str, list[str]]:
+        """Return the labels, by their name in the package's collator."""
+        return {"entity_types": list(dict.fromkeys(options.labels))}
+
+    def _collated(self, words: list[list[str]], options: ExtractOptions) -> Any:
         with self._tokenizing:
-            return self._collate([{"tokenized_text": row, "ner": None} for row in words], entity_types=labels)
+            return self._collate([{"tokenized_text": row, "ner": None} for row in words], **self._kinds(options))
 
     def _extract(self, texts: Sequence[str], options: ExtractOptions, prepared: GlinerTexts) -> list[Result]:
         request = self._request(options, prepared.labels)
-        spans: dict[TextWindow, list[Span] | SIEError] = {}
+        by_window: dict[TextWindow, WindowResult | SIEError] = {}
         for batch, collated in prepared.passes:
             words = [prepared.words[at.text].strings[at.start : at.stop] for at in batch]
-            spans.update(zip(batch, self._spans(words, collated, request), strict=True))
+            by_window.update(zip(batch, self._read(words, collated, request), strict=True))
         return [
-            self._entities(text, words, [(at, spans[at]) for at in prepared.windows if at.text == index], request)
+            self._result(text, words, [(at, by_window[at]) for at in prepared.windows if at.text == index], request)
             for index, (text, words) in enumerate(zip(texts, prepared.words, strict=True))
         ]
 
-    def _request(self, options: ExtractOptions, labels: list[str]) -> _GlinerRequest:
+    def _request(self, options: ExtractOptions, labels: list[str]) -> GlinerRequest:
         parameters = options.parameters
         vectors = self._label_vectors and self._label_vectors.encode(
             labels, keep=parameters.get("precompute_labels", True)
         )
-        return _GlinerRequest(
+        return GlinerRequest(
             label_vectors=vectors,
             threshold=options.threshold_or(0.5),
             flat=parameters.get("flat_ner", True),
@@ -204,21 +239,29 @@ class GlinerModel(Extractor[GlinerTexts]):
             merge=parameters.get("merge_adjacent_entities", False),
         )
 
-    def _prompt_tokens(self, labels: list[str]) -> int:
+    def _prompt(self, options: ExtractOptions) -> tuple[list[str], dict[int, int]]:
+        """Return the words before a text, and how many of their tokens are a mark of a label, by the id of the mark."""
+        labels = self._kinds(options)["entity_types"]
+        words = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
+        return words, {self._gliner.config.class_token_index: len(labels)} if words else {}
+
+    def _prompt_tokens(self, options: ExtractOptions) -> int:
         """Return the number of tokens of a window without the text. Raises InvalidInput for unusable labels."""
-        prompt = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
+        prompt, marks = self._prompt(options)
         encoding = self._counter.encode(prompt, is_pretokenized=True)
         if len({word for word in encoding.word_ids if word is not None}) < len(prompt):
             raise labels_refused("one of them is empty after tokenisation")
-        if prompt and encoding.ids.count(self._gliner.config.class_token_index) != len(labels):
-            raise labels_refused(f"one of them holds {self._gliner.config.ent_token}, which the model reserves")
+        for mark, count in marks.items():
+            if encoding.ids.count(mark) != count:
+                token = self._counter.id_to_token(mark)
+                raise labels_refused(f"one of them holds {token}, which the model reserves")
         self._check_room(len(encoding.ids))
         return len(encoding.ids)
 
-    def _words(self, text: str) -> _GlinerWords:
+    def _words(self, text: str) -> GlinerWords:
         longest = _CHARACTERS_PER_TOKEN * self.max_tokens
         _, sizes, words = words_with_tokens(self._counter, list(self._processor.words_splitter(text)), longest)
-        return _GlinerWords(
+        return GlinerWords(
             [word[:longest] for word, _, _ in words],
             sizes.tolist(),
             [start for _, start, _ in words],
@@ -228,21 +271,29 @@ class GlinerModel(Extractor[GlinerTexts]):
     def _windows(self, sizes: list[int], room: int) -> Iterator[tuple[int, int]]:
         return windows(sizes, room, self._max_words, 2 * self._gliner.config.max_width)
 
-    def _spans(self, words: list[list[str]], batch: Any, request: _GlinerRequest) -> list[list[Span] | SIEError]:
-        """Run one pass over the collator's batch. Return the entities of each row, in positions of its words."""
-        inputs = {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
+    def _read(self, words: list[list[str]], batch: Any, request: GlinerRequest) -> list[WindowResult | SIEError]:
+        """Run one pass over the collator's batch. Return the result of each row, in positions of its words."""
+        inputs = self._inputs(batch)
         if request.label_vectors is not None:
             inputs = {name: value for name, value in inputs.items() if not name.startswith("labels_")}
             inputs["labels_embeds"] = request.label_vectors
-        logits = self._gliner.model(**inputs, threshold=request.threshold).logits.float().cpu()
+        logits = self._gliner.model(**inputs, threshold=request.threshold).logits
+        return self._window_results(logits, words, batch, request)
+
+    def _inputs(self, batch: Any) -> dict[str, Tensor]:
+        return {name: value.to(self._device) for name, value in batch.items() if isinstance(value, Tensor)}
+
+    def _window_results(
+        self, logits: Tensor, words: list[list[str]], batch: Any, request: GlinerRequest
+    ) -> list[WindowResult | SIEError]:
         return [
             self._decoded(scores[: len(row)], row, batch["id_to_classes"], request)
-            for scores, row in zip(logits, words, strict=True)
+            for scores, row in zip(logits.float().cpu(), words, strict=True)
         ]
 
     def _decoded(
-        self, logits: Tensor, words: list[str], classes: dict[int, str], request: _GlinerRequest
-    ) -> list[Span] | SIEError:
+        self, logits: Tensor, words: list[str], classes: dict[int, str], request: GlinerRequest
+    ) -> WindowResult | SIEError:
         """Decode a window's logits: [words, widths, labels], if token-level [words, labels, (start, end, inside)]."""
         if not bool(torch.isfinite(logits).all()):
             return scores_not_finite()
@@ -252,31 +303,27 @@ class GlinerModel(Extractor[GlinerTexts]):
         most = _TOKEN_CANDIDATES if self._is_token_level else _FLAT_CANDIDATES if few_stay else _CANDIDATES
         if len(candidates) > most:
             threshold = max(threshold, float(torch.sigmoid(candidates.topk(most).values[-1])))
-        decoded: list[list[Span]] = self._gliner.decoder.decode(
+        decoded: list[list[Span]] = self._decoder.decode(
             [words], classes, logits[None], flat_ner=request.flat, threshold=threshold, multi_label=request.multi_label
         )
-        return decoded[0]
+        return WindowResult(decoded[0])
 
-    def _entities(
+    def _result(
         self,
         text: str,
-        words: _GlinerWords,
-        parts: list[tuple[TextWindow, list[Span] | SIEError]],
-        request: _GlinerRequest,
+        words: GlinerWords,
+        parts: list[tuple[TextWindow, WindowResult | SIEError]],
+        request: GlinerRequest,
     ) -> Result:
-        by_window: list[tuple[TextWindow, list[Span]]] = []
-        for window, spans in parts:
-            if isinstance(spans, SIEError):
-                return spans
-            by_window.append(
-                (
-                    window,
-                    [(first + window.start, last + window.start, label, score) for first, last, label, score in spans],
-                )
-            )
+        by_window: list[tuple[TextWindow, WindowResult]] = []
+        for window, part in parts:
+            if isinstance(part, SIEError):
+                return part
+            by_window.append((window, part.moved(window.start)))
+        spans = self._joined([(window, part.spans) for window, part in by_window], request)
         entities: list[dict[str, Any]] = [
             {"text": "", "label": label, "score": score, "start": words.starts[first], "end": words.ends[last]}
-            for first, last, label, score in self._joined(by_window, request)
+            for first, last, label, score in spans
         ]
         if request.merge:
             entities = _merged(entities)
@@ -284,7 +331,7 @@ class GlinerModel(Extractor[GlinerTexts]):
             entity["text"] = text[entity["start"] : entity["end"]]
         return {"entities": entities}
 
-    def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: _GlinerRequest) -> list[Span]:
+    def _joined(self, by_window: list[tuple[TextWindow, list[Span]]], request: GlinerRequest) -> list[Span]:
         """Join the entities of a text's windows. The package's decoder selects from those that overlap."""
         joined: list[Span] = []
         last: list[Span] = []
@@ -292,7 +339,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         for (_, spans), (begin, end) in zip(by_window, ranges, strict=True):
             own = [span for span in spans if begin <= span[0] < end]
             if any(span[1] >= begin for span in last):
-                settled = self._gliner.decoder.greedy_search(last + own, request.flat, multi_label=request.multi_label)
+                settled = self._decoder.greedy_search(last + own, request.flat, multi_label=request.multi_label)
                 last, own = (
                     [span for span in settled if span[0] < begin],
                     [span for span in settled if span[0] >= begin],

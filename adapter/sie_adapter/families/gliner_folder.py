@@ -58,8 +58,7 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
 
     raw: dict[str, Any] = json.loads((folder / "gliner_config.json").read_text())
     raw.pop("model_type", None)
-    if raw.get("relations_layer") is not None or raw.get("labels_decoder") is not None:
-        raise incompatible(f"{entry.id} gives relations or generated labels, which the family gliner does not run")
+    _refuse_other_kinds(raw, entry)
     raw["max_len"] = (entry.run.parameters or {}).get("max_len") or raw.get("max_len", 384)
     raw["_attn_implementation"] = "eager" if eager else None
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
@@ -77,3 +76,17 @@ def _built(folder: Path, entry: ModelEntry, load: LoadOptions, *, eager: bool) -
         if not issubclass(kind, BaseBiEncoderGLiNER):  # only a uni-encoder has label tokens in its prompt
             kind._resize_token_embeddings(model, model.config, tokenizer)
     return model
+
+
+def _refuse_other_kinds(raw: dict[str, Any], entry: ModelEntry) -> None:
+    cause = ""
+    if raw.get("labels_decoder") is not None:
+        cause = "it generates labels, which no family here runs"
+    elif (raw.get("relations_layer") is not None) != (entry.family == "gliner-relations"):
+        cause = "a GLiNER has relations_layer in gliner_config.json if and only if its family is gliner-relations"
+    elif raw.get("relations_layer") is not None and raw.get("span_mode") == "token_level":
+        cause = "its relations are between tokens (span_mode token_level), which this version of gliner does not have"
+    elif raw.get("triples_layer") is not None:
+        cause = "it scores relations by triples, whose memory grows with pairs times labels"
+    if cause:
+        raise incompatible(f"{entry.id}: {cause}")

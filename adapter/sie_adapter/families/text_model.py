@@ -358,10 +358,13 @@ class Builder:
     def _token_classifier(self) -> Parts:
         assert self.head is not None
         names = [self.config.id2label[number] for number in range(self.config.num_labels)]
+        keeps_order = self.config.model_type == "openai_privacy_filter"
         return Parts(
             heads={"token": TokenHead(self.head, self.config.hidden_size, self.compute.device)},
             rows={"extract": Rows("spans")},
-            finish=lambda message, group, rows, places: entities(message, group, rows["token"], places, names),
+            finish=lambda message, group, rows, places: entities(
+                message, group, rows["token"], places, names, keeps_order=keeps_order
+            ),
         )
 
     def _pruner(self) -> Parts:

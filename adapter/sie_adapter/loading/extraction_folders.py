@@ -50,13 +50,16 @@ def _gliner(folder: Path) -> Described:
     encoder = raw.get("encoder_config") or {}
     words = raw.get("max_len", _GLINER_WORDS)
     limits = [tokenizer_limit(folder), _table(encoder), TOKENS_PER_WORD * words]
+    relates = raw.get("relations_layer") is not None
+    family = "gliner-relations" if relates else "gliner"
+    subject = "Entities, and relations between them," if relates else "Entities"
     entry = {
-        "description": f"Entities of types that a request names, {raw.get('span_mode', 'markerV0')}.",
-        "family": "gliner",
-        "outputs": {"entities": 0},
+        "description": f"{subject} of types that a request names, {raw.get('span_mode', 'markerV0')}.",
+        "family": family,
+        "outputs": {"entities": 0, "relations": 0} if relates else {"entities": 0},
         "max_tokens": min(limit for limit in limits if limit),
     }
-    findings = [f"family gliner: gliner_config.json, windows of {words} words"]
+    findings = [f"family {family}: gliner_config.json, windows of {words} words"]
     if not encoder:
         findings.append(
             f"its backbone {raw.get('model_name')} is described elsewhere: the folder of that name, or the hub cache"

@@ -132,8 +132,11 @@ def _write(files: Sequence[Path], spec: str) -> None:
     if len(files) != 1:
         raise TraceError("--generate writes one TRACE: name one file")
     requests = traces.generate(spec)
-    with files[0].open("xb") as file:  # mode x fails for an existing file: never overwrite a recorded trace
-        file.writelines(traces.write(requests))
+    try:
+        with files[0].open("xb") as file:  # mode x fails for an existing file: never overwrite a recorded trace
+            file.writelines(traces.write(requests))
+    except OSError as error:
+        raise TraceError(f"{files[0]}: {error.strerror}") from error
 
 
 def _recorded(trace: Trace) -> dict[str, float]:

@@ -14,7 +14,7 @@ MODEL_LOADING, `fleet/demand` and `fleet/lanes`) and reservations (`fleet/pool_r
 lack of its own memory in the sidecar's `prepare/media_pool` and the adapter's `memory/oom`, `memory/residency`,
 `documents/parsers`.
 
-    admission/admission.Admission   QUEUE_FULL          the wait, or the bytes that wait in this gateway
+    admission/admission.Admission   QUEUE_FULL          the wait (`check`, `refuse_late`), or bytes (`enter`)
     admission/grant.Quotas          RATE_LIMITED        tokens of a key in a minute
     admission/slots.KeySlots        RATE_LIMITED        uploads of a key at once
     admission/slots.KeySlots        RESOURCE_EXHAUSTED  uploads of all keys at once

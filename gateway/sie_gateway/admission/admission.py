@@ -317,7 +317,7 @@ class Permits:
         self.place.answered(self._ticket, result, self._estimates[result.chunk], self._clock())
         if self.place.window.give_back(self._ticket, result.chunk):
             self._admission.freed(self.place, is_result=True)
-        self._admission.look_again(self.place)
+        self._admission.refuse_late(self.place)
 
     def tokens(self, chunks: Sequence[int]) -> int:
         """Return the tokens of these chunks, corrected by the model's ratio of actual to estimated tokens."""
@@ -378,7 +378,7 @@ class Admission:
         }
         self.pump()
         for place in [place for place in self._places.values() if place.entered]:
-            self.look_again(place)
+            self.refuse_late(place)
 
     # ---- refusal
 
@@ -404,7 +404,7 @@ class Admission:
         if not place.window.items and not place.window.is_waiting:
             return
         self._refresh(place, now_s)
-        self.look_again(place)
+        self.refuse_late(place)
         time_cost = place.costs([cost], [squares])[0]
         refusal = place.judge(now_s, key, time_cost, budget_s, client)
         if refusal is not None:
@@ -439,7 +439,7 @@ class Admission:
                 longest_s = max(longest_s, wait.likely_s + wait.stalled_s)
         return longest_s
 
-    def look_again(self, place: ModelQueue) -> None:
+    def refuse_late(self, place: ModelQueue) -> None:
         """Refuse admitted requests that would now be late, before their time-out, so that other requests can use their
         place in the queue. The check runs at most once in LOOK_S seconds, and not while the results of a batch are
         arriving: its missing results would still count as work ahead.

@@ -1,5 +1,5 @@
 """Cache of answers: the same input of the same model is computed once. It has two tiers with the same keys and values:
-the memory of a gateway, for requests, and the payload store, for jobs.
+the memory of a gateway, for requests (`inference/cached`), and the payload store, for jobs (`jobs/native`).
 
     owner, fingerprint, operation, options ──► space ─┐
     input, and the query of a score ──► digest ───────┴──► AnswerMemory, StoredAnswers ──► PackedAnswer

@@ -158,7 +158,7 @@ def score_scale(entry: ModelEntry) -> str | None:
         return None
     family = families.row(entry.family)
     if family.reads_answer:
-        return "logit" if entry.head.score == "difference" else "probability"
+        return "logit" if entry.head.score in ("difference", "logit") else "probability"
     if family.gives_vectors:
         return "cosine" if "score" in entry.outputs else "maxsim"
     return {"identity": "logit", None: None}.get(entry.head.activation, "probability")

@@ -2,9 +2,9 @@
 
  entries (tokenised work items) ──add──► Waiting ──next_batch(now, device)──► Batch | WaitUntil | None
 
-A batch has work items with equal keys only. It is sent when it is full (tokens or work items), when its oldest work
-item has waited for the time limit, or at once if the device is idle and no more work is expected. While the device is
-busy, it can grow. If deadlines do not allow a full batch, only the first work items run, see `sizing`.
+A batch has work items with equal keys only. It is sealed, and then sent, when it is full (tokens or work items), when
+its oldest work item has waited for the time limit, or at once if the device is idle and no more work is expected. While
+the device is busy, it can grow. If deadlines do not allow a full batch, only the first work items run, see `sizing`.
 
 Order: interactive work comes first, but after `bulk_max_overtakes` interactive batches in a row, a bulk batch is sent
 if bulk work waits. Within a priority, the model with the oldest work item comes first. Within a model, its keys (LoRA,

@@ -211,7 +211,7 @@ class DeviceQueue:
         return action
 
     def begin(self, batch: Batch[InFlight]) -> None:
-        """Count a batch as being at the adapter, until `end` is called."""
+        """Count a sealed batch as being at the adapter, also while it waits for a connection, until `end` is called."""
         if batch.writes:
             flight = batch.entries[0].work
             abandoned = self._written[id(flight)] = asyncio.Event()
@@ -378,7 +378,7 @@ def _frame(batch: Batch[InFlight], name: str, span: Span | None) -> tuple[ipc.Ru
             attention += len(row.ids) ** 2
     note = BatchNote(name, sum(len(part.work.inputs) for part in parts), len(parts), tokens, attention)
     if span is not None:
-        spans.sealed(span, note, key.residency)
+        spans.describe_batch(span, note, key.residency)
     return frame, note
 
 

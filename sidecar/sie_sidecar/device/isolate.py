@@ -1,9 +1,10 @@
-"""Search for the input that crashed an adapter. The inputs of the batch run again one at a time, while nothing else is
-at the device. If the adapter dies again, the input that ran is the cause.
+"""Search for the input that crashed an adapter. The inputs that the device had begun run again one at a time, while
+nothing else is at the device. If the adapter dies again, the input that ran is the cause. An adapter that only stopped
+answering starts no search.
 
     batch during which an adapter died ──► its inputs, one by one ──► answered: not the cause
-                                                     └──► the adapter dies again: a death is counted for the input.
-                                                          After two deaths it is poison, and is refused without a run
+                                                     └──► the adapter dies again: the second death, after that of the
+                                                          batch. The input is poison, and is refused without a run
 
 While an input runs alone, other work waits. When such inputs have used the device for SLICE_S, one waiting batch runs
 before the next input.

@@ -63,7 +63,7 @@ def batch(tracer: Tracer, jobs: Sequence[InFlight]) -> Iterator[Span | None]:
         span.end()
 
 
-def sealed(span: Span, note: BatchNote, model: str) -> None:
+def describe_batch(span: Span, note: BatchNote, model: str) -> None:
     """Set the size of a batch as attributes of its span."""
     values = {"items": note.items, "chunks": note.chunks, "tokens": note.tokens}
     span.set(

@@ -122,7 +122,7 @@ async def test_a_broker_that_falls_silent_is_left_and_found_again(
 ) -> None:
     """The server stops answering with every connection open, more is sent than the socket takes, the connection counts
     as lost after two pings, the server goes on, what it hands to pulls of the lost connection comes again after the
-    ack wait. With the real interval: test_broker_faults.py.
+    ack wait.
     """
     monkeypatch.setattr("sie_broker.nats.connection.PING_S", 0.5)
     spec = consumer_of("a", ack_wait_s=1.0)

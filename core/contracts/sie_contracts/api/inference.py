@@ -132,6 +132,12 @@ class ExtractParams(_Params, kw_only=True):
     prune_threshold: Number = UNSET
     highlight_threshold: Number = UNSET
     top_k: Whole = UNSET
+    relation_labels: Annotated[
+        Texts, Meta(description="GLiNER with relations: the relations to look for between the entities.")
+    ] = UNSET
+    relation_threshold: Annotated[
+        Number, Meta(description="The least score of a relation, from 0 to 1. The default is `threshold`.")
+    ] = UNSET
     examples: Annotated[
         list[ExtractExample] | UnsetType, Meta(description="GLiClass: texts with their labels, read before the text.")
     ] = UNSET

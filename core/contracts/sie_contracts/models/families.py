@@ -141,6 +141,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             has_pickled_weights=True,
             names_backbones=True,
         ),
+        "gliner-relations": Family(
+            implementation="sie_adapter.families.gliner_relations:GlinerRelationModel",
+            parameters=frozenset({"threshold", "flat_ner", "multi_label", "relation_labels", "relation_threshold"}),
+            config_file="gliner_config.json",
+            needs_labels=True,
+            has_pickled_weights=True,
+            names_backbones=True,
+        ),
         "gliner2": Family(
             implementation="sie_adapter.families.gliner2:Gliner2Model",
             parameters=frozenset({"threshold", "multi_label", "task"}) | _ANSWERS,

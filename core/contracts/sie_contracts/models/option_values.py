@@ -22,6 +22,7 @@ SCORE_MODES = {
 }
 MAX_HYPOTHESIS = 1000  # maximum number of characters in `hypothesis_template`
 MAX_EXAMPLES = 100
+MAX_RELATION_LABELS = 100
 MAX_TASK = 100  # maximum number of characters in `task` and in `language`
 MAX_NEW_TOKENS = 1 << 20
 # maximum number of bytes of an option that only the family itself checks, for example a family of another package
@@ -139,6 +140,15 @@ def examples(path: str, value: Any) -> list[dict[str, Any]]:
     return read
 
 
+def relation_labels(path: str, value: Any) -> list[str]:
+    """Return the labels of relations, in the order of the client."""
+    if not isinstance(value, list) or len(value) > MAX_RELATION_LABELS:
+        raise bad(path, value, f"a list of at most {MAX_RELATION_LABELS} strings")
+    if not all(isinstance(label, str) and label.strip() for label in value):
+        raise bad(path, value, "a list of strings that are not empty")
+    return value
+
+
 def label_thresholds(path: str, value: Any) -> dict[str, float]:
     """Return the lowest score at which each label is reported. Other labels have the threshold of the request."""
     if not isinstance(value, dict):
@@ -176,7 +186,15 @@ def truncate(path: str, value: Any, *, default: Truncate) -> Truncate:
 
 # options that set the lowest score of a reported result; scores are probabilities, except with raw_scores
 THRESHOLDS = frozenset(
-    {"threshold", "box_threshold", "text_threshold", "score_threshold", "prune_threshold", "highlight_threshold"}
+    {
+        "threshold",
+        "box_threshold",
+        "text_threshold",
+        "score_threshold",
+        "prune_threshold",
+        "highlight_threshold",
+        "relation_threshold",
+    }
 )
 # option of a family -> function that checks its value
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -186,6 +204,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "language": language,
     "examples": examples,
     "label_thresholds": label_thresholds,
+    "relation_labels": relation_labels,
     "max_new_tokens": lambda path, value: integer(path, value, "a whole number of at least 1", 1, MAX_NEW_TOKENS),
     "flat_ner": boolean,
     "multi_label": boolean,

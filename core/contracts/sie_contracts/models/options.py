@@ -81,6 +81,7 @@ NEUTRAL: Mapping[str, str] = {
     "labels": "is what is looked for, an input as the text is",
     "output_schema": "as labels",
     "label_groups": "as labels",
+    "relation_labels": "as labels",
     "precompute_labels": "the labels give the same numbers, computed before the texts or with them",
     "ocr": "has one value",
     "tree": "changes the form of the reply",

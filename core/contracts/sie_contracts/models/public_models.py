@@ -44,6 +44,7 @@ _PAGES = _Kind("vision-language", inputs=("text", "image"), is_complete=False)
 _READER = _Kind("document-reader", ("entities", "data"), ("image",))
 _DETECTOR = _Kind("detector", ("objects",), ("image",))
 _GLINER = _Kind("gliner", ("entities",))
+_GLINER_RELATIONS = _Kind("gliner-relations", ("entities", "relations"))
 _CLASSIFIER = _Kind("zero-shot-classifier", ("classifications",))
 _KINDS: Mapping[str, _Kind] = {
     "BGEM3Adapter": _ENCODER,
@@ -289,6 +290,8 @@ class _Translator:
         if not name:
             raise _refused(loc, "expected the class that computes the model")
         kind = _KINDS.get(name)
+        if kind is _GLINER and "relation_threshold" in self._flat(profile).adapter_options.runtime:
+            kind = _GLINER_RELATIONS
         if kind is None:
             raise _refused(
                 loc, f"no family here does what {name[:80]} does; `sie models inspect` says which one reads a folder"

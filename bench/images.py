@@ -1,0 +1,313 @@
+"""What serving images costs over the library in the same process, measured side by side in one run.
+
+1. Images per second: the library in this process (decode, prepare, forward) on all cores, in the better of two ways: a
+   thread for each core that does everything for its own images, or one thread that gives torch all cores and batches of
+   16. Against it the cluster, at 16 clients with one image a request and at 4 clients with 8; in turn, several rounds.
+   The model has the size of CLIP ViT-B/32 and random weights.
+2. Where it goes: processor time of each process for one image, that of the image workers being decoding and resizing;
+   the share of each stage in the time of a request; bytes that are copied between processes for one image.
+
+`python bench/images.py` takes some 3 minutes on 2 cores. --seconds 3 --rounds 1 shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import torch
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from client import closed_loop, request
+from image_files import encoded, picture
+from local_models import under
+from overhead import Cluster
+from parity.dual_checkpoints import CLIP_TOKENS, clip
+from PIL import Image
+from report import Report, machine
+from transformers import AutoConfig, AutoImageProcessor, CLIPConfig, CLIPModel
+
+from sie_contracts.stages import STAGES
+
+NAME, MODEL = "clip-b32", "test/clip-b32"
+SIZE, PATCH, WIDTH = 224, 32, 512
+BATCH = 16
+GOAL = 0.9
+LOADS = ((16, 1), (4, 8))  # clients, and images of a request
+
+
+def checkpoint(folder: Path) -> None:
+    """CLIP ViT-B/32: its towers, with a small vocabulary."""
+    clip(folder)
+    text = AutoConfig.from_pretrained(folder).text_config
+    ids = {name: getattr(text, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    vision = {"image_size": SIZE, "patch_size": PATCH}
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=ids, vision_config=vision, projection_dim=WIDTH)).save_pretrained(folder)
+    file = folder / "preprocessor_config.json"
+    sizes = {"size": {"shortest_edge": SIZE}, "crop_size": {"height": SIZE, "width": SIZE}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
+
+
+def photographs(count: int, width: int, height: int) -> list[bytes]:
+    return [encoded(picture(width, height, seed), "JPEG", quality=85) for seed in range(count)]
+
+
+class Library:
+    """`CLIPModel` and its image processor on Pillow, in the precision that the cluster serves."""
+
+    def __init__(self, folder: Path, precision: str) -> None:
+        self._model = CLIPModel.from_pretrained(folder, dtype=getattr(torch, precision)).eval()
+        self._dtype = getattr(torch, precision)
+        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    def prepared(self, files: Sequence[bytes]) -> torch.Tensor:
+        images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+        pixels: torch.Tensor = self._processor(images=images, return_tensors="pt")["pixel_values"]
+        return pixels.to(self._dtype)
+
+    @torch.inference_mode()
+    def vectors(self, files: Sequence[bytes]) -> np.ndarray:
+        found = self._model.get_image_features(pixel_values=self.prepared(files)).pooler_output.float()
+        vectors: np.ndarray = torch.nn.functional.normalize(found, dim=1).numpy()
+        return vectors
+
+    def rate(self, files: Sequence[bytes], seconds: float, *, threads: int, batch: int) -> float:
+        """Images per second. Each of `threads` threads has its share of the cores."""
+        torch.set_num_threads(max(1, cores() // threads))
+        end_s, done, lock = time.perf_counter() + seconds, 0, threading.Lock()
+
+        def run(number: int) -> None:
+            nonlocal done
+            torch.set_num_threads(max(1, cores() // threads))  # OpenMP keeps one number for each thread
+            place = number * len(files) // threads
+            while time.perf_counter() < end_s:
+                self.vectors([files[(place + index) % len(files)] for index in range(batch)])
+                place += batch
+                with lock:
+                    done += batch
+
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(run, range(threads)))
+        return done / (time.perf_counter() - started_s)
+
+    def ways(self) -> dict[str, Callable[[Sequence[bytes], float], float]]:
+        return {
+            f"{cores()} threads, an image each": lambda files, seconds: self.rate(
+                files, seconds, threads=cores(), batch=1
+            ),
+            f"batches of {BATCH}": lambda files, seconds: self.rate(files, seconds, threads=1, batch=BATCH),
+        }
+
+    def parts_ms(self, files: Sequence[bytes]) -> tuple[float, float]:
+        """Processor time of preparing one image and of its forward pass, on one thread."""
+        torch.set_num_threads(1)
+        started_s = time.process_time()
+        pixels = [self.prepared([file]) for file in files]
+        between_s = time.process_time()
+        with torch.inference_mode():
+            for each in pixels:
+                self._model.get_image_features(pixel_values=each)
+        ended_s = time.process_time()
+        return 1000 * (between_s - started_s) / len(files), 1000 * (ended_s - between_s) / len(files)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Served:
+    """The cluster, and requests that were encoded before."""
+
+    def __init__(self, cluster: Cluster, files: Sequence[bytes]) -> None:
+        self.cluster = cluster
+        self._bodies = {
+            each: [
+                msgspec.msgpack.encode({"items": [{"images": [file]} for file in files[start : start + each]]})
+                for start in range(0, len(files) - each + 1, each)
+            ]
+            for _, each in LOADS
+        }
+        self._requests = {
+            each: [request(f"/v1/encode/{MODEL}", body) for body in bodies] for each, bodies in self._bodies.items()
+        }
+
+    def precision(self) -> str:
+        found = httpx.get(f"{self._url}/v1/models/{MODEL}", timeout=10, trust_env=False).json()["precision"]
+        return str(found["served"][0])
+
+    @property
+    def _url(self) -> str:
+        return f"http://127.0.0.1:{self.cluster.port}"
+
+    def post(self, body: bytes) -> dict[str, Any]:
+        headers = {"content-type": "application/msgpack", "accept": "application/json"}
+        answer = httpx.post(
+            f"{self._url}/v1/encode/{MODEL}", content=body, headers=headers, timeout=120, trust_env=False
+        )
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def vectors(self) -> np.ndarray:
+        """Of the first images."""
+        body = self._bodies[LOADS[1][1]][0]
+        return np.array([item["dense"]["values"] for item in self.post(body)["items"]], np.float32)
+
+    def rate(self, clients: int, each: int, seconds: float) -> float:
+        answered, taken_s, _ = uvloop.run(
+            closed_loop("127.0.0.1", self.cluster.port, self._requests[each], clients=clients, seconds=seconds)
+        )
+        return answered * each / taken_s
+
+    def stages_ms(self, clients: int, each: int, seconds: float) -> dict[str, float]:
+        """Milliseconds by stage of the mean request, while so many clients ask."""
+        end_s, told, lock = time.perf_counter() + seconds, list[dict[str, float]](), threading.Lock()
+
+        def ask(number: int) -> None:
+            bodies = self._bodies[each]
+            while time.perf_counter() < end_s:
+                timing = self.post(bodies[number % len(bodies)])["timing"]
+                number += 1
+                with lock:
+                    told.append(timing)
+
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(ask, range(clients)))
+        return {name: statistics.fmean(timing[name] for timing in told) for name in STAGES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", default="1280x960", help="of the photographs, WIDTHxHEIGHT")
+    parser.add_argument("--images", type=int, default=64, help="different ones")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "images.md")
+    parser.add_argument("serve", nargs="*", help="further arguments of `sie serve`, after --")
+    arguments = parser.parse_args()
+    say = Report()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint(Path(folder) / NAME)
+        models = under(Path(folder) / "models")
+        models.add(
+            NAME,
+            {
+                "weights": {"path": str(Path(folder) / NAME)},
+                "family": "dual-encoder",
+                "inputs": ["text", "image"],
+                "outputs": {"dense": WIDTH},
+                "max_tokens": CLIP_TOKENS,
+                "load": {},  # the precision of the machine
+            },
+        )
+        width, height = map(int, arguments.size.split("x"))
+        files = photographs(arguments.images, width, height)
+        cluster = Cluster([*models.arguments, *arguments.serve], model=MODEL)
+        try:
+            served = Served(cluster, files)
+            measure(Library(Path(folder) / NAME, served.precision()), served, files, arguments, say)
+        finally:
+            cluster.stop()
+    arguments.out.parent.mkdir(exist_ok=True)
+    say.save(arguments.out)
+
+
+def measure(
+    library: Library, served: Served, files: Sequence[bytes], arguments: argparse.Namespace, say: Report
+) -> None:
+    mean_bytes = statistics.fmean(map(len, files))
+    say(
+        f"# Images through the cluster and in the library\n\n`python bench/images.py --size {arguments.size}`, Python "
+        f"{platform.python_version()}, torch {torch.__version__}, {machine()}, of which {cores()} may be used. CLIP "
+        f"ViT-B/32 with random weights in {served.precision()}. {len(files)} photographs of {arguments.size} pixels, "
+        f"JPEG, {mean_bytes / 1000:.0f} kB each.\n"
+    )
+    found = served.vectors()
+    expected = library.vectors(files[: len(found)])
+    say(f"Least cosine between the vectors of both: {(found * expected).sum(1).min():.6f}.\n")
+    ways = library.ways()
+    rates: dict[str, list[float]] = {}
+    for number in range(arguments.rounds + 1):
+        own = {name: way(files, arguments.seconds) for name, way in ways.items()}
+        theirs = {
+            f"cluster, {clients} x {each}": served.rate(clients, each, arguments.seconds) for clients, each in LOADS
+        }
+        if number:  # the first round warms up
+            for name, rate in {**own, **theirs}.items():
+                rates.setdefault(name, []).append(rate)
+    best = max(ways, key=lambda name: statistics.median(rates[name]))
+    say(f"Images per second, median of {arguments.rounds} rounds, each in turn. Goal of the ratio: {GOAL}.\n")
+    say("| where | images/s | ratio to the library |\n|---|---|---|")
+    for name, values in rates.items():
+        ratio = statistics.median(value / other for value, other in zip(values, rates[best], strict=True))
+        where = f"library, {name}" if name in ways else name
+        say(f"| {where} | {statistics.median(values):.1f} | {ratio:.2f} |")
+    prepared_ms, forward_ms = library.parts_ms(files[:BATCH])
+    say(
+        f"\nThe library takes {prepared_ms:.1f} ms of CPU to prepare an image and {forward_ms:.1f} ms for its forward "
+        "pass, on one thread.\n"
+    )
+    say("Where it goes in the cluster, ms of CPU for an image:\n")
+    for clients, each in LOADS:
+        say(f"* {clients} x {each}: {processor_ms(served, clients, each, arguments.seconds)}")
+    say("\nThe image workers decode and resize. Stages of the mean request:\n")
+    say("| clients x images | " + " | ".join(STAGES) + " |\n|---|" + "---|" * len(STAGES))
+    for clients, each in LOADS:
+        stages = served.stages_ms(clients, each, arguments.seconds)
+        total = sum(stages.values())
+        say(f"| {clients} x {each} | " + " | ".join(f"{100 * stages[name] / total:.0f} %" for name in STAGES) + " |")
+    say("\n" + copied(served, mean_bytes, arguments.seconds))
+
+
+def processor_ms(served: Served, clients: int, each: int, seconds: float) -> str:
+    before = served.cluster.cpu_s()
+    own_before = psutil.Process().cpu_times()
+    started_s = time.perf_counter()
+    done = served.rate(clients, each, seconds) * (time.perf_counter() - started_s)
+    after, own = served.cluster.cpu_s(), psutil.Process().cpu_times()
+    spent = {role: after[role] - before.get(role, 0.0) for role in after if role != "config"}
+    spent["the clients of this benchmark"] = own.user + own.system - own_before.user - own_before.system
+    return ", ".join(f"{role.removeprefix('sie_sidecar.')} {1000 * s / done:.2f}" for role, s in spent.items())
+
+
+def copied(served: Served, mean_bytes: float, seconds: float) -> str:
+    """What goes through sockets for one image. TCP on loopback is measured, so no other program may use it; what goes
+    over Unix sockets is known.
+    """
+    clients, each = LOADS[1]
+    pixels = 3 * SIZE * SIZE
+    before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+    started_s = time.perf_counter()
+    done = served.rate(clients, each, seconds) * (time.perf_counter() - started_s)
+    tcp = (psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before) / done
+    total = tcp + mean_bytes + 2 * pixels
+    return (
+        f"Bytes between processes for an image of {mean_bytes / 1000:.0f} kB: {total / 1000:.0f} kB. Over TCP "
+        f"{tcp / 1000:.0f} kB ({tcp / mean_bytes:.2f} times the file: client to gateway, gateway to broker, broker to "
+        f"sidecar), the file once more to an image worker, its {pixels / 1000:.0f} kB of pixels from there to the "
+        "sidecar and from the sidecar to the adapter."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""GLiNER with relations through the adapter against the package's model on the same folder.
+
+The package's `inference` gives relations to the wrong entities if it left out one that overlaps, or sorted two that
+begin at one word. So these tests read the model's own pairs and scores, and take `inference` only for other texts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gliner import GLiNER
+from oracle import WORDS, ragged_texts
+from parity.gliner_checkpoints import entry_of, gliner_folder, on_device
+from parity.table import ParityTable, Scores, path_of
+from selection import long_but
+
+from sie_adapter.families import gliner_relations as family
+from sie_adapter.families.extraction import ExtractOptions
+from sie_adapter.families.gliner_relations import GlinerRelationModel
+from sie_contracts.errors import InferenceFailed, InvalidInput, ModelLoadFailed
+
+LABELS = ("person", "river mountain", "Engine")
+RELATIONS = ("works for", "lives in", "Owns")
+LAYERS = ("gcn", "mlp", "attention", "gat", "bilinear", "dot")
+# the random adjacency layers give all pairs nearly one score: the threshold that divides them
+THRESHOLD = {"mlp": 0.487, "attention": 0.03, "gat": 0.52, "bilinear": 0.85}
+
+Relations = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("relations")
+    return {layer: gliner_folder(root / layer, "relations", relations_layer=layer) for layer in LAYERS[:2]}
+
+
+@pytest.fixture(scope="module")
+def model(folders: dict[str, Path]) -> GlinerRelationModel:
+    return load(folders["gcn"])
+
+
+def load(folder: Path, **changes: Any) -> GlinerRelationModel:
+    entry = entry_of(folder, "gliner-relations", **changes)
+    return GlinerRelationModel(folder, entry, entry.load, on_device())
+
+
+def options(threshold: float = 0.5, relations: tuple[str, ...] = RELATIONS, **parameters: Any) -> ExtractOptions:
+    named = {"relation_labels": list(relations), "relation_threshold": 0.3, "flat_ner": False}
+    return ExtractOptions(LABELS, threshold, named | parameters)
+
+
+def pairs_of_package(
+    package: Any, words: list[str], threshold: float
+) -> tuple[list[tuple[int, int]], dict[tuple[Any, Any, str], float]]:
+    """Return the spans, (first word, last word), between which the package looks for relations, and the score of each
+    relation, of a text that runs alone.
+    """
+    collate = package.data_collator_class(
+        package.config, data_processor=package.data_processor, return_id_to_classes=True, prepare_labels=False
+    )
+    batch = collate([{"tokenized_text": words, "ner": None}], entity_types=list(LABELS), relation_types=list(RELATIONS))
+    inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    with torch.inference_mode():
+        output = package.model(**inputs, threshold=threshold, adjacency_threshold=threshold)
+    best = torch.sigmoid(output.logits[0]).amax(-1)
+    selected = [
+        (first, first + width)
+        for first, width in itertools.product(range(best.shape[0]), range(best.shape[1]))
+        if best[first, width] > threshold and first + width < len(words)
+    ]
+    scores = torch.sigmoid(output.rel_logits[0])
+    return selected, {
+        (selected[head], selected[tail], label): float(scores[pair, number])
+        for pair, (head, tail) in enumerate(output.rel_idx[0].tolist())
+        if head >= 0
+        for number, label in enumerate(RELATIONS)
+        if scores[pair, number] > 0.3
+    }
+
+
+def expected_relations(
+    package: Any, text: str, entities: list[dict[str, Any]], threshold: float
+) -> list[tuple[str, str, str, float]]:
+    words = text.split()
+    starts = list(itertools.accumulate((len(word) + 1 for word in words), initial=0))
+    present = {(entity["start"], entity["end"]) for entity in entities}
+    named = []
+    for (head, tail, label), score in pairs_of_package(package, words, threshold)[1].items():
+        ranges = [(starts[first], starts[last] + len(words[last])) for first, last in (head, tail)]
+        if present.issuperset(ranges):
+            (first, last) = (text[start:end] for start, end in ranges)
+            named.append((first, last, label, score))
+    return named
+
+
+def rows(relations: Relations) -> list[tuple[str, str, str, float]]:
+    return [(row["head"], row["tail"], row["relation"], row["score"]) for row in relations]
+
+
+def assert_equal(ours: list[tuple[str, str, str, float]], expected: list[tuple[str, str, str, float]]) -> float:
+    """Compare regardless of the order; return the largest difference of two scores."""
+    ours, expected = (sorted(some) for some in (ours, expected))
+    assert [row[:3] for row in ours] == [row[:3] for row in expected]
+    assert [row[3] for row in ours] == pytest.approx([row[3] for row in expected], abs=1e-5)
+    return max((abs(row[3] - exact[3]) for row, exact in zip(ours, expected, strict=True)), default=0.0)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("layer", long_but(LAYERS, ["gcn", "mlp"]))
+def test_relations_equal_those_of_the_package(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    layer: str,
+    flat: bool,
+    table: ParityTable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(family, "_RELATIONS", 100_000)
+    folder = folders.get(layer) or gliner_folder(tmp_path / layer, "relations", relations_layer=layer)
+    ours, package, threshold = load(folder), GLiNER.from_pretrained(str(folder)), THRESHOLD.get(layer, 0.5)
+    texts = ragged_texts(16, seed=3, longest=15)
+    results = ours.extract(texts, [options(threshold, flat_ner=flat)] * len(texts))
+    count = 0
+    for text, result in zip(texts, results, strict=True):
+        assert isinstance(result, dict)
+        expected = expected_relations(package, text, result["entities"], threshold)
+        difference = assert_equal(rows(result["relations"]), expected)
+        assert [row["score"] for row in result["relations"]] == sorted(
+            (row["score"] for row in result["relations"]), reverse=True
+        )
+        table.record(f"gliner-relations {layer}", path_of(ours.attention), ours.precision, Scores(difference))
+        count += len(expected)
+    assert count > 30
+
+
+def test_relations_equal_inference_where_it_numbers_entities_as_the_model_does(
+    model: GlinerRelationModel, folders: dict[str, Path]
+) -> None:
+    package = GLiNER.from_pretrained(str(folders["gcn"]))
+    # spans of two words contain each other or are apart, and neither is left out
+    texts = [f"{first} {second}" for first, second in itertools.pairwise(WORDS[:20])]
+    entities, relations = package.inference(
+        texts, list(LABELS), list(RELATIONS), threshold=0.5, relation_threshold=0.3, flat_ner=False
+    )
+    compared = 0
+    for text, own, related in zip(texts, entities, relations, strict=True):
+        assert len(pairs_of_package(package, text.split(), 0.5)[0]) == len(own)
+        if own != sorted(own, key=lambda entity: (entity["start"], entity["end"])):
+            continue
+        [result] = model.extract([text], [options()])
+        assert isinstance(result, dict)
+        assert [(entity["start"], entity["end"], entity["label"]) for entity in result["entities"]] == [
+            (entity["start"], entity["end"], entity["label"]) for entity in own
+        ]
+        assert_equal(
+            rows(result["relations"]),
+            [(row["head"]["text"], row["tail"]["text"], row["relation"], row["score"]) for row in related],
+        )
+        compared += len(related)
+    assert compared > 5
+
+
+def test_an_item_is_independent_of_its_batch(model: GlinerRelationModel) -> None:
+    texts = [*ragged_texts(12, seed=5, longest=20), "", "queue"]
+    chosen = [options(), options(0.6, RELATIONS[::-1]), options(0.5, ())]
+    requests = [chosen[index % 3] for index in range(len(texts))]
+    together = model.extract(texts, requests)
+    for text, option, result in zip(texts, requests, together, strict=True):
+        [alone] = model.extract([text], [option])
+        assert isinstance(alone, dict)
+        assert isinstance(result, dict)
+        assert_equal(rows(result["relations"]), rows(alone["relations"]))
+        assert [entity["start"] for entity in result["entities"]] == [entity["start"] for entity in alone["entities"]]
+
+
+def test_entities_without_relation_labels_equal_those_of_the_package(
+    model: GlinerRelationModel, folders: dict[str, Path]
+) -> None:
+    texts = ragged_texts(6, seed=6, longest=20)
+    expected = GLiNER.from_pretrained(str(folders["gcn"])).inference(
+        texts, list(LABELS), [], threshold=0.5, return_relations=False
+    )
+    for result, own in zip(model.extract(texts, [options(relations=(), flat_ner=True)] * 6), expected, strict=True):
+        assert isinstance(result, dict)
+        assert [(entity["start"], entity["end"], entity["label"]) for entity in result["entities"]] == [
+            (entity["start"], entity["end"], entity["label"]) for entity in own
+        ]
+        assert result["relations"] == []
+
+
+def test_relations_of_a_long_text_are_those_of_its_windows(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Windows of 20 words share ten. A relation that two windows have appears once, with its better score."""
+    model = load(gliner_folder(tmp_path / "short", "relations", max_len=20))
+    [text] = ragged_texts(1, seed=11, longest=8)
+    repeated = " ".join([text] * 9)
+    [result] = model.extract([repeated], [options(0.5)])
+    assert isinstance(result, dict)
+    ranges = [(entity["start"], entity["end"]) for entity in result["entities"]]
+    assert len(set(ranges)) == len(ranges) > 9
+    assert {row["head"] for row in result["relations"]} <= {entity["text"] for entity in result["entities"]}
+    assert result["relations"]
+
+
+def test_candidates_and_relations_of_a_window_have_a_limit(
+    model: GlinerRelationModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "_CANDIDATES", 3)
+    [text] = ragged_texts(1, seed=3, longest=20)
+    [result] = model.extract([text], [options(0.0, relation_threshold=0.0)])
+    assert isinstance(result, dict)
+    assert len(result["entities"]) > 3
+    assert 0 < len(result["relations"]) <= 3 * 2 * len(RELATIONS)
+    monkeypatch.setattr(family, "_RELATIONS", 2)
+    [fewer] = model.extract([text], [options(0.0, relation_threshold=0.0)])
+    assert isinstance(fewer, dict)
+    assert len(fewer["relations"]) <= 2
+
+
+def test_labels_that_the_model_cannot_read_are_refused(model: GlinerRelationModel) -> None:
+    for relations, message in (
+        (("<<REL>>",), "which the model reserves"),
+        (tuple(f"relation number {number}" for number in range(1000)), "too few for the text"),
+    ):
+        [result] = model.extract(["queue worker"], [options(relations=relations)])
+        assert isinstance(result, InvalidInput)
+        assert message in result.message
+
+
+def test_scores_that_are_not_finite_fail_their_item(
+    model: GlinerRelationModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [text] = ragged_texts(1, seed=3, longest=20)
+    original = model._gliner.model.pair_rep_layer.forward
+    monkeypatch.setattr(model._gliner.model.pair_rep_layer, "forward", lambda pairs: original(pairs) * torch.nan)
+    [result] = model.extract([text], [options()])
+    assert isinstance(result, InferenceFailed)
+    assert result.reason == "non_finite"
+
+
+def test_kinds_that_the_family_does_not_run_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["gcn"], tmp_path / "copy")
+    config = json.loads((folder / "gliner_config.json").read_text())
+    for change, message in (
+        ({"relations_layer": None}, "if and only if its family is gliner-relations"),
+        ({"span_mode": "token_level"}, "between tokens"),
+        ({"triples_layer": "distmult"}, "by triples"),
+        ({"labels_decoder": "gpt2"}, "generates labels"),
+    ):
+        (folder / "gliner_config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelLoadFailed, match=message) as caught:
+            load(folder)
+        assert caught.value.extras["error_class"] == "INCOMPATIBLE"
