@@ -171,7 +171,7 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if an urgent deadline forbids closing the next batch while the device is busy: work items that
+        """Return True if an urgent deadline forbids sealing the next batch while the device is busy: work items that
         arrive until the device is free must still be able to join it. See `sizing.binds`.
         """
         return binds(self._asks(self._together(limits), begins_s), times)
