@@ -43,7 +43,7 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Process of a cluster: its name, the setting with its address, and the field of Access with its address."""
+    """Process of a cluster: its name, and the fields with its address, in Settings (`field`) and Access (`local`)."""
 
     name: str
     field: str
@@ -61,7 +61,7 @@ _PARTS: Mapping[str, _ClusterPart] = {
 class Cluster:
     """Addresses of a cluster's processes, and the credentials for them. `settings`: addresses and credentials.
     `sources`: where each setting comes from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the
-    user named it.
+    user named `data_dir`.
     """
 
     settings: Settings
