@@ -237,7 +237,7 @@ class CatalogueStore:
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
         """Return a function that maps an epoch to the model's revision at that epoch: 0 before the first revision, None
-        before the stored history.
+        if the epoch is older than the stored history or belongs to another bucket.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")

@@ -272,7 +272,7 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only these profiles, and those that they extend. Raises click.BadParameter for a profile
+    """Return the entries with only these profiles, and the profiles that these extend. Raises click.BadParameter for a profile
     that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}

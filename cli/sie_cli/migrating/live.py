@@ -211,7 +211,7 @@ class LiveMigration:
 
     def _check_done(self, models: Mapping[Side, LiveModel], state: LiveState) -> None:
         """Report that nothing is left to do: the alias names the new model, and no migration of the index is stored.
-        Raises CommandRefused for --step back and clean-up, and if the vectors of the index and the model differ in width.
+        Raises CommandRefused for --step back and clean-up, and if the index has vectors of another width.
         """
         plan, old, new = self._plan, models["old"], models["new"]
         if state.dims and state.dims != new.dims(state.output):

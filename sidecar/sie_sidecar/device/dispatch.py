@@ -166,7 +166,7 @@ class DeviceQueue:
         return consumer in self._writers
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if enough text-generating work items of this consumer wait, so that no more should be pulled."""
+        """Return True if the consumer delivers text-generating work, and WRITTEN_READY items of any consumer wait."""
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
@@ -300,7 +300,7 @@ class DeviceQueues:
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return the sums of `DeviceQueue.capacity` over the connected devices; if there are none, of the first one."""
+        """Return the sums of `DeviceQueue.capacity` over connected devices; if none is connected, the first one's."""
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 
@@ -339,7 +339,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if enough of this consumer's text-generating work items wait on every device that has some."""
+        """Return True if `DeviceQueue.is_full_of` is True for each device with such work of this consumer."""
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 

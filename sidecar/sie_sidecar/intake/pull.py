@@ -156,7 +156,7 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Store which consumers deliver work of the models of this worker."""
+        """Store which consumers deliver work of the models that are placed here or in `_waiting`."""
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
@@ -381,7 +381,7 @@ class Pulling:
             target = ideal = 0
             backlog = backlogs[name.startswith(self.bulk_prefix)]
             if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
-                # an inactive consumer may deliver one message, even if the device has enough work: this is little
+                # an inactive consumer may deliver one message, even if the device has enough work
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     backlog = self._narrowed(backlog, name)

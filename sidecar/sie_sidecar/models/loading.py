@@ -57,7 +57,9 @@ class LoraLoads:
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Load a LoRA if needed. Raises LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone."""
+        """Load a LoRA if needed. With `in_turn`, the caller holds `turn`, and waits without a limit. Raises LoraLoading
+        after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone.
+        """
         if name in hosted.loras:
             return
         if in_turn:

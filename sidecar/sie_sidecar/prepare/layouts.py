@@ -284,7 +284,7 @@ def _hypotheses(
 
 
 def _hypothesis_texts(options: RunOptions) -> list[str]:
-    """Return for each label a sentence that claims the label, made from the hypothesis template."""
+    """Return for each label a sentence with the label, made from the hypothesis template."""
     before, _, after = str(options.parameters.get("hypothesis_template", HYPOTHESIS)).partition("{}")
     return [before + label + after for label in options.labels]
 

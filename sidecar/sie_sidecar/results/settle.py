@@ -252,7 +252,7 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: of the batch that ran it."""
+        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: data of its batch."""
         if flight.settled:
             return
         flight.move("settled")
