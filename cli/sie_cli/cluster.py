@@ -74,8 +74,8 @@ class Cluster:
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
         """Return the cluster of these settings and of a running `sie serve`. `named`: its data directory; None for the
-        default one. Without `looks_around`, only a named `sie serve` is used. Raises SettingError if the file of a `sie
-        serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
+        default one, which is not used without `looks_around`, or if the user set all addresses. Raises SettingError if
+        the file of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)

@@ -352,9 +352,9 @@ class CatalogueStore:
             )
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write models that the bucket lacks into it from the copy or a backup, and models that the copy lacks into the
-        copy. Then correct the index of aliases. Return the models that the bucket had lost, or had at an earlier
-        revision.
+        """Write models that the bucket lacks into it from the copy or a backup, and models written over the API that
+        the copy lacks into the copy. Then correct the index of aliases. Return the models that the bucket had lost, or
+        had at an earlier revision.
 
         `backup`: revisions of models, including old ones. Raises WrongRevision if another replica recovers at the same
         time.

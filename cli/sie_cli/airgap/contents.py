@@ -272,8 +272,8 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only these profiles, and the profiles that these extend. Raises click.BadParameter for a profile
-    that no entry has.
+    """Return the entries with only these profiles, and the profiles that these extend. Raises click.BadParameter for a
+    profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:

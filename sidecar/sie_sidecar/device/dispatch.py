@@ -452,8 +452,8 @@ class Dispatch:
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
-        was evicted, start a task that loads it and runs the batch. With `in_turn`, the caller is this task: return
-        False, so that it loads the LoRA again.
+        was evicted, start a task that loads it and runs the batch; with `in_turn` (this task is the caller), return
+        False instead, so that the caller loads the LoRA again.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -497,7 +497,7 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without late, cancelled and suspect (`is_suspect`) work items; suspects run alone."""
+        """Return the batch without late, cancelled, outdated and suspect work items. Suspects run alone, in `Isolate`."""
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
         if batch.entries[0].work.item.model in self._isolate.marked_models:
