@@ -167,8 +167,8 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score FIRST_STAGE documents of each query with a reranker: the judged ones, then others in the order of the
-    corpus, so that no other model's selection influences the result.
+    """Score at least FIRST_STAGE documents of each query with a reranker: all judged ones, then others in the order of
+    the corpus, so that no other model's selection influences the result.
     """
     keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():

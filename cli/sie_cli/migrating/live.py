@@ -255,7 +255,7 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Switch the index to a side, if it is not there. Return the alias as read right before. Raises CommandRefused
+        """Switch the index to a side, if it is not there. Return the alias as read before it. Raises CommandRefused
         if the alias cannot follow; the index is then as it was.
         """
         if state.in_use != side:
@@ -268,7 +268,7 @@ class LiveMigration:
 
     @contextlib.contextmanager
     def _alias_follows(self, model: str) -> Iterator[None]:
-        """Add to a refusal of the alias that the index has been switched."""
+        """If the change of the alias is refused in the block, add to the error that the index has been switched."""
         plan = self._plan
         try:
             yield

@@ -497,7 +497,7 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without late, cancelled, outdated and suspect work items. Suspects run alone, in `Isolate`."""
+        """Return the batch without late, cancelled, outdated and suspect work items. `Isolate` runs the suspects."""
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
         if batch.entries[0].work.item.model in self._isolate.marked_models:

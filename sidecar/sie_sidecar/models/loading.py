@@ -225,9 +225,9 @@ class Loading:
         SIEError.
 
         If the adapter is lost, wait for it or another device and try again, until the last deadline of the items: an
-        input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on their
-        device although the model is closed to new work; if the adapter stays away, raise AdapterGone instead of moving
-        them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
+        input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on
+        their device although the model is closed to new work; if the adapter stays away, raise AdapterGone instead of
+        moving them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
         """
         began_s = self._clock()
         try:
