@@ -128,7 +128,7 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Add the backbones that a GLiNER model names by repository to its archived folder, where a load looks first."""
+        """Add the backbones that a GLiNER model names by repository to its folder in the archive."""
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -205,7 +205,7 @@ def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
     """Return the contents of an archive with the `chosen` models. `gathering`: the object that collected their files.
-    Reads the files without a known digest. Raises CommandRefused for a file that differs from its digest in the entry, OSError.
+    Reads files whose digest no manifest has. Raises CommandRefused for a file unlike its digest in the entry, OSError.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)
