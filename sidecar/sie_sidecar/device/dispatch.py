@@ -339,7 +339,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if `DeviceQueue.is_full_of` is True for each device with such work of this consumer."""
+        """Return True if `DeviceQueue.is_full_of` is True for each device with text to generate for this consumer."""
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 
