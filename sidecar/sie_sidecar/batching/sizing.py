@@ -123,7 +123,7 @@ EVERY = 16  # number of answers after which the median is computed again; not af
 class Quantum:
     """Seconds for which deliveries are gathered before they are tokenised together: `shortest_s` without recent
     answers. With recent answers it is between `shortest_s` and `longest_s`: the further the median time of work items
-    at the worker is below `target_p50_s`, the longer.
+    from delivery to answer is below `target_p50_s`, the longer.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:

@@ -113,7 +113,7 @@ class ResultDelivery:
         return await self._send(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result in parts. Return the gateway's verdict: `part` if it did not get all of them."""
+        """Send a result in parts. Return the verdict of `_deliver`; `part` if parts are lacking after MAX_ROUNDS."""
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -252,7 +252,7 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: of the batch that ran it."""
+        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: data of its batch."""
         if flight.settled:
             return
         flight.move("settled")
