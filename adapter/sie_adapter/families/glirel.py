@@ -70,7 +70,7 @@ class GlirelModel(Extractor[GlirelTexts]):
     relation. An input gets an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
     word that the model reads, and an InferenceFailed if the scores are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit for a text together with labels and special tokens.
     """
 
     @staticmethod

@@ -117,8 +117,8 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: those in `may_drop`, in that order, unless they were used after the
-    request arrived, when this object is created.
+    """Models that may be evicted for one request: those in `may_drop`, in that order, unless they were used after
+    `asked_s`, when the request arrived.
 
     `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were already dropped for the
     request. This happens only once, since the request may compute some of them again.
@@ -180,7 +180,7 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` is called, with the model, each time memory is freed because its load ran out of memory. `ended` is
+        """`count` is called with a model whose load ran out of memory, and each of its counters to raise. `ended` is
         called at the end of each load, successful or not.
         """
         self._load = load

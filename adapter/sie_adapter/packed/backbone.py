@@ -388,8 +388,8 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Raise ModelLoadFailed for rotary tables that transformers changes with the longest text of a pass: states would
-    depend on other texts of the batch and on other threads.
+    """Raise ModelLoadFailed if transformers changes the model's rotary tables for texts of up to `max_tokens` tokens:
+    the states of other texts in the batch, and on other threads, would change too.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
@@ -413,7 +413,7 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. RoBERTa and models with its method count from the pad id on."""
+    """Return how the model numbers positions. RoBERTa, and models with its method, begin at the pad id plus 1."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             return Positions(module.padding_idx + 1, module.padding_idx)

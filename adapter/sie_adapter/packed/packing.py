@@ -134,8 +134,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Decode the images of a batch, prepared by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Return None if
-    it has none. Raises MalformedBatch.
+    """Return the images of a batch, None without any. `places`: int32 [images, 5]: row, height and width of the pixels,
+    height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -164,7 +164,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Decode the sounds of a batch, prepared by `recipe`. Return None if it has none. Raises MalformedBatch."""
+    """Return a batch's sounds, None without any. `places`: int32 [sounds, 4]: row, views, frames, bins of each."""
     if len(places) % 16 or len(features) % 4:
         raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
     if not places:

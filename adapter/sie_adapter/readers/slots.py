@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 _STEP = 64  # allocations and masks have a multiple of this number of positions
-_GROWTH = 1.5
+_GROWTH = 1.5  # if memory allows, a new allocation has at least this many times the earlier number of positions
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
 Fits = Callable[[int], bool]  # returns whether the device may use this number of additional bytes
@@ -119,7 +119,7 @@ class _SlotStates:
         self._layers: list[tuple[Tensor, Tensor]] = []
         # length of each row, [rows], on the device; it is valid for one step, then None
         self._ends: Tensor | None = None
-        self.width = 0
+        self.width = 0  # number of positions that the model sees in this step
 
     def make_room(self, states: States) -> None:
         """Allocate memory for one more row with these states. Raises SlotsFull."""
@@ -172,7 +172,9 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions. Raises SlotsFull. Old values stay, finite and masked."""
+        """Allocate at least these slots and positions. New values are 0: even masked ones must be finite. Raises
+        SlotsFull.
+        """
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
@@ -209,8 +211,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. If the lengths of the rows differ, a
-        mask is needed in any case, so the number is rounded up to a multiple of _STEP.
+        """Make the first `needed` positions of the cache visible to the model. Unless each row already has a state at
+        all of them, a mask is needed in any case, so the number is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed
