@@ -66,14 +66,14 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker ski
 
 class Graph:
     """Model compiled to a graph, which computes the states of its last layer. Several threads may call `run` at once.
-    `memory_bytes`: the weights in the order of the kernels, in all copies.
+    `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
     """
 
     attention = "sdpa"
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
-        """Compile `model`, which is on the CPU and is not changed. `filler`: the token id for padding. `max_tokens`:
-        the tokens of the longest text. Raises NoGraph.
+        """Compile `model`, which is on the CPU and is not changed. `lanes`: the number of device threads. `filler`: the
+        token id for padding. `max_tokens`: the tokens of the longest text. Raises NoGraph.
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
@@ -226,8 +226,8 @@ def most_filling(config: PretrainedConfig) -> int:
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    # Some model classes count the window's keys on one side, others on both sides together. Half of it is safe for
-    # both, less the token itself.
+    # Some model classes count the window's keys on one side, others on both sides together. Half of the number is safe
+    # in both cases, less the token itself.
     return max(0, window // 2 - 1)
 
 
@@ -262,9 +262,9 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compress(graph: Any) -> int:
-    """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output. Return their number.
-    Activations keep their precision: in calibrated 8 bits they lowered the cosine of MiniLM's vectors to 0.985
-    (bench/results/engine.md).
+    """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output feature. Return the
+    number of these weights. Activations keep their precision: in calibrated 8 bits they lowered the cosine of MiniLM's
+    vectors to 0.985 (bench/results/engine.md).
     """
     from openvino import opset13
 

@@ -27,8 +27,7 @@ def entities(
     *,
     keeps_order: bool = False,
 ) -> ItemResults:
-    """Return the entities of each text, by offset, from float32 logits [tokens, labels]. `places`: the index of each
-    text in the batch.
+    """Return the entities of each text, by offset, from float32 logits [tokens, labels]. `places`: the texts' indices.
 
     Neighbouring tokens with one label are one entity, unless the tag of the second token begins another. The score of
     an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple" of

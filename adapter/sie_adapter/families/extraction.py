@@ -414,9 +414,9 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    """Return the classes of one text whose score reaches the label's own threshold (`label_thresholds`), else the
-    threshold of the options (default 0), best first. `logits`: float32 [labels], on the host. Scores are a softmax, or
-    with `multi_label` a sigmoid for each label.
+    """Return the classes of one text, best first, whose score reaches the threshold of its label (`label_thresholds`),
+    else of the options, else 0. `logits`: float32 [labels], on the host. Scores are a softmax; with `multi_label`
+    each is a sigmoid.
     """
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()

@@ -172,9 +172,7 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions. New values are 0: even masked ones must be finite. Raises
-        SlotsFull.
-        """
+        """Allocate at least these slots and positions, with zeros: masked values must be finite. Raises SlotsFull."""
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
