@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from sie_adapter.families.text_encoder import PackedModel
 
 _logger = logging.getLogger("sie.adapter")
-DEVICE_LOST_STATUS = 70
+DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
 # Seconds after which a waiting device thread makes the running one release the interpreter. Python's default of 5 ms
 # slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
-_KEPT_PRODUCTS = "64"
+_KEPT_PRODUCTS = "64"  # number of entries of each cache of matrix products (see `prepare_process`)
 
 
 def _end_process() -> None:

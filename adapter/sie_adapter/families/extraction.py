@@ -43,12 +43,12 @@ _logger = logging.getLogger("sie.adapter")
 
 Result = dict[str, Any] | SIEError
 
-_HARMLESS = ("pooler.", "position_ids")
+_HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
 _WASTE = 1.25  # largest number of positions in a pass, padding included, per token
 # divisor: at least one eighth of the tokens of a sequence are for the text, the others may be for labels
 _MIN_ROOM = 8
-_WORDS_PER_COUNT = 8192
-_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64
+_WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
+_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in one pass of their encoder
 _OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
 
 
@@ -415,8 +415,8 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
     """Return the classes of one text, best first, whose score reaches the threshold of its label (`label_thresholds`),
-    else of the options, else 0. `logits`: float32 [labels], on the host. Scores are a softmax; with `multi_label`
-    each is a sigmoid.
+    else of the options, else 0. `logits`: float32 [labels], on the host. Scores are a softmax, or sigmoids if
+    `multi_label` is set.
     """
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()
@@ -444,9 +444,8 @@ def absolute_positions(encoder: Any) -> int:
 
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
-    """Set the length at which a transformers tokenizer truncates, and return it, in tokens with special tokens: the
-    smaller of the tokenizer's own limit and the encoder's absolute positions, or `otherwise` for an encoder without
-    them.
+    """Set and return the length at which a transformers tokenizer truncates, in tokens, special tokens included: the
+    smaller of the tokenizer's own limit and the encoder's number of absolute positions (or `otherwise` if it has none).
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)

@@ -41,7 +41,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
-_TOKENS_PER_PASS = {"cpu": 512}
+_TOKENS_PER_PASS = {"cpu": 512}  # limit for the tokens of a pass, padding and labels included, by type of device
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut of a long text before it is tokenised
 

@@ -78,7 +78,7 @@ _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "Hierarch
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
-_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})
+_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # arguments of from_pretrained that are ignored
 _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),

@@ -88,8 +88,11 @@ class MaskRequest:
 
 @dataclass
 class Trial:
+    """Record of a trial pass. `calls`: calls of the attention function. `edges`: the values of `sie_edge` (see
+    `packed_attention`) that the layers with a window need.
+    """
+
     calls: int = 0
-    # values of `sie_edge` (see `packed_attention`) that the layers with a window need
     edges: set[int] = field(default_factory=set)
 
     def called(self) -> None:
