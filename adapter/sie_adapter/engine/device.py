@@ -398,8 +398,8 @@ def _mapped_bytes() -> int:
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give each allocation of 1 MiB and more pages of its own inside the context, on all threads, so that freed weights
-    leave no holes in the heap. No CUDA graph is captured inside the context.
+    """Give pages of its own to each allocation of at least 1 MiB inside the context, on all threads, so that freed
+    weights leave no holes in the heap. No CUDA graph is captured inside the context.
     """
     _count_apart(1)
     try:
@@ -419,7 +419,7 @@ def _count_apart(more: int) -> None:
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
     """Yield True if no load is in progress. Until the context ends, no load begins and no memory is returned to CUDA's
-    driver: both synchronise the device, which would make the capture of a CUDA graph fail.
+    driver: either would synchronise the device, which makes the capture of a CUDA graph fail.
     """
     with _apart_lock:
         yield not _apart

@@ -41,8 +41,8 @@ _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch on a device thread that runs alone: two nearly halve the time of one short text. While
-# another device thread runs, the batch would wait for the slower of them (bench/results/engine.md).
+# Threads for a short batch (at most _TOKENS_ALONE tokens) on a device thread that runs alone: two nearly halve the time
+# of a short text. While another device thread runs, the batch would wait for the slower one (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
 # tokens of each example text of the trace; ModernBERT creates its masks only for texts longer than its local window

@@ -211,10 +211,10 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
 
 
 def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
-    """Return the score of each document for the query: the scores of the outputs, weighted if there are several.
+    """Return the score of each document for the query: the score of the output, or a weighted mean if it has several.
 
     dense: cosine. sparse: the sum over common ids. multivector: the sum over query rows of the best document row
-    (MaxSim), divided by the number of query rows if `per_row`, like BGE-M3.
+    (MaxSim), divided by the number of query rows if `per_row`, like BGE-M3. `is_relevance` maps scores to 0 .. 1.
     """
     requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
     weights = {

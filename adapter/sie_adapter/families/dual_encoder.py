@@ -140,7 +140,7 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 class VectorHead:
     """Head that returns the vector of each row. The check of a loaded model (`certificate`) runs passes of the text
-    tower alone; for them, the head computes the vectors from the hidden states.
+    tower alone, whose hidden states the head turns into vectors.
     """
 
     def __init__(self, towers: TextTower) -> None:
@@ -292,9 +292,9 @@ def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of `folder`, which normalises texts as in the training of the model. Raises ModelLoadFailed.
 
-    SigLIP was trained on texts in lower case. Its first version also had no punctuation and no repeated spaces in them,
-    but in transformers only the slow tokenizer removes these. open_clip removes them, and first replaces underscores by
-    spaces. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
+    SigLIP was trained on texts in lower case, its first version also without punctuation and repeated spaces. Of the
+    tokenizers of transformers, only the slow one removes punctuation. open_clip removes it after it has replaced
+    underscores by spaces. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
     """
     is_open_clip = open_clip.is_open_clip(folder)
     if not is_open_clip and read_json(folder / "config.json").get("model_type") != "siglip":

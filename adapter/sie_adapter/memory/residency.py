@@ -205,7 +205,7 @@ class ResidentModels:
     ) -> Resident:
         """Return the resident `model`; load it if it is not loaded or needs other weights. `permission` records the
         models that were unloaded for it, even if this method raises. Raises ModelLoadFailed: class OOM and reason
-        no_room if the model does not fit beside the models that have work.
+        no_room if the model does not fit beside the models that must not be evicted.
         """
         permission = permission or self.permission()
         resolved = Catalogue.resolve_profile(entry, profile, model)
@@ -266,7 +266,7 @@ class ResidentModels:
             self._collect()
 
     def relieve(self, permission: Permission) -> None:
-        """Drop models while memory is above the threshold, at most once per second for all callers. The bytes that a
+        """Evict models while memory is above the threshold, at most once per second for all callers. The bytes that a
         running load will need are not added: memory for them is already free, and the bytes that it has allocated count
         as used. If they were added, other models would be evicted without need.
         """

@@ -260,8 +260,8 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if there is none. The block
-    has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
+    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if no key is hidden. The
+    block has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None

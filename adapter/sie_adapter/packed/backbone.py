@@ -169,7 +169,7 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the states of `forward`, from the stock model, padded on the right with a mask, to compare them."""
+        """Return the states of `forward` as the stock model computes them: padded on the right, with a mask."""
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
@@ -377,7 +377,7 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """Return the features of images or sounds for some of the tokens of a pass; None if these tokens have none."""
+    """Return the features of images for the `tokens` of a pass; None if no feature replaces one of these tokens."""
     if features is None:
         return None
     before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))

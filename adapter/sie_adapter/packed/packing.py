@@ -206,8 +206,8 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """Features that replace each id `token`, in packed order. `values` [places, width] is a tensor on the device.
-    `deeper`: for each of the first layers of the model, a tensor of the same shape that the layer adds there.
+    """Features that replace the embeddings of each id `token`. `values`: a row for each of these ids, in packed order,
+    on the device. `deeper`: for each of the first layers, a tensor like `values`, added to the states after the layer.
     """
 
     token: int

@@ -5,8 +5,8 @@ added and removed between two steps.
     a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
     a row that leaves ──► remove: the last row moves into its slot
 
-The first `len` slots have rows, so a step does not copy earlier states. The positions of each row begin at 0 and do not
-depend on the other rows. Positions after the end of a row are masked.
+The slots in use are always the first ones, so a step does not copy earlier states. The positions of each row begin at 0
+and do not depend on the other rows. Positions after the end of a row are masked.
 
 Each row needs memory for the length of the longest row that runs at the same time. Together, the rows use at most the
 memory that `fits` allows: on a CPU no allocator refuses memory, and the kernel would end the process. A single row

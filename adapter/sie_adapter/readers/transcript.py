@@ -1,5 +1,5 @@
-"""Token ids of Whisper (arXiv 2212.04356), without I/O: its prompt, the segments of a window, and the begin of the
-next.
+"""Token ids of Whisper (arXiv 2212.04356), without I/O: its prompt, the segments of a window, and the frame at which
+the next window begins.
 
     language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
     <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and their number of frames
