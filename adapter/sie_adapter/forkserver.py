@@ -26,11 +26,11 @@ from sie_runtime import failpoints
 from sie_runtime.process import EXIT_BAD_SETTING, end_signals
 
 STEADY_S = 5.0  # seconds of life after which a dead child is forked again without a pause
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # seconds before a fork after early deaths; each one doubles the pause
 SIGNALS = frozenset({*end_signals(), signal.SIGCHLD})
 _PR_SET_PDEATHSIG = 1
 _TASKS = Path("/proc/self/task")
-_LOOKS, _LOOK_S = 100, 0.001
+_LOOKS, _LOOK_S = 100, 0.001  # number of checks whether other threads have ended, and seconds between two checks
 _logger = logging.getLogger("sie.adapter")
 _NO_FORK = 1  # exit status of a parent that cannot fork, although several devices need a process each
 _NOT_FORKED = "the adapter is not forked, so a new one starts with its imports"

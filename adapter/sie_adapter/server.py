@@ -95,7 +95,7 @@ class AdapterServer:
         threading.Thread(target=self._attend, args=(connection,), name="connection", daemon=True).start()
 
     def _attend(self, connection: socket.socket) -> None:
-        torch.set_num_threads(1)  # a new thread would take over what the device threads set last
+        torch.set_num_threads(1)  # else the new thread has the number that a device thread set last
         try:
             while True:
                 request = ipc.request(bytes(ipc.receive_frame(connection, ipc.MAX_REQUEST_BYTES)))

@@ -111,8 +111,8 @@ class _PageMarker(MarkdownDocSerializer):  # type: ignore[misc]  # the package i
         return result.model_copy(update={"text": f"{self._mark}{page}.{result.text}"})
 
     def page_starts(self, markdown: str) -> tuple[tuple[int, int], ...]:
-        """Return the first code point and the number of each page with text. If the marks change the Markdown in other
-        ways, the pages are unknown.
+        """Return for each page with text the index of its first code point in `markdown`, and its number. Return an
+        empty tuple if the marks change more of the Markdown, since the indices would be wrong.
         """
         first, *pages = re.split(rf"{self._mark}(\d+)\.", self.serialize().text)
         text, starts = first, []

@@ -28,7 +28,7 @@ _TEXTS = {
 _HEAD = 1024  # bytes at the start of a file that must contain the mark of a PDF, or the root element of an HTML page
 _HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _UNREAD = ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "Office before 2007"), (b"{\\rtf", "RTF"))
-_MARKS = (b"\xef\xbb\xbf",)
+_MARKS = (b"\xef\xbb\xbf",)  # byte order mark of UTF-8
 _OFFICE = {"word/document.xml": "docx", "ppt/presentation.xml": "pptx", "xl/workbook.xml": "xlsx"}
 _OPEN = {
     b"application/vnd.oasis.opendocument.text": "odt",

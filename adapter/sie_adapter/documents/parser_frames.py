@@ -22,7 +22,7 @@ class ParseJob(msgspec.Struct, frozen=True, tag=True):
 class Parsed(msgspec.Struct, frozen=True, tag=True):
     """Content of a document. `tree`: the document in the JSON of docling; empty if it was not asked for. `pages`: the
     number of pages, 0 for a format without pages. `is_complete`: False if some pages could not be read. `page_starts`:
-    first code point of each page in the Markdown, with the number of the page.
+    for each page with text, the index of its first code point in the Markdown, and its number; empty if unknown.
     """
 
     number: int

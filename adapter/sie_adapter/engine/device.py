@@ -263,8 +263,8 @@ class UtilisationProbe:
         self._before = _cpu_seconds()
 
     def percent(self) -> float | None:
-        """Return how busy the device is, in percent: NVML's value on CUDA, the mean of the machine's cores since the
-        last call on a CPU. None if unknown.
+        """Return how busy the device is, in percent: on CUDA the value of NVML, on a CPU the mean of all cores since
+        the last call. None if unknown.
         """
         if self._device.type == "cuda":
             return self._nvml_percent()
@@ -398,8 +398,8 @@ def _mapped_bytes() -> int:
 
 @contextlib.contextmanager
 def weights_apart() -> Iterator[None]:
-    """Give each allocation of 1 MiB and more pages of its own inside the context, on all threads, so that freed weights
-    leave no holes in the heap. No CUDA graph is captured inside the context.
+    """Give pages of its own to each allocation of at least 1 MiB inside the context, on all threads, so that freed
+    weights leave no holes in the heap. No CUDA graph is captured inside the context.
     """
     _count_apart(1)
     try:
@@ -418,8 +418,8 @@ def _count_apart(more: int) -> None:
 
 @contextlib.contextmanager
 def without_loads() -> Iterator[bool]:
-    """Yield True if no load is in progress. Until the context ends, no load begins and no memory is returned to the
-    system: both synchronise the device, which would make the capture of a CUDA graph fail.
+    """Yield True if no load is in progress. Until the context ends, no load begins and no memory is returned to CUDA's
+    driver: either would synchronise the device, which makes the capture of a CUDA graph fail.
     """
     with _apart_lock:
         yield not _apart

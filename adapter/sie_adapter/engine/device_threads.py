@@ -58,9 +58,9 @@ def is_alone() -> bool:
 class DeviceThreads:
     """`count` threads that run `execute`, which returns a reply and does not raise, for queued batches until `stop`.
 
-    Torch computes a batch with one thread. A batch beside which no other runs or waits has a thread for each core. Only
-    the first thread runs such batches: libgomp puts its threads to sleep at each barrier as soon as all together are
-    more than the cores.
+    Torch computes a batch with one thread. If no other batch runs or waits, the first device thread computes its batch
+    with `count` torch threads, at most 8. The other device threads never do: libgomp puts its threads to sleep at each
+    barrier as soon as all together are more than the cores.
     """
 
     def __init__(self, count: int, execute: Callable[[RunBatch], Reply]) -> None:

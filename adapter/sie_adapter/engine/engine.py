@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from sie_adapter.families.text_encoder import PackedModel
 
 _logger = logging.getLogger("sie.adapter")
-DEVICE_LOST_STATUS = 70
+DEVICE_LOST_STATUS = 70  # exit status of the process after the device was lost
 # Seconds after which a waiting device thread makes the running one release the interpreter. Python's default of 5 ms
 # slows two device threads by 2 to 4 %.
 _SWITCH_INTERVAL_S = 0.0005
-_KEPT_PRODUCTS = "64"
+_KEPT_PRODUCTS = "64"  # number of entries of each cache of matrix products (see `prepare_process`)
 
 
 def _end_process() -> None:
@@ -354,8 +354,8 @@ class BatchRun:
 
         `batch_limits`: the measured limits for the tokens of a pass, under `key` for this model. `make_room`: called if
         memory runs out; it frees memory and returns how, or None if nothing can be freed. `count_remedy`: called with
-        each way in which memory was freed. `pass_records`: writes to disk which pass is running. If the pass kills this
-        process, the next process reads it.
+        each counter to raise (`OomCounters`). `pass_records`: keeps a record on disk of each running pass. If the pass
+        kills this process, the next process reads the record.
         """
         if message.operation not in model.rows:
             raise InvalidInput(f"{message.model} does not {message.operation}", reason="unsupported_task")
@@ -638,8 +638,8 @@ def _client_vectors(message: RunBatch, batch: Items, width: int) -> dict[int, np
 
 
 def _unfit(batch: Items, model: PackedModel) -> dict[int, SIEError]:
-    """Return an error for each row that must not reach the device: an id out of range would break the device context, a
-    wrong length would read rows of other inputs.
+    """Return an error for each row that must not reach the device: an id out of range would break the device context,
+    and so would a text longer than `max_tokens`, which may have no positions.
     """
 
     def is_fit(longest: Any, low: Any, high: Any) -> Any:

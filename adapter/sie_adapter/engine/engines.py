@@ -85,11 +85,11 @@ class Unserved(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """Conditions of one engine. `why`: the measured result. `package`: the package that must be installed; the pip
+    """Conditions of one engine. `why`: the reason to choose it. `package`: the package that must be installed; the pip
     extra that installs it has the same name. `obstacle`: returns the reason why the engine cannot run a model, empty if
     it can. `unasked`: returns the reason why the engine is used only for an entry that demands it, empty if it may be
-    chosen for any. `held_bytes`: returns the largest number of bytes in memory while a model with weights of this size
-    is loaded.
+    chosen for any entry. `held_bytes`: returns the largest number of bytes in memory while a model is loaded, from the
+    bytes of its weights.
     """
 
     why: str
@@ -180,7 +180,7 @@ def choose(requested: Engine | None, facts: EngineFacts, missing: Callable[[str]
 
 def of_batch(choice: Choice, batch: RunBatch) -> Engine:
     """Return the engine that runs a batch. Torch runs the batch if its requests select a LoRA. If the model's engine is
-    SGLang, torch also runs all outputs except normalised vectors of the last token.
+    SGLang, torch also runs each batch with an output other than normalised vectors of the last token.
     """
     if batch.lora:
         return TORCH.engine

@@ -41,8 +41,8 @@ _STEPS = ((32, 8), (64, 16), (512, 32), (2048, 128))
 # Number of shapes whose kernels each device thread caches. With OpenVINO's default of 5,000, memory grows for hours.
 # With 100 a mix of lengths is as fast as with 300, with 50 it is 5 % slower (bench/results/memory.md).
 _KEPT_KERNELS = 100
-# Threads for a short batch on a device thread that runs alone: two nearly halve the time of one short text. While
-# another device thread runs, the batch would wait for the slower of them (bench/results/engine.md).
+# Threads for a short batch (at most _TOKENS_ALONE tokens) on a device thread that runs alone: two nearly halve the time
+# of a short text. While another device thread runs, the batch would wait for the slower one (bench/results/engine.md).
 _THREADS_ALONE = 2
 _TOKENS_ALONE = 256
 # tokens of each example text of the trace; ModernBERT creates its masks only for texts longer than its local window
@@ -66,14 +66,14 @@ class _PositionalModel(nn.Module):  # type: ignore[misc]  # the type checker ski
 
 class Graph:
     """Model compiled to a graph, which computes the states of its last layer. Several threads may call `run` at once.
-    `memory_bytes`: the weights in the order of the kernels, in all copies.
+    `memory_bytes`: bytes of the weights in the order of the kernels, in all copies.
     """
 
     attention = "sdpa"
 
     def __init__(self, model: PreTrainedModel, compute: Compute, lanes: int, filler: int, max_tokens: int) -> None:
-        """Compile `model`, which is on the CPU and is not changed. `filler`: the token id for padding. `max_tokens`:
-        the tokens of the longest text. Raises NoGraph.
+        """Compile `model`, which is on the CPU and is not changed. `lanes`: the number of device threads. `filler`: the
+        token id for padding. `max_tokens`: the tokens of the longest text. Raises NoGraph.
         """
         self._dtype = dtype = compute.dtype
         self._filler = filler
@@ -226,8 +226,8 @@ def most_filling(config: PretrainedConfig) -> int:
     if not has_windows(config):
         return sys.maxsize
     window = int(getattr(config, "sliding_window", None) or 0)
-    # Some model classes count the window's keys on one side, others on both sides together. Half of it is safe for
-    # both, less the token itself.
+    # Some model classes count the window's keys on one side, others on both sides together. Half of the number is safe
+    # in both cases, less the token itself.
     return max(0, window // 2 - 1)
 
 
@@ -262,9 +262,9 @@ def _traceable(model: PreTrainedModel) -> Iterator[None]:
 
 
 def compress(graph: Any) -> int:
-    """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output. Return their number.
-    Activations keep their precision: in calibrated 8 bits they lowered the cosine of MiniLM's vectors to 0.985
-    (bench/results/engine.md).
+    """Compress the weights of the graph's linear layers to 8 bits, with a scale for each output feature. Return the
+    number of these weights. Activations keep their precision: in calibrated 8 bits they lowered the cosine of MiniLM's
+    vectors to 0.985 (bench/results/engine.md).
     """
     from openvino import opset13
 

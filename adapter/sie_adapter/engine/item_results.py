@@ -76,7 +76,7 @@ def batch_reply(
     engine: Engine = "torch",
 ) -> BatchDone:
     """Return the reply to a batch, from each input's answer and the number of tokens that ran for it. `started_s`: when
-    the conversion of results began, in seconds of `time.monotonic`.
+    the conversion of results began, in seconds of `time.perf_counter`.
     """
     outcomes: list[Outcome] = []
     blocks: list[bytes] = []
@@ -211,10 +211,10 @@ def _add_sparse(options: RunOptions, rows: Sequence[Row], results: ItemResults) 
 
 
 def side_scores(options: RunOptions, query: Mapping[str, Row], documents: Rows, *, per_row: bool) -> ItemResults:
-    """Return the score of each document for the query: the scores of the outputs, weighted if there are several.
+    """Return the score of each document for the query: the score of the output, or a weighted mean if it has several.
 
     dense: cosine. sparse: the sum over common ids. multivector: the sum over query rows of the best document row
-    (MaxSim), divided by the number of query rows if `per_row`, like BGE-M3.
+    (MaxSim), divided by the number of query rows if `per_row`, like BGE-M3. `is_relevance` maps scores to 0 .. 1.
     """
     requested_weights = options.parameters.get("score_weights") or {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}
     weights = {
@@ -308,8 +308,8 @@ def _scores(values: Tensor) -> ItemResults:
 
 
 def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) -> ItemResults:
-    """Return the score of each pair from its float32 logits. For one logit, the score is its sigmoid (with the
-    activation `identity`, the logit itself); for several labels, the softmax probability of the last one.
+    """Return the score of each pair from its float32 logits. With the activation `softmax` it is the probability of the
+    last label, else the sigmoid of the one logit, or with `identity` the logit itself, unless `is_relevance`.
 
     With `raw_scores` a score is the logit, or with two classes the difference of both logits, as Text Embeddings
     Inference and Infinity return it.
@@ -325,8 +325,8 @@ def class_scores(options: RunOptions, logits: Sequence[Row], activation: str) ->
 
 
 def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], activation: str) -> ItemResults:
-    """Return the classes of each text, best first, from float32 logits [classes]: all, or only the labels of the
-    request. With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
+    """Return the classes of each text that labels and threshold of the request select, best first, from float32 logits
+    [classes]. With `raw_scores` a score is the logit. Source: transformers' text classification pipeline.
     """
     if unknown := [label for label in options.labels if label not in names]:
         listed = ", ".join(names[:20]) + (", .." if len(names) > 20 else "")
@@ -358,8 +358,8 @@ def classes(options: RunOptions, logits: Sequence[Row], names: Sequence[str], ac
 
 
 def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: bool) -> ItemResults:
-    """Return scores from float32 logits [no, yes]: P(yes) of their softmax, or yes - no if `difference` or `raw_scores`
-    is set. If the logits are only [yes], the logit of no is 0.
+    """Return scores from float32 logits [no, yes]: P(yes) of their softmax; but yes - no with `raw_scores`, or with
+    `difference` unless `is_relevance`. If the logits are only [yes], the logit of no is 0.
     """
     # float64, see `class_scores`
     stacked = torch.stack(list(logits)).double()
@@ -369,9 +369,9 @@ def answer_scores(options: RunOptions, logits: Sequence[Row], *, difference: boo
 
 
 def zero_shot(options: RunOptions, logits: Sequence[Row], entailment: int, contradiction: int) -> ItemResults:
-    """Return the probability of each label of each text, best first, from the logits [classes] of (text, hypothesis of
-    the label). In `logits`, the labels of the request come before those of its schema; the answers to the schema are
-    returned in `data`.
+    """Return the labels of each text whose probability reaches the threshold, best first, from the logits [classes] of
+    (text, hypothesis of the label). In `logits`, the labels of the request come before those of its schema; the answers
+    to the schema are returned in `data`.
 
     If exactly one of several labels applies, the score is the softmax of the entailment logits over the labels. If
     several may apply, or there is only one label, it is the softmax of contradiction and entailment, for each label

@@ -31,7 +31,7 @@ class LateChunks:
     """Values of the segments of one batch. A head computes a value for each segment; the values of a chunk's segments
     are joined to the vector of the chunk.
 
-    `count`: the number of rows of the batch. Raises MalformedBatch for a segment that is not inside its row.
+    `lengths`: the tokens of each row of the batch. Raises MalformedBatch for a segment that is not inside its row.
     """
 
     def __init__(self, groups: Sequence[Group], lengths: Int64) -> None:

@@ -126,7 +126,7 @@ def run_raw(
 
 
 def _costs(message: RunBatch, lengths: Int64) -> list[int]:
-    """Return the tokens of each text, and what its document costs."""
+    """Return the cost of each text together with its document, as a number of tokens."""
     costs: list[int] = lengths.tolist()
     for row, document in enumerate(message.documents):
         if document is not None:

@@ -29,7 +29,7 @@ _SPACED = re.compile(r"\d{1,3}(['\u2019\u00a0\u202f ]\d{3})+([.,]\d+)?")
 
 
 class FieldSpan(TypedDict):
-    """Candidate for the value of a property: a span of the text, or a choice, which has no place in the text."""
+    """Candidate for the value of a property: a span of the text, or a choice, whose `start` and `end` are None."""
 
     text: str
     score: float

@@ -50,7 +50,7 @@ ARCHITECTURES = (
 START_S = 300.0
 RUN_S = 120.0  # seconds in which the server must answer a batch; else it is replaced
 _LOOK_S = 0.1  # seconds between two checks whether the server is ready
-_POOL_TOKENS = 16_384  # size of the server's KV cache in tokens; a text that does not fit waits
+_POOL_TOKENS = 16_384  # least size of the server's KV cache, in tokens; a text waits while there is no room for it
 # Environment variables that the process inherits. None of them is secret.
 _KEPT = (
     "PATH",
@@ -63,8 +63,8 @@ _KEPT = (
     "CUDA_HOME",
     "NVIDIA_VISIBLE_DEVICES",
 )
-# Python program that starts SGLang. The kernel kills it when the thread that started it ends (prctl(2), which stays in
-# force after exec).
+# Python program that becomes SGLang by exec. The kernel kills the process when the thread of the adapter that started
+# it ends (prctl(2), which stays in force after exec).
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL);"
     " os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"

@@ -28,7 +28,7 @@ BLOCK_BYTES = 32 << 20
 # limit on a CPU, so that the result fits the CPU's cache: 16 MiB took 1.4 times as long on an AMD EPYC (bench/muvera.py
 # --block-mib)
 CPU_BLOCK_BYTES = 2 << 20
-_MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64
+_MATRICES_BYTES, _MATRICES_COUNT = 256 << 20, 64  # limits of the cache of random matrices
 
 
 def encode(rows: Sequence[Tensor], parameters: Muvera, *, is_query: bool) -> Tensor:

@@ -4,6 +4,6 @@ The class of a family loads a model from its folder, offline. It raises ModelLoa
 weights, limits or files that do not fit the entry, and ImportError without the package of the family.
 
 Its static method `fault_of_files` returns the reason why a load would refuse the folder, or an empty string. It runs no
-code of the folder. It raises ModelLoadFailed if names or shapes of the stored tensors do not fit the model class. Only
-the extraction families read the weights for this.
+code of the folder. It raises ModelLoadFailed if names or shapes of the stored tensors do not fit the model class. Most
+families read no weights for this.
 """

@@ -46,7 +46,7 @@ from sie_contracts.wire.ipc import Rows, Side
 from sie_store.folder_files import read_json
 
 _METASPACE = "▁"  # character that sentencepiece writes instead of a space
-# wrong end id of old configurations: for these, transformers' CLIPTextModel reads the state at the largest id instead
+# end id in old configurations, which is wrong: with it, transformers' CLIPTextModel reads the state at the largest id
 _ARGMAX_EOS = 2
 
 
@@ -119,7 +119,7 @@ class _Siglip:
     def __init__(self, model: Any) -> None:
         self._vision = model.vision_model
         self._head = model.text_model.head.float()
-        # the head, which is float32, is replaced: in the tower's own pass it could get states of 16 bits
+        # removed from the tower, whose forward pass would call the float32 head with states of 16 bits
         model.text_model.head = nn.Identity()
         config = model.config.text_config
         self.filled: int = config.max_position_embeddings
@@ -140,7 +140,7 @@ MODEL_TYPES = frozenset(_TOWERS)
 
 class VectorHead:
     """Head that returns the vector of each row. The check of a loaded model (`certificate`) runs passes of the text
-    tower alone; for them, the head computes the vectors from the hidden states.
+    tower alone, whose hidden states the head turns into vectors.
     """
 
     def __init__(self, towers: TextTower) -> None:
@@ -222,7 +222,7 @@ class TwoTowers(PackedModel, ABC):
     @staticmethod
     @abstractmethod
     def _files(batch: Items) -> BatchFiles[Any] | None:
-        """Return the images or sounds of the rows that have these instead of ids; None if the batch has none."""
+        """Return the images or sounds of the batch, which some rows have instead of ids; None if no row has any."""
 
     @abstractmethod
     def _of_files(self, rows: Sequence[Sequence[Any]]) -> Tensor:
@@ -292,9 +292,9 @@ def _processor(folder: Path, entry: ModelEntry) -> tuple[Recipe, Normalisation]:
 def _tokenizer(folder: Path, load: LoadOptions) -> Tokenizer:
     """Return the tokenizer of `folder`, which normalises texts as in the training of the model. Raises ModelLoadFailed.
 
-    SigLIP was trained on texts in lower case; for its first version, punctuation and repeated spaces were removed too,
-    which transformers does only in a slow tokenizer. open_clip does so too, and replaces an underscore by a space.
-    Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
+    SigLIP was trained on texts in lower case, its first version also without punctuation and repeated spaces. Of the
+    tokenizers of transformers, only the slow one removes punctuation. open_clip removes it after it has replaced
+    underscores by spaces. Sources: transformers, SiglipTokenizer and Siglip2Tokenizer; open_clip, canonicalize_text.
     """
     is_open_clip = open_clip.is_open_clip(folder)
     if not is_open_clip and read_json(folder / "config.json").get("model_type") != "siglip":

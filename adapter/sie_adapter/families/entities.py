@@ -27,7 +27,7 @@ def entities(
     *,
     keeps_order: bool = False,
 ) -> ItemResults:
-    """Return the entities of each text, by offset, from float32 logits [tokens, labels] of the rows `places`.
+    """Return the entities of each text, by offset, from float32 logits [tokens, labels]. `places`: the texts' indices.
 
     Neighbouring tokens with one label are one entity, unless the tag of the second token begins another. The score of
     an entity is the mean of its tokens' probabilities. Offsets are code points. Source: aggregation "simple" of
@@ -59,9 +59,9 @@ def entities(
 
 
 def ordered_tags(scores: Tensor, names: Sequence[str]) -> Tensor:
-    """Return the numbers of the tags with the best sum of `scores` [tokens, tags] among all sequences in the order of
-    BIOES: B- and I- go on with I- or E- of the same label, after all others O, B- or S- follows, and the text ends with
-    O, E- or S-. Source: model card of openai/privacy-filter, whose calibration has no bias for a transition.
+    """Return the tags, as indices of `names`, with the largest sum of `scores` [tokens, tags] among all sequences in
+    the order of BIOES: I- or E- of the same label follows B- or I-; O, B- or S- follows any other tag and begins the
+    text; O, E- or S- ends it. Source: model card of openai/privacy-filter, without its biases for transitions.
     """
     if not len(scores):
         return torch.zeros(0, dtype=torch.long)

@@ -43,12 +43,12 @@ _logger = logging.getLogger("sie.adapter")
 
 Result = dict[str, Any] | SIEError
 
-_HARMLESS = ("pooler.", "position_ids")
+_HARMLESS = ("pooler.", "position_ids")  # parts of the names of tensors that may be missing or additional
 _WASTE = 1.25  # largest number of positions in a pass, padding included, per token
-# divisor: at least one eighth of the tokens of a forward pass are for the text, the others may be for labels
+# divisor: at least one eighth of the tokens of a sequence are for the text, the others may be for labels
 _MIN_ROOM = 8
-_WORDS_PER_COUNT = 8192
-_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64
+_WORDS_PER_COUNT = 8192  # largest number of words in one call of the tokenizer
+_LABELS_CACHED, _LABELS_PER_PASS = 4096, 64  # largest number of labels in the cache, and in one pass of their encoder
 _OVERLAP = 8  # divisor: one eighth of the words of a window are also in the next window
 
 
@@ -125,8 +125,8 @@ Run = Callable[[Sequence[str], ExtractOptions, M], list[Result]]
 
 
 class Preparation:
-    """Texts of a batch that were tokenised before it runs. `seconds`: duration of the preparation. `padding`: positions
-    without a token in the passes that ran.
+    """Texts of a batch that were tokenised before it runs. `seconds`: time spent on their tokenisation. `padding`:
+    positions without a token in the passes that ran.
     """
 
     def __init__(self) -> None:
@@ -163,8 +163,8 @@ class Preparation:
 
 class Extractor(ABC, Generic[M]):
     """Base of extraction families. Their texts are tokenised here, not in the sidecar: by `_make` on the host. Then
-    `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: tokens of one sequence, labels
-    included.
+    `_extract` runs on the device. Each call has texts with equal options. `max_tokens`: limit for the tokens of one
+    sequence, labels included.
     """
 
     max_tokens: int
@@ -180,7 +180,7 @@ class Extractor(ABC, Generic[M]):
         self.attention = f"{encoder.config._attn_implementation} padded"
 
     def _check_room(self, tokens: int) -> None:
-        """Raise InvalidInput if labels of `tokens` tokens leave less than an eighth of a pass to the text."""
+        """Raise InvalidInput if labels of `tokens` tokens leave less than an eighth of `max_tokens` to the text."""
         if self.max_tokens - tokens < self.max_tokens // _MIN_ROOM:
             raise labels_refused(f"they need {tokens} of {self.max_tokens} tokens, which leaves too few for the text")
 
@@ -294,9 +294,9 @@ def run_alike(
 def by_options(
     inputs: Sequence[T], options: Sequence[ExtractOptions], run: Callable[[Sequence[T], ExtractOptions], list[Result]]
 ) -> list[Result]:
-    """Call `run` once for each set of equal options, with its inputs. A SIEError is the result of each of these inputs;
-    after any other error, they run again one by one. Return results in the order of the inputs. Raises the errors of
-    `run_alike`.
+    """Call `run` once for each set of equal options, with its inputs. If the call raises a SIEError, this error is the
+    result of each of its inputs; after any other error, its inputs run again one by one. Return results in the order of
+    the inputs. Raises the errors of `run_alike`.
     """
     results: dict[int, Result] = {}
     for option, chosen in _alike(options):
@@ -414,8 +414,9 @@ def tokens_of(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[NDArray[np.in
 
 
 def classified(logits: Tensor, labels: list[str], options: ExtractOptions) -> Result:
-    """Return the classes of one text whose score reaches the threshold (default 0), best first. `logits`: float32
-    [labels], on the host. Scores are a softmax, or with `multi_label` a sigmoid for each label.
+    """Return the classes of one text, best first, whose score reaches the threshold of its label (`label_thresholds`),
+    else of the options, else 0. `logits`: float32 [labels], on the host. Scores are a softmax, or sigmoids if
+    `multi_label` is set.
     """
     if not bool(torch.isfinite(logits).all()):
         return scores_not_finite()
@@ -443,9 +444,8 @@ def absolute_positions(encoder: Any) -> int:
 
 
 def bound_length(tokenizer: Any, encoder: Any, otherwise: int) -> int:
-    """Set the length at which a transformers tokenizer truncates, and return it, in tokens with special tokens: the
-    smaller of the tokenizer's own limit and the encoder's absolute positions, or `otherwise` for an encoder without
-    them.
+    """Set and return the length at which a transformers tokenizer truncates, in tokens, special tokens included: the
+    smaller of the tokenizer's own limit and the encoder's number of absolute positions (or `otherwise` if it has none).
     """
     tokenizer.model_max_length = min(tokenizer.model_max_length, absolute_positions(encoder) or otherwise)
     return int(tokenizer.model_max_length)
@@ -491,8 +491,8 @@ def check_encoder(config: dict[str, Any] | None, entry: ModelEntry, load: LoadOp
 
 
 def read_weights(folder: Path, entry: ModelEntry) -> dict[str, Tensor]:
-    """Return the tensors of model.safetensors, else of pytorch_model.bin, which may contain only tensors. Raises
-    ModelLoadFailed INCOMPATIBLE.
+    """Return the tensors of model.safetensors, else of pytorch_model.bin. Raises ModelLoadFailed INCOMPATIBLE without
+    such a file, or if pytorch_model.bin contains anything but tensors.
     """
     if (file := folder / "model.safetensors").is_file():
         weights: dict[str, Tensor] = load_file(file)
@@ -514,7 +514,7 @@ def fill(model: torch.nn.Module, weights: dict[str, Tensor], entry: ModelEntry) 
 
 
 def compare(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], entry: ModelEntry) -> None:
-    """Raise ModelLoadFailed INCOMPATIBLE unless the weights have the names and shapes of the model's tensors."""
+    """Raise ModelLoadFailed INCOMPATIBLE for names or shapes that differ, except those that `refuse_misfits` allows."""
     faults = {
         "missing": own.keys() - weights.keys(),
         "unexpected": weights.keys() - own.keys(),

@@ -4,9 +4,9 @@ text.
     text, labels ──► the package's prompt ──► ids; only the text may be truncated ──► passes of equal length ──►
     softmax or sigmoid
 
-The prompt may also have an instruction, and `examples` of texts with their labels, for which the models named instruct
-were trained. A score depends on all labels and their order. Scores are a softmax over the labels of a request; with
-`multi_label` each label has a sigmoid instead.
+The prompt may also have an instruction and `examples`, which are texts with their labels. Models with `instruct` in
+their names were trained for them. A score depends on all labels and their order. Scores are a softmax over the labels
+of a request; with `multi_label` each label has a sigmoid instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sie_contracts.errors import InvalidInput
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 from sie_contracts.models.load_errors import incompatible
 
-_TOKENS_PER_PASS = {"cpu": 512}
+_TOKENS_PER_PASS = {"cpu": 512}  # limit for the tokens of a pass, padding and labels included, by type of device
 _TOKENS_PER_PASS_ELSEWHERE = 16384
 _CHARACTERS_PER_TOKEN = 8  # estimated characters per token, for the first cut of a long text before it is tokenised
 
@@ -186,9 +186,7 @@ class GliclassModel(Extractor[GliclassTexts]):
         return text if len(offsets) <= room else text[: offsets[max(0, room - 2)][1]]
 
     def _head(self, text: str) -> str:
-        """Return a text; of a very long one only its first words, with more tokens than the model reads, so that the
-        others are not tokenised.
-        """
+        """Cut a very long text at a space, after more tokens than the model reads. The rest need not be tokenised."""
         length = _CHARACTERS_PER_TOKEN * self.max_tokens
         while length < len(text):
             stop = text.rfind(" ", 0, length)

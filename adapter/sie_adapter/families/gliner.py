@@ -58,7 +58,7 @@ _CANDIDATES = 2048
 # the same limit for entities that have one label each and may not overlap: the decoder selects few, so it has little to
 # compare
 _FLAT_CANDIDATES = 8192
-_TOKEN_CANDIDATES = 1024
+_TOKEN_CANDIDATES = 1024  # the same limit for a token-level model
 
 Span = tuple[int, int, str, float]  # entity in a text: first word, last word, label, score
 WordRelation = tuple[tuple[int, int], tuple[int, int], str, float]  # first and last word of head and tail, label, score
@@ -90,7 +90,7 @@ class GlinerTexts:
 
 @dataclass(frozen=True)
 class GlinerRequest:
-    """Options of the texts of a pass. `label_vectors`: vectors of the labels, [labels, width]; None for one encoder."""
+    """Options of a pass. `label_vectors`: [labels, width], None unless the model has a second encoder, for labels."""
 
     threshold: float
     flat: bool
@@ -109,7 +109,7 @@ class WindowResult:
     relations: list[WordRelation] = field(default_factory=list)
 
     def moved(self, words: int) -> WindowResult:
-        """Return the same result in positions that begin `words` earlier."""
+        """Return the same result with `words` added to each position."""
         return WindowResult(
             [(first + words, last + words, label, score) for first, last, label, score in self.spans],
             [
@@ -146,8 +146,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         self._processor = self._gliner.data_processor
         self._decoder = self._gliner.decoder
         self._is_token_level = self._gliner.config.span_mode == "token_level"
-        # also for a token-level bi-encoder: the model does not read these labels, but the package's processor counts
-        # them
+        # a token-level bi-encoder does not read these labels, but the package's processor counts them
         counted = {"prepare_entities": True} if self._is_token_level else {}
         self._collate = self._gliner.data_collator_class(
             self._gliner.config,
@@ -208,7 +207,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         return list(passes(lengths, _TOKENS_PER_PASS.get(self._device.type, _TOKENS_PER_PASS_ELSEWHERE)))
 
     def _kinds(self, options: ExtractOptions) -> dict[str, list[str]]:
-        """Return the labels, by their name in the package's collator."""
+        """Return the labels, as keyword arguments of the package's collator."""
         return {"entity_types": list(dict.fromkeys(options.labels))}
 
     def _collated(self, words: list[list[str]], options: ExtractOptions) -> Any:
@@ -240,7 +239,7 @@ class GlinerModel(Extractor[GlinerTexts]):
         )
 
     def _prompt(self, options: ExtractOptions) -> tuple[list[str], dict[int, int]]:
-        """Return the words before a text, and how many of their tokens are a mark of a label, by the id of the mark."""
+        """Return the words before a text, and how often each mark of a label must occur in them, by the mark's id."""
         labels = self._kinds(options)["entity_types"]
         words = [] if self._label_vectors else self._processor.prepare_inputs([[]], labels)[0][0]
         return words, {self._gliner.config.class_token_index: len(labels)} if words else {}

@@ -4,9 +4,9 @@ between them that `relation_labels` name.
     scores of the spans ──► at most _CANDIDATES spans of a window ──► pairs that the adjacency layer relates ──► scores
     of the relation labels ──► relations whose head and tail are entities of the result
 
-The package's own `inference` is not called, for the reasons of gliner.py and for two more. It joins relations to
-entities by their number, which is another one if entities that overlap were left out. And it relates all pairs of all
-spans above the threshold, so memory grows with the square of their number.
+The package's own `inference` is not called, for the reasons in gliner.py and for two more. Its relations refer to
+entities by index, and the indices are wrong if entities that overlap were left out. And it relates all pairs of all
+spans above the threshold, so memory grows with the square of the number of spans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sie_adapter.families.gliner import GlinerModel, GlinerRequest, GlinerWords,
 from sie_contracts.errors import SIEError
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 
-# limit for the spans of a window that relations are looked for between, best first: each pair of them has a vector
+# limit for the spans of a window that may be head or tail of a relation, best first: each pair of them has a vector
 _CANDIDATES = 64
 _RELATIONS = 1024  # limit for the relations of a window, best first
 # Limit for the windows of a pass, by type of device. A window with _CANDIDATES spans has 4,032 pairs, which need about
@@ -79,7 +79,7 @@ class GlinerRelationModel(GlinerModel):
         inputs, model = self._inputs(batch), self._gliner.model
         if not request.relation_labels:
             return self._window_results(UniEncoderSpanModel.forward(model, **inputs).logits, words, batch, request)
-        # the package's default is the same threshold for pairs
+        # pairs get the threshold of the spans, as they do by default in the package
         output = model(**inputs, threshold=request.threshold, adjacency_threshold=request.threshold)
         results = self._window_results(output.logits, words, batch, request)
         places, _ = _candidates(output.logits, inputs["span_mask"], request.threshold)
@@ -115,9 +115,9 @@ class GlinerRelationModel(GlinerModel):
 
 
 def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the places of the spans that relations are looked for between, in the order of the text, and which of the
-    places count: both [windows, spans]. `scores`: [windows, words, widths, labels]. `mask` is 0 for a span that ends
-    after the window.
+    """Return the indices (in words x widths) of spans that may be head or tail, in the order of the text, and a mask
+    that is False for indices that only fill a row. Each is [windows, spans]. `scores`: [windows, words, widths,
+    labels]. `mask` is 0 for a span that ends after the window.
     """
     best = torch.sigmoid(scores).amax(-1).flatten(1).masked_fill(~mask.flatten(1).bool(), -1.0)
     top = best.argsort(dim=1, descending=True, stable=True)[:, :_CANDIDATES]
@@ -132,8 +132,8 @@ def _candidates(scores: Tensor, mask: Tensor, threshold: float) -> tuple[Tensor,
 def _selected(
     vectors: Tensor, scores: Tensor, mask: Tensor, labels: Tensor | None = None, threshold: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Return the vectors of `_candidates`, [windows, spans, width], and the mask of those that count, in place of the
-    method of the package's model, which selects without a limit.
+    """Return the vectors of the spans of `_candidates`, [windows, spans, width], and its mask. This replaces the method
+    of the package's model, which selects without a limit.
     """
     places, counting = _candidates(scores, mask, threshold)
     flat = vectors.flatten(1, 2)
@@ -144,8 +144,8 @@ def _selected(
 def _related(
     result: WindowResult | SIEError, places: Tensor, pairs: Tensor, scores: Tensor, widths: int, request: GlinerRequest
 ) -> WindowResult | SIEError:
-    """Return the result of a window with its relations. `places`: of each candidate. `pairs`: the numbers of two
-    candidates, [pairs, 2]. `scores`: [pairs, relation labels].
+    """Return the result of a window with its relations. `places`: the indices from `_candidates`. `pairs`: positions of
+    head and tail in `places`, [pairs, 2]. `scores`: [pairs, relation labels].
     """
     if isinstance(result, SIEError):
         return result

@@ -47,7 +47,7 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.messages import Mention
 
 _WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the package splits a text by this pattern
-_THRESHOLD, _TOP_K = 0.3, 10
+_THRESHOLD, _TOP_K = 0.3, 10  # defaults of the options `threshold` and `top_k`
 
 Span = tuple[int, int]  # range of words of an entity: index of its first word, index of its last word
 
@@ -70,7 +70,7 @@ class GlirelModel(Extractor[GlirelTexts]):
     relation. An input gets an InvalidInput if labels or entities cannot be used, or if an entity ends after the last
     word that the model reads, and an InferenceFailed if the scores are not finite.
 
-    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit of tokens, with labels and special tokens.
+    `tokenizer`: tokenizer.json of the backbone. `max_tokens`: limit for a text together with labels and special tokens.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Model classes of Qwen3-VL for `vision_language`, one for embeddings and one for scores. Images are part of the
 prompt.
 
-Both read the state of the last token of a conversation, which ends with the begin of the model's answer.
+Each reads the state of the last token of a conversation, which ends where the model's answer would begin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sie_contracts.models.load_errors import incompatible
 from sie_contracts.wire.ipc import Rows
 
 _IMAGE = ("<|vision_start|>", "<|vision_end|>")
-# end of the user's turn, and begin of the answer, after every text of an encoder; a long text is truncated before them
+# end of the user's turn and begin of the answer, which follow every text of an encoder, also a truncated one
 _TURN = "<|im_end|>\n<|im_start|>assistant\n"
 _NOTHING = "NULL"  # replaces an input with neither text nor image, as in the training of the model
 

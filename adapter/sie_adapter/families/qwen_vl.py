@@ -131,12 +131,12 @@ class _Projected(nn.Module):  # type: ignore[misc]  # the type checker skips tor
 
 
 def axes_of(packed: PackedBatch, token: int, grids: Sequence[Sequence[tuple[int, int]]]) -> Int64:
-    """Return the positions of each token in time, height and width, [3, tokens]. `grids`: rows and columns of blocks of
-    the images of each sequence, in packed order.
+    """Return the positions of each token in time, height and width, [3, tokens]. `grids`: for each sequence in packed
+    order, the numbers of rows and columns of blocks of its images.
 
     An image begins at the position where the text before it ends. The text after it begins at the end of its longer
-    side. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure if the ids do not have a token
-    for each block of the images.
+    side. Source: transformers, Qwen2_5_VLModel.get_rope_index. Raises InternalFailure unless the ids have one image
+    token (`token`) for each block.
     """
     axes = np.tile(packed.positions, (3, 1))
     for sequence, images in enumerate(grids):

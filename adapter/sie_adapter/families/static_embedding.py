@@ -1,6 +1,6 @@
 """Static embeddings: the vector of a text is the mean of the stored vectors of its tokens, without a forward pass.
 
-files                                               read in the same way as by
+files                                               package that computes equal vectors
 modules.json: StaticEmbedding, then Dense, ...      sentence-transformers
 config.json of model2vec, without modules.json      the package model2vec
 """

@@ -54,7 +54,7 @@ class PackedModel:
 
     `tokenizer`: tokenizer.json without truncation and padding. `needs`: the special tokens that the heads need. `rows`:
     the conversion of inputs to ids for each operation. `vocabulary`: all ids are below this number. `width`: the width
-    of a hidden state, or of the vectors of a model that has images. `attention`: the backend in use, with `padded`
+    of a hidden state, or of the vectors of a model of images or sounds. `attention`: the backend in use, with `padded`
     appended if the model runs on padded batches. `backbone`: the text model.
     """
 
@@ -105,7 +105,7 @@ class PackedModel:
         self, message: RunBatch, group: Group, query: Mapping[str, Row], rows: item_results.Rows, places: list[int]
     ) -> ItemResults:
         """Return one answer per input of the work item `group`. `query`: for each head, the results for the query to
-        which documents are compared. `rows`: for each head, the results for the inputs. `places`: the rows of the
+        which documents are compared. `rows`: for each head, the results for the inputs. `places`: the indices of the
         inputs in the batch.
         """
         if message.operation == "score":

@@ -66,8 +66,8 @@ class Parts:
     texts of an input become rows of ids.
 
     A model whose outputs are vectors has a head for each; `per_row` is the argument of `item_results.side_scores`.
-    Other models have `finish`, which computes answers from the results of heads. `reads`: for an operation the names of
-    these heads; without an entry, it is the first head.
+    Other models have `finish`, which computes answers from the results of heads. `reads`: for each operation, the heads
+    that `finish` reads; it reads the first head for an operation without an entry.
     """
 
     heads: dict[str, Head]
@@ -299,8 +299,8 @@ class Builder:
         )
 
     def _keep_answers(self, model: PreTrainedModel) -> None:
-        """Reduce the output layer to the rows of the answers no and yes. Later operations, such as a scaling of logits,
-        still apply.
+        """Reduce the output layer to the rows of the answers no and yes, or only yes if the score needs no other. Later
+        operations, such as a scaling of logits, still apply.
         """
         options = self.entry.head
         is_single = options.score in ("logit", "sigmoid")

@@ -74,13 +74,13 @@ class VisionLanguageKind(Protocol):
         """Return the tokenizer with the special tokens that the model expects before and after every text."""
 
     def tokens(self, tokenizer: Tokenizer, recipe: Recipe) -> ImageTokens:
-        """Return an image's ids in the prompt: the placeholder id that features replace, the number of placeholders,
-        and the ids before and after them.
+        """Return an image's ids in the prompt: the placeholder id that features replace, the number of placeholders (0:
+        one for each block of the image), and the ids before and after them.
         """
 
     def priced(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` (how images are prepared) with its field `tokens` set: the cost of an image, in tokens of the
-        language model.
+        """Return `recipe` (how images are prepared) with the cost of an image (`tokens`) or of each of its blocks
+        (`block_tokens`), in tokens of the language model.
         """
 
     def rows(self, images: Recipe, tokens: ImageTokens) -> dict[str, Rows]:

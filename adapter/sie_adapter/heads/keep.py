@@ -1,4 +1,4 @@
-"""Head of a pruner: a small network scores by the state of each token whether the passage should keep it.
+"""Head of a pruner: a small network computes from the state of each token whether the passage should keep the token.
 
 best.pt ──► two layers, detected by the shapes of its tensors ──► float32 logits [tokens] of each sequence
 """
@@ -19,7 +19,7 @@ from sie_contracts.models.load_errors import incompatible, load_failed
 
 
 class KeepHead:
-    """Head of a pruner. `layers`: from states [tokens, width] to logits [tokens, 1], float32, of keeping the token."""
+    """Head of a pruner. `layers`: compute float32 logits [tokens, 1], high for tokens to keep, from [tokens, width]."""
 
     def __init__(self, layers: nn.Module, device: torch.device) -> None:
         self._layers = layers.to(device)

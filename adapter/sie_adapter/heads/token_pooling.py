@@ -1,4 +1,4 @@
-"""Reduction of the rows of a document for late interaction: similar rows are replaced by their mean.
+"""Reduction of the token vectors (rows) of a text for late interaction: similar rows are replaced by their mean.
 
     rows [tokens, width] ──► the first rows stay; Ward's clusters of the other rows ──► means [fewer, width]
 

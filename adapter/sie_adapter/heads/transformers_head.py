@@ -28,7 +28,7 @@ class _BackbonePlaceholder(nn.Module):  # type: ignore[misc]  # the type checker
 class TransformersHead:
     def __init__(self, model: PreTrainedModel, *, in_float32: bool) -> None:
         """Remove the backbone from `model`, which is then only the head. `self.backbone` has no pooler. Unless the head
-        is in float32, its linear layers get blocked weights on a CPU: it is then as large as a language model's.
+        is in float32, its linear layers get blocked weights on a CPU, since it is a large one: a masked LM's.
         """
         self.backbone: PreTrainedModel = model.base_model
         pooler = getattr(self.backbone, "pooler", None)

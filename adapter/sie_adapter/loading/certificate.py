@@ -114,8 +114,8 @@ def _check_tokenizer(model: Any, entry: ModelEntry) -> None:
 
 
 def _check_direction(model: Any, resolved: Resolved) -> None:
-    """Refuse a model whose result for a text depends on the other texts of its batch: some classes read is_causal only
-    if no text is padded.
+    """Refuse a model whose attention does not have the direction of load.causal, or whose result for a text depends on
+    the other texts of its batch: some classes read is_causal only if no text is padded.
     """
     if not hasattr(model, "backbone"):
         return

@@ -21,8 +21,8 @@ _QWEN_PAGE_PIXELS = 768 * 28**2  # largest number of pixels of a page, from the 
 _QWEN_TURNS = "<|im_start|>system\n{instruction}<|im_end|>\n<|im_start|>user\n{text}"
 # smallest and largest number of blocks of an image, from the vendor's code of Qwen3-VL-Embedding
 _QWEN_BLOCKS = (4, 1800)
-_PAGES_TOKENS = 2048
-_TRANSCRIBED_TOKENS = 16384
+_PAGES_TOKENS = 2048  # largest max_tokens of an entry for late interaction with pages
+_TRANSCRIBED_TOKENS = 16384  # largest max_tokens of an entry for a model that transcribes pages
 _ASSUMED = {
     "multimodal-encoder": "an encoder: a reranker needs family multimodal-reranker, pair and the answers in head",
     "vision-language": "no LoRA: one that the model was trained with is named by run.lora",

@@ -24,7 +24,7 @@ from sie_store.folder_files import read_json
 
 _EXPANDED = 32  # tokens to which queries are padded if no file has the number
 _PUNCTUATION = tuple(string.punctuation)
-_PYLATE = (
+_PYLATE = (  # settings of PyLate in config_sentence_transformers.json
     "query_prefix",
     "document_prefix",
     "query_length",

@@ -78,7 +78,7 @@ _OF_TOKENS = frozenset({"Pooling", "SpladePooling", "MultiVectorMask", "Hierarch
 _PLACING = frozenset(
     {"attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "torch_dtype", "use_safetensors"}
 )
-_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})
+_NOT_READ = frozenset({"use_cache", "use_fast", "trust_remote_code"})  # arguments of from_pretrained that are ignored
 _OUTPUTS = {  # task of a Transformer module -> the name of the model's output, and the feature that it becomes
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "fill-mask": ("logits", "token_embeddings"),
@@ -135,7 +135,7 @@ class Modules:
     transformer: TransformerSettings = TransformerSettings()
     # class name of a module, except the transformer -> its config.json
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    token_pooling: TokenPooling | None = None  # reduction of a document's token vectors for late interaction
+    token_pooling: TokenPooling | None = None  # reduction of token vectors for late interaction
 
     def width(self, hidden: int) -> int:
         return pooled_width(self.token_layers, self.pooling, self.layers, hidden)

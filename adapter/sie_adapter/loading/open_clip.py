@@ -35,7 +35,7 @@ _EPS = 1e-6  # epsilon of the layer norms of these image encoders
 _FILTERS: Mapping[str, Filter] = {"bicubic": "bicubic", "bilinear": "bilinear"}
 _BLOCK = re.compile(r"(text\.transformer\.resblocks|visual\.trunk\.blocks)\.(\d+)\.(.+)[._](weight|bias)")
 _JOINED = re.compile(r"visual\.trunk\.attn_pool\.(q|kv)\.(weight|bias)")
-_LAYERS = {
+_LAYERS = {  # layer of a block in open_clip -> its name in transformers
     "attn.out_proj": "self_attn.out_proj",
     "attn.proj": "self_attn.out_proj",
     "ln_1": "layer_norm1",
@@ -48,7 +48,7 @@ _LAYERS = {
     "mlp.fc2": "mlp.fc2",
 }
 _SPLIT = ("attn.in_proj", "attn.qkv")  # names of tensors in which query, key and value are joined
-_PLACES = {
+_PLACES = {  # layer outside of the blocks in open_clip -> its name in transformers
     "text.token_embedding": "text_model.embeddings.token_embedding",
     "text.ln_final": "text_model.final_layer_norm",
     "text.text_projection": "text_model.head",
@@ -59,7 +59,7 @@ _PLACES = {
     "visual.trunk.attn_pool.mlp.fc1": "vision_model.head.mlp.fc1",
     "visual.trunk.attn_pool.mlp.fc2": "vision_model.head.mlp.fc2",
 }
-_BARE = {
+_BARE = {  # tensor that belongs to no layer in open_clip -> its name in transformers
     "text.positional_embedding": "text_model.embeddings.position_embedding.weight",
     "visual.trunk.pos_embed": "vision_model.embeddings.position_embedding.weight",
     "visual.trunk.attn_pool.latent": "vision_model.head.probe",

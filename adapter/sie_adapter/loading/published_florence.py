@@ -72,7 +72,7 @@ _LAYERS = (
     (".fn.dw.", "."),
     (".fn.", "."),
 )
-_TURNED = "image_projection"
+_TURNED = "image_projection"  # matrix that is transposed
 _BIAS = "language_model.final_logits_bias"
 # names of the table of embeddings, which the files contain once or several times
 _TABLES = (

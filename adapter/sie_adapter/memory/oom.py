@@ -35,7 +35,7 @@ Relief = Literal["cache_clears", "evictions_triggered", "load_ended"]
 
 
 class OomCounters:
-    """Counters of the ways in which memory was freed, by model, since the start of the process. Thread-safe."""
+    """Counters of lacks of memory and of the remedies, by model, since the start of the process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ def exhausted() -> ResourceExhausted:
 @dataclass(frozen=True)
 class OomRecovery:
     """Steps when memory of a device runs out. `make_room` frees memory and returns how, or None if nothing can be
-    freed. `count` is called with each way in which memory was freed.
+    freed. `count` is called with the name of each counter to raise.
     """
 
     device: torch.device

@@ -117,8 +117,8 @@ def same_weights(old: Resolved, new: Resolved) -> bool:
 
 @dataclass
 class Permission:
-    """Models that may be evicted for one request: those in `may_drop`, in that order, unless they were used after the
-    request arrived, when this object is created.
+    """Models that may be evicted for one request: those in `may_drop`, in that order, unless they were used after
+    `asked_s`, when the request arrived.
 
     `dropped`: the models evicted for the request so far. `has_shed`: cached outputs were already dropped for the
     request. This happens only once, since the request may compute some of them again.
@@ -180,7 +180,7 @@ class ResidentModels:
         ended: Callable[[Resolved], None] = lambda _: None,
         count: Callable[[str, Remedy], None] = lambda model, remedy: None,
     ) -> None:
-        """`count` is called, with the model, each time memory is freed because its load ran out of memory. `ended` is
+        """`count` is called with a model whose load ran out of memory, and each of its counters to raise. `ended` is
         called at the end of each load, successful or not.
         """
         self._load = load
@@ -205,7 +205,7 @@ class ResidentModels:
     ) -> Resident:
         """Return the resident `model`; load it if it is not loaded or needs other weights. `permission` records the
         models that were unloaded for it, even if this method raises. Raises ModelLoadFailed: class OOM and reason
-        no_room if the model does not fit beside the models that have work.
+        no_room if the model does not fit beside the models that must not be evicted.
         """
         permission = permission or self.permission()
         resolved = Catalogue.resolve_profile(entry, profile, model)
@@ -266,7 +266,7 @@ class ResidentModels:
             self._collect()
 
     def relieve(self, permission: Permission) -> None:
-        """Drop models while memory is above the threshold, at most once per second for all callers. The bytes that a
+        """Evict models while memory is above the threshold, at most once per second for all callers. The bytes that a
         running load will need are not added: memory for them is already free, and the bytes that it has allocated count
         as used. If they were added, other models would be evicted without need.
         """

@@ -88,8 +88,11 @@ class MaskRequest:
 
 @dataclass
 class Trial:
+    """Record of a trial pass. `calls`: calls of the attention function. `edges`: the values of `sie_edge` (see
+    `packed_attention`) that the layers with a window need.
+    """
+
     calls: int = 0
-    # values of `sie_edge` (see `packed_attention`) that the layers with a window need
     edges: set[int] = field(default_factory=set)
 
     def called(self) -> None:
@@ -175,8 +178,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, layout: Tensor, scale: float, left: int, right: int
 ) -> Tensor:
     """Run the kernels of a layout. `query`: [tokens, heads, width]; `bounds`: int32 [sequences + 1] on the device;
-    `layout`: int64 [groups, 5] on the host. Only the first `visible` tokens of each sequence are attended to. For a
-    kernel that computes all sequences at once, the layout has a single group.
+    `layout`: the int64 [groups, 5] of `layout_of`, on the host. Only the visible tokens of a sequence, its first ones,
+    are attended to. For a kernel that computes all sequences at once, the layout has a single group.
     """
     pattern = MaskPattern(left, right)
     groups = layout.tolist()
@@ -238,8 +241,8 @@ def _attend_in_blocks(
             output[:, :, start:stop] = 0
             continue
         scores = torch.baddbmm(empty, query[:, start:stop], key[:, low:high].transpose(1, 2), beta=0, alpha=scale)
-        # float32 is also faster: a CPU's bfloat16 softmax takes five times as long if the length of a row is not a
-        # multiple of 32
+        # float32 is more exact, and faster: a CPU's bfloat16 softmax takes five times as long if the length of a row is
+        # not a multiple of 32
         scores = scores.float()
         if high - low < _SOFTMAX_ROW:
             scores = F.pad(scores, (0, _SOFTMAX_ROW - high + low), value=-math.inf)
@@ -257,8 +260,8 @@ def _shares(scores: Tensor, *, may_be_blind: bool) -> Tensor:
 
 
 def _hidden(start: int, stop: int, low: int, high: int, pattern: MaskPattern, device: torch.device) -> Tensor | None:
-    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if there is none. The block
-    has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
+    """Return which keys a block of queries must not attend to, bool [queries, keys]; None if no key is hidden. The
+    block has the queries from `start` to before `stop`, and the keys from `low` to before `high`.
     """
     if stop - 1 - low <= pattern.left and high - 1 - start <= pattern.right:
         return None

@@ -37,7 +37,7 @@ _logger = logging.getLogger("sie.adapter")
 
 # lengths of the sequences of a trial, in tokens; the longest exceeds the local window of ModernBERT
 _TRIAL_LENGTHS = (3, 17, 40, 40, 140)
-_LORA_LENGTHS = (8, 24)
+_LORA_LENGTHS = (8, 24)  # lengths in tokens of the sequences whose states a LoRA must change
 # smallest allowed cosine between a token's packed and padded states; for 16 bits, see _TRIAL_COSINE_16
 _TRIAL_COSINE = {torch.float32: 0.9999}
 _TRIAL_COSINE_16 = 0.99
@@ -169,7 +169,7 @@ class Backbone:
         return self._model(**{**own, **paths, **inputs})[0][0]
 
     def forward_padded(self, packed: PackedBatch) -> Tensor:
-        """Return the states of `forward`, from the stock model, padded on the right with a mask, to compare them."""
+        """Return the states of `forward` as the stock model computes them: padded on the right, with a mask."""
         return torch.cat(
             [self._forward_padded_part(packed, start, stop) for start, stop in evenly_long(packed.lengths)]
         )
@@ -377,7 +377,7 @@ class Backbone:
 
 
 def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> PlacedFeatures | None:
-    """Return the features of images or sounds for some of the tokens of a pass; None if these tokens have none."""
+    """Return the features of images for the `tokens` of a pass; None if no feature replaces one of these tokens."""
     if features is None:
         return None
     before, within = (int((ids[part] == features.token).sum()) for part in (slice(tokens.start), tokens))
@@ -388,8 +388,8 @@ def _of_part(features: PlacedFeatures | None, ids: Int64, tokens: slice) -> Plac
 
 
 def _check_rotary(model: PreTrainedModel, max_tokens: int) -> None:
-    """Raise ModelLoadFailed for rotary tables that transformers changes with the longest text of a pass: states would
-    depend on other texts of the batch and on other threads.
+    """Raise ModelLoadFailed if transformers changes the model's rotary tables for texts of up to `max_tokens` tokens:
+    the states of other texts in the batch, and on other threads, would change too.
     """
     parameters = getattr(model.config, "rope_parameters", None) or {}
     for module in model.modules():
@@ -413,7 +413,7 @@ def _crossover_tokens(config: PretrainedConfig) -> int:
 
 
 def _numbering(model: PreTrainedModel) -> Positions:
-    """Return how the model numbers positions. RoBERTa and models with its method count from the pad id on."""
+    """Return how the model numbers positions. RoBERTa, and models with its method, begin at the pad id plus 1."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             return Positions(module.padding_idx + 1, module.padding_idx)

@@ -40,7 +40,7 @@ _BLOCKS_PER_PASS = 16384
 def read_processor(folder: Path, entry: ModelEntry, part: str) -> dict[str, Any]:
     """Return the settings of the `image_processor` or `feature_extractor` of a folder: a section of
     processor_config.json, which transformers 5 writes, else preprocessor_config.json. Source: transformers 5.23. Raises
-    ModelLoadFailed NOT_FOUND without either.
+    ModelLoadFailed NOT_FOUND if neither file has them.
     """
     config = read_json(folder / "processor_config.json").get(part) or read_json(folder / PROCESSOR)
     if not config:

@@ -1,10 +1,10 @@
 """Linear layers of a CPU with weights in the blocked order of oneDNN.
 
 Stock torch passes a float32 product to MKL, which is slow on CPUs of other vendors than Intel, and reorders a bfloat16
-weight on every call. With a weight that is reordered only once, 64 rows from 384 to 1,536 took 287 us instead of 677 in
-float32, and 8 rows 34 us instead of 54 in bfloat16 (AMD EPYC with AVX512-BF16, one thread, torch 2.13). On an Intel
-Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every suitable layer is
-blocked: a choice by measured time could differ between two starts, and change the last bits of every vector.
+weight on every call. With a weight that is reordered only once, a layer from width 384 to 1,536 took 287 us instead of
+677 for 64 rows in float32, and 34 us instead of 54 for 8 in bfloat16 (AMD EPYC, AVX512-BF16, one thread, torch 2.13).
+On an Intel Xeon with AMX the time was 0.9 to 1.1 of the stock time in float32, and 0.5 to 1.0 in bfloat16. Every
+suitable layer is blocked: a choice by measured time could differ between starts, and change the last bits of results.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from sie_adapter.engine.device import claim, is_limited
 
-_ROWS = 64
-_CHUNK = 512
-_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_ROWS = 64  # number of rows of random states by which a layer is checked
+_CHUNK = 512  # largest number of rows of one product if memory is limited
+_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # limit for the largest error, per largest result
 
 
 class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips torch
@@ -52,9 +52,9 @@ class BlockedLinear(nn.Module):  # type: ignore[misc]  # the type checker skips 
 
 
 def block_linears(model: nn.Module) -> int:
-    """Replace the linear layers of `model` on a CPU by layers with blocked weights, if their results are exact enough.
-    Return the number of replaced layers. No other references to the layers may exist. A layer stays if its weight is
-    tied to an embedding, or if its parent reads the weight.
+    """Replace the linear layers of `model` on a CPU by layers with blocked weights, and return the number of replaced
+    layers. No other references to the layers may exist. A layer stays if its blocked results differ by more than
+    _RELATIVE_ERROR, if its weight is tied to an embedding, or if its parent reads the weight.
     """
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [

@@ -134,8 +134,8 @@ def items(
 
 
 def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"") -> BatchFiles[Shown] | None:
-    """Decode the images of a batch, prepared by `recipe`, with their keys (`ipc.RunBatch.image_keys`). Return None if
-    it has none. Raises MalformedBatch.
+    """Return the images of a batch, None without any. `places`: int32 [images, 5]: row, height and width of the pixels,
+    height and width of the upright submitted image. `keys`: `ipc.RunBatch.image_keys`. Raises MalformedBatch.
     """
     if len(places) % 20:
         raise MalformedBatch("the places of images are int32 [images, 5], their bytes do not divide by 20")
@@ -164,7 +164,7 @@ def images(places: bytes, pixels: bytes, recipe: Recipe | None, keys: bytes = b"
 
 
 def sounds(places: bytes, features: bytes, recipe: SoundRecipe | None) -> BatchFiles[Heard] | None:
-    """Decode the sounds of a batch, prepared by `recipe`. Return None if it has none. Raises MalformedBatch."""
+    """Return a batch's sounds, None without any. `places`: int32 [sounds, 4]: row, views, frames, bins of each."""
     if len(places) % 16 or len(features) % 4:
         raise MalformedBatch("the places of sounds are int32 [sounds, 4], their features float32")
     if not places:
@@ -206,8 +206,8 @@ class Positions:
 
 
 class PlacedFeatures(NamedTuple):
-    """Features that replace each id `token`, in packed order. `values` [places, width] is a tensor on the device.
-    `deeper`: for each of the first layers of the model, a tensor of the same shape that the layer adds there.
+    """Features that replace the embeddings of each id `token`. `values`: a row for each of these ids, in packed order,
+    on the device. `deeper`: for each of the first layers, a tensor like `values`, added to the states after the layer.
     """
 
     token: int

@@ -37,7 +37,7 @@ _logger = logging.getLogger("sie.adapter")
 # takes as long as one with 16, since both wait for weights. There are no graphs above 1,024 tokens, where the kernels
 # of large models take as long as their launches on a fast host.
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-_SEQUENCES = (8, 32)
+_SEQUENCES = (8, 32)  # numbers of sequences of the buckets
 # number of rows of a block of the attention kernel; an added sequence of padding has at most as many tokens, so it fits
 # one block
 _BLOCK = 128
@@ -46,7 +46,7 @@ _BLOCK = 128
 _MOST_GRAPHS = 16
 _LEAST_COSINE = 0.999  # lowest accepted cosine between a token's states of the eager pass and of the replay, in 16 bits
 _PAUSE_S = 60.0  # seconds after a lack of memory in which no graph is captured
-_WARM_UPS = 2
+_WARM_UPS = 2  # number of passes before a capture
 # number of failed captures after which this process captures no more graphs, since each failed capture stays in memory
 _MOST_FAILED = 64
 
@@ -260,8 +260,8 @@ class PassGraphs:
         return len(self._captured)
 
     def states(self, packed: PackedBatch, eager: Eager, run: RunStatic) -> Tensor:
-        """Return the states of a batch: by a replay if its bucket has a graph and no other pass of the device runs,
-        else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
+        """Return the states of a batch: by a replay if its bucket has a graph and no other thread holds the recorder's
+        lock, else by `eager`. `run`: the pass that is captured. Raises the errors of `eager`.
         """
         bucket = None if self.is_eager else bucket_of(packed)
         if bucket is None or not self._recorder.lock.acquire(blocking=False):

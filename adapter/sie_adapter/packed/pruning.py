@@ -14,16 +14,16 @@ import torch
 from sie_adapter.engine.item_results import ItemResult, ItemResults, Rows, class_scores
 from sie_contracts.wire.ipc import Group, RunBatch
 
-PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9
+PRUNE_THRESHOLD, HIGHLIGHT_THRESHOLD = 0.6, 0.9  # defaults of the options of the same names
 
 
 def pruned(message: RunBatch, group: Group, rows: Rows, places: list[int], activation: str) -> ItemResults:
     """Return the entities of each text: `summary`, then each `highlight`, `kept` and `pruned` span, each type in the
-    order of offsets, from the rows `score` (float32 [1]) and `keep` (float32 [tokens]) of the rows `places`.
+    order of offsets. `rows`: `score` (float32 [1]) and `keep` (float32 [tokens]) of each text. `places`: their indices.
 
-    A token is kept from `prune_threshold` on, and highlighted from `highlight_threshold` on. The score of a span is the
-    mean probability of its tokens to be kept; the score of the summary is that of the pair. Offsets are code points;
-    the summary has none.
+    A token is kept from `prune_threshold` on; a kept token is highlighted from `highlight_threshold` on. The score of a
+    span is the mean probability of its tokens to be kept; the score of the summary is that of the pair. Offsets are
+    code points; the summary has none.
     """
     parameters = group.options.parameters
     least = float(parameters.get("prune_threshold", PRUNE_THRESHOLD))

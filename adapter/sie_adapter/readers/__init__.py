@@ -1,1 +1,1 @@
-"""Families that write text from images and sounds, by greedy decoding in slots."""
+"""Families that write text from images and sounds, by greedy decoding of several texts at the same time."""

@@ -46,7 +46,7 @@ _QUESTION, _CLASSES = "<s_docvqa>", "<s_rvlcdip>"
 _CLASS_TOKENS = 8  # largest number of tokens for the name of a class, which needs three or four
 _LABELS = {"class": "document_class", "text_sequence": "text"}
 _TAG = re.compile(r"<s_[^<>]+>")
-_STATES_PER_TOKEN = 4
+_STATES_PER_TOKEN = 4  # the cost of a page in tokens is the number of its encoder states, divided by this number
 # largest number of pages in one pass of the encoder; a CPU is not faster with more than one page
 _PAGES_PER_PASS = 4
 

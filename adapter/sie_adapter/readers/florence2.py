@@ -45,7 +45,7 @@ from sie_contracts.media.images import Recipe
 from sie_contracts.models.entries import LoadOptions, ModelEntry
 
 _PHRASE, _REGION = "{}", "{region}"
-_BINS = 1000
+_BINS = 1000  # number of bins into which coordinates divide an edge of the image
 # largest number of pages in one pass of the tower; a CPU is not faster with more than one page
 _PAGES_PER_PASS = 8
 

@@ -9,7 +9,7 @@ client costs one step. The text of a row does not depend on the other rows. A ro
 another prompt, such as the next window of a sound: it then begins after the rows that have waited longer.
 
 The loop does not occupy the device threads: passes of other models run between the steps. On a CPU its thread has a
-lower priority than they: it gets the time in which they are idle, and a part of the cores if they never are.
+lower priority than the device threads: it runs while they are idle, and gets a part of the cores if they never are.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _logger = logging.getLogger("sie.adapter")
 
 MAX_ROWS = 16  # largest number of rows of one model that run at the same time
 # Niceness of the thread, which halves its weight in the scheduler of Linux. On two cores with both device threads busy,
-# the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. A niceness of 5, with a
-# third of the weight, gives a quarter and a sixth.
+# the thread gets a third of a core, or a quarter if gateway, sidecar and broker are busy too. With a niceness of 5, a
+# third of the weight, it would get a quarter and a sixth of a core.
 _NICENESS = 3
 _CLOSED_S = 1.0  # after memory was too short for another row, no row begins for this many seconds, or until a row ends
 
@@ -154,7 +154,7 @@ class _Loop:
         return not self._rows and not self.waiting
 
     def turn(self) -> None:
-        """Run one step, which adds one token to each row. Does not raise: callers of failed rows get the error."""
+        """Run one iteration of the loop for this model. Does not raise: callers of failed rows get the error."""
         error = self._failure()
         if error is not None:
             rows = [*self._rows, *self._beginning]

@@ -5,8 +5,8 @@ added and removed between two steps.
     a step ──► cache: the states of all rows as views ──► each row's new state at its own end ──► advance
     a row that leaves ──► remove: the last row moves into its slot
 
-The first `len` slots have rows, so a step does not copy earlier states. The positions of each row begin at 0 and do not
-depend on the other rows. Positions after the end of a row are masked.
+The slots in use are always the first ones, so a step does not copy earlier states. The positions of each row begin at 0
+and do not depend on the other rows. Positions after the end of a row are masked.
 
 Each row needs memory for the length of the longest row that runs at the same time. Together, the rows use at most the
 memory that `fits` allows: on a CPU no allocator refuses memory, and the kernel would end the process. A single row
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 _STEP = 64  # allocations and masks have a multiple of this number of positions
-_GROWTH = 1.5
+_GROWTH = 1.5  # if memory allows, a new allocation has at least this many times the earlier number of positions
 
 States = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer, [1, heads, positions, width]
 Fits = Callable[[int], bool]  # returns whether the device may use this number of additional bytes
@@ -119,7 +119,7 @@ class _SlotStates:
         self._layers: list[tuple[Tensor, Tensor]] = []
         # length of each row, [rows], on the device; it is valid for one step, then None
         self._ends: Tensor | None = None
-        self.width = 0
+        self.width = 0  # number of positions that the model sees in this step
 
     def make_room(self, states: States) -> None:
         """Allocate memory for one more row with these states. Raises SlotsFull."""
@@ -172,7 +172,7 @@ class _SlotStates:
         return slots * positions * position_bytes - held + held // len(states)
 
     def _reserve(self, states: States, slots: int, positions: int) -> None:
-        """Allocate at least these slots and positions. Raises SlotsFull. Old values stay, finite and masked."""
+        """Allocate at least these slots and positions, with zeros: masked values must be finite. Raises SlotsFull."""
         has_slots, has_positions = self._sizes()
         if slots <= has_slots and positions <= has_positions:
             return
@@ -209,8 +209,8 @@ class _SlotStates:
         self.open(max(self.lengths) + 1)
 
     def open(self, needed: int) -> None:
-        """Make the first `needed` positions of the cache visible to the model. If the lengths of the rows differ, a
-        mask is needed in any case, so the number is rounded up to a multiple of _STEP.
+        """Make the first `needed` positions of the cache visible to the model. Unless each row already has a state at
+        all of them, a mask is needed in any case, so the number is rounded up to a multiple of _STEP.
         """
         keys = self._layers[0][0]
         is_even = min(self.lengths) == needed

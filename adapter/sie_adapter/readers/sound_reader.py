@@ -115,8 +115,8 @@ class SoundReader:
 
     A result has an entity for each segment, and `data` with the whole text, the language, `finish_reason` and
     `completion_tokens`. The reason is `length` if a window was cut at its limit. An input gets an InvalidInput if it
-    has no sound, or if the model does not have the task or the language, and an InferenceFailed if the scores are not
-    finite.
+    does not have exactly one sound, or if the model does not have the task or the language, and an InferenceFailed if
+    the scores are not finite.
 
     `max_tokens`: limit for the prompt and the text of one window.
     """

@@ -203,7 +203,7 @@ class Transcriber:
         return self._kind.see(self._model, pixels, grid)
 
     def _scores(self, **named: Any) -> Tensor:
-        """Return the scores of the last token of each row, [rows, 1, vocabulary]."""
+        """Run the language model, and return the scores of the next token of each row, [rows, 1, vocabulary]."""
         states = self._model.model.language_model(use_cache=True, **named).last_hidden_state
         logits: Tensor = self._model.lm_head(states[:, -1:])
         return logits

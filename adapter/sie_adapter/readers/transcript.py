@@ -1,5 +1,5 @@
-"""Token ids of Whisper (arXiv 2212.04356), without I/O: its prompt, the segments of a window, and the begin of the
-next.
+"""Token ids of Whisper (arXiv 2212.04356), without I/O: its prompt, the segments of a window, and the frame at which
+the next window begins.
 
     language, task ──► PromptStart: <|startoftranscript|><|en|><|transcribe|> ──► a window of 30 s is written
     <|0.00|> words <|2.40|><|2.40|> words <|4.80|><|4.80|> .. ──► segments, and their number of frames
@@ -37,8 +37,8 @@ class PromptStart(NamedTuple):
 @dataclass(frozen=True)
 class PromptTokens:
     """Tokens of prompts by the rules of a checkpoint. `languages`, `tasks`: names with the ids of their tokens.
-    `forced`: the ids after the first token if the request names neither language nor task; the recognised language
-    replaces None.
+    `language`, `task`: the defaults. `forced`: the ids after the first token if neither request nor defaults name a
+    language or task; the recognised language replaces None.
     """
 
     first: int
@@ -127,9 +127,9 @@ def segments(written: Sequence[int], times: int, seek: int, frames: int) -> tupl
     at frame `seek` of a sound and has `frames` frames. `written`: the tokens that the model wrote for the window,
     without the end token. `times`: the id of the time stamp 0.00.
 
-    Two consecutive time stamps end a segment and begin the next one. If the tokens end with one time stamp, the last
-    segment is whole. Otherwise the window cuts the words after the last two time stamps: they are dropped, and the next
-    window begins with them.
+    Two consecutive time stamps end a segment and begin the next one; without such a pair, all tokens are one segment.
+    If the tokens end with a single time stamp, the last segment is whole. Otherwise the window cuts the words after the
+    last pair: they are dropped, and the next window begins with them.
     """
     is_time = [number >= times for number in written]
     ends = [place + 1 for place in range(len(written) - 1) if is_time[place] and is_time[place + 1]]

@@ -167,8 +167,8 @@ def task_of(
 
 def tokens_left(options: ExtractOptions, prompt: int, limit: int, otherwise: int = 0) -> int:
     """Return the number of tokens that may be written after a prompt of `prompt` tokens: `max_new_tokens` of the
-    request, else `otherwise` if that is not 0, but never more than the remaining tokens of `limit`. Raises InvalidInput
-    if there are none.
+    request or entry, else `otherwise` if that is not 0, but never more than `limit` minus `prompt`. Raises InvalidInput
+    if the prompt leaves no token.
     """
     left = limit - prompt
     if left < 1:
