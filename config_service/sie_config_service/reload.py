@@ -29,7 +29,8 @@ from sie_contracts.wire import configs
 from sie_runtime.process import Stop, Trouble
 
 LOOK_S = 0.5
-BUCKET_LOOK_S = 30.0  # seconds between two comparisons of a bucket; long, because each comparison lists all objects
+# seconds between two looks at a folder of models in an object store; long, because each look lists all objects
+BUCKET_LOOK_S = 30.0
 IDLE_SHARE = 0.01
 WATCHED_S = 30.0
 _logger = logging.getLogger("sie.config")
