@@ -246,9 +246,9 @@ def list_(results: Path | None) -> None:
 @click.argument("old", type=_FILE)
 @click.argument("new", type=_FILE)
 def compare(old: Path, new: Path) -> None:
-    """Show the changes from the result in file OLD to the result in file NEW: of each metric, with a confidence interval
-    if both files have a value for each query, and of version, commit, machine, engine, precision and the model's
-    fingerprint.
+    """Show the changes from the result in file OLD to the result in file NEW: of each metric, with a confidence
+    interval if both files have a value for each query, and of version, commit, machine, engine, precision and the
+    fingerprint of the model.
 
     `sie eval list` shows the files.
     """
