@@ -49,8 +49,8 @@ MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
 # factor: if a batch is this many times slower or faster than its size explains, the device may have changed
 CHANGED = 2.0
-# number of samples in a row (for each batch that runs at the same time) beyond CHANGED after which the device counts as
-# slower or faster, and older samples are discarded
+# if this number of consecutive samples, times the number of batches that run at the same time, are beyond CHANGED, the
+# device counts as slower or faster, and older samples are discarded
 CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample is a stall, and is not used for predictions
 OUTLIER = 4.0
@@ -690,8 +690,8 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Return this gateway's tokens that may be in running batches: one measured batch for each batch that runs at a
-        time; more while batches grow.
+        """Return this gateway's tokens that may be in running batches: one measured batch for each batch that runs now;
+        more while batches grow.
         """
         usual = batch.tokens * self._lanes
         if batch.is_full:
@@ -764,7 +764,7 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that are in a running batch only if it is larger than the earlier batches; tokens up to their end
+        # requests that are in a running batch only if it is larger than earlier ones, with the tokens up to their end
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():

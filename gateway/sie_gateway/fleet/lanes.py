@@ -229,8 +229,8 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return whether a worker of this lane may still have work: its last heartbeat, ready or not, is less
-        than LOST_S seconds overdue. After a loss of the connection to the broker, heartbeats are awaited as long.
+        """Return whether a worker of this lane may still have work: its next heartbeat, ready or not, is less than
+        LOST_S seconds overdue. After a loss of the connection to the broker, the result is True for the same time.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S

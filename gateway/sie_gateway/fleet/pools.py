@@ -337,7 +337,7 @@ class PoolDirectory:
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """Return the Pool objects that a credential may see: pools, then its reservations, each in order of names."""
+        """Return the Pool objects that a credential may see: those without a lease, then its reservations, by name."""
         live = self.record.live()
         own = (self.record.own | self._physical()) - live.keys()
         reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))

@@ -46,8 +46,8 @@ MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows that the model runs for
-    them. `squares`: sum of the squared tokens of each row.
+    """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows (sequences) that the
+    model runs for them. `squares`: sum of the squared token counts of the rows.
     """
 
     start: int
@@ -81,8 +81,8 @@ _NO_PARTS: Mapping[int, TextParts] = MappingProxyType({})
 
 
 class ChunkLimits(NamedTuple):
-    """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results. `any_size`: the
-    payload store stores an input above `payload_bytes`.
+    """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results. `any_size`: true
+    if the payload store takes an input above `payload_bytes`.
     """
 
     cost: int

@@ -86,7 +86,7 @@ class Inference:
         self._urls = urls
         self._default_models = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
-        self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room; None: none
+        self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[EncodedReply] = Attachments()
         self.watch_after_s = WATCH_AFTER_S

@@ -261,8 +261,8 @@ class NativeJob:
         return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return the answers, which have only the errors of faulty rows yet, and the inputs of the other rows by the
-        position of the row.
+        """Return an answer for each row, which is empty or the error of a faulty row, and the inputs of the other rows,
+        by the position of the row.
         """
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
@@ -304,7 +304,7 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. A failure of the store is only logged: later jobs compute them."""
+        """Write answers to the cache for later jobs. A failure is only logged: later jobs compute the answers."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
@@ -441,7 +441,7 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
 
 
 def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
-    """Return the widths of the vectors of rows. `outputs`: those of the model; sparse vectors do not show theirs."""
+    """Return the widths of the vectors of rows. `outputs`: the model's widths, read for sparse vectors only."""
     widths: dict[Output, int] = {}
     if rows.vectors.shape[1]:
         widths["dense"] = rows.vectors.shape[1]
