@@ -330,7 +330,7 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting.
+    `run` returns without waiting. `residency`: name of a copy of weights, of a model or of one of its profiles.
     """
 
     def __init__(

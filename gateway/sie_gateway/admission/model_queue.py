@@ -269,7 +269,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last measured batches; None if there are none. It is valid for LOOK_S seconds."""
+        """Return the mean of the last batches; None if none was measured lately. It is reused for LOOK_S seconds."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -471,7 +471,7 @@ class Entered:
 
 class ModelQueue:
     """Queue of one model at one priority. Its hosts, the workers that have the model loaded, are looked up again after
-    a heartbeat, or after a second.
+    a heartbeat, or after a second. `residency`: name of the copy of the weights (a model, or one of its profiles).
     """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:

@@ -164,7 +164,7 @@ class PeerErasures:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def due(self, beat: GatewayBeat) -> AnswerErasure | None:
-        """Return what to erase after an announcement; None if there is no erasure that was not done before."""
+        """Return what to erase after an announcement of another gateway; None if it announces no new erasure."""
         before = self._counts.get(beat.gateway, 0)
         if beat.erasures <= before:
             return None

@@ -102,7 +102,7 @@ class _LaneWorkers:
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
     ten times this time, it is removed. Workers are indexed by lane and by model, so that a look-up costs the same with
-    one worker and with a thousand.
+    one worker and with a thousand. `residency`: name of a copy of weights, of a model or of one of its profiles.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Fleet:
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
 
     def is_starting(self, worker: str) -> bool:
-        """Return whether a worker is not ready yet but sends its heartbeats in time."""
+        """Return whether a worker is not ready yet, is not leaving, and sends its heartbeats in time."""
         return self.is_heard(worker) and not (self._seen[worker][1].ready or self._seen[worker][1].leaving)
 
     def is_heard(self, worker: str) -> bool:

@@ -284,8 +284,8 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that checks whether a credential may read the name of a pool: of the installation's pools,
-        and of its own reservations.
+        """Return a function that checks whether a credential may read the name of a pool. Without the scope admin, it
+        may read only names of the installation's pools and of its own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True

@@ -181,8 +181,8 @@ def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, T
 
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
-    """Return the files of each input; empty if there are none. The files of the query count for each input, because the
-    model reads them with each input.
+    """Return the files of each input; empty if neither inputs nor query have files. The query's files count for each
+    input, because the model reads them with each input.
     """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):

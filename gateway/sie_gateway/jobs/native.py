@@ -118,7 +118,7 @@ class NativeJob:
         self._unwritten: dict[int, AnsweredShard] = {}
         model, _, parser = job.fingerprint.partition(PARSED_BY)
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
-        # another model has machines of its own, so the job's machine profile is not that of the parser
+        # the parser may run on other machines, so the job's machine profile does not apply to it
         self._documents = (
             DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
@@ -205,7 +205,7 @@ class NativeJob:
         return msgspec.structs.replace(record, source=_named(span))
 
     def _fingerprint(self) -> str:
-        """Return the fingerprint of the answers; that of a job with documents has the fingerprint of the parser too."""
+        """Return the fingerprint of the answers. If the job has documents, the parser's fingerprint is appended."""
         model = self._values.fingerprint
         return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
 
@@ -423,7 +423,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the rows for the database, those with a vector; None if there are none."""
+    """Return the rows for the database, which are those without an error; None if every row has an error."""
     lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
     if not lines:
         return None

@@ -42,7 +42,7 @@ FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-# a cancelled or expired job retries its output for at most these seconds, because its owner waits for its end
+# longest time in seconds for which a job that is not completed retries its output: its owner waits for its end
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 # final state of a job, by the reason for which its work was stopped

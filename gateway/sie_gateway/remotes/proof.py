@@ -145,7 +145,7 @@ class Proof:
 
 
 def without_prompt(run: RunOptions) -> RunOptions:
-    """Return the options without those of the prompt, which differ between requests with equal vectors for a text."""
+    """Return the options without those of the prompt (prefix, suffix, side). A Proof compares only the rest."""
     return msgspec.structs.replace(run, prefix="", suffix="", is_query=False)
 
 
@@ -208,7 +208,7 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
 
 
 def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | None:
-    """Return the reference vectors that a worker computed; None if they are not those of this entry."""
+    """Return the reference vectors that a worker computed; None if their entry or their probe texts differ."""
     if stored.source != source_of(entry) or stored.precision not in BOUNDS:
         return None
     prompts = [Prompt(*prompt) for prompt in stored.prompts]

@@ -450,7 +450,7 @@ def _token(server: RemoteServer) -> Secret | None:
 
 
 def _reference_in(stored: Entry, entry: ModelEntry) -> Reference | None:
-    """Return the reference vectors of an entry of the bucket; None if they are not those of this entry of the model."""
+    """Return the reference vectors in a value of the bucket; None if they are unreadable, or of another model entry."""
     try:
         value = _decode(stored)
     except ValueError as error:
