@@ -1,7 +1,7 @@
 """Counts how hard the product is to read: import circles, full folders, reused class names, vague names, docstrings.
 
-    python tools/measure.py            a table, and the first findings of each kind python tools/measure.py --all
-    every finding
+    python tools/measure.py          a table, and the first findings of each kind
+    python tools/measure.py --all    every finding
 
 A circle is a set of modules of one package. Each of them imports every other one, directly or through further modules.
 Imports within functions and under TYPE_CHECKING count.

@@ -43,7 +43,7 @@ BROKER_URL, CONFIG_URL, GATEWAY_URL = "SIE_NATS_URL", "SIE_CONFIG_SERVICE_URL", 
 
 @dataclass(frozen=True)
 class _ClusterPart:
-    """Process of a cluster: its name, the setting with its address, and the field of Access with its address."""
+    """Process of a cluster: its name, and the fields with its address, in Settings (`field`) and Access (`local`)."""
 
     name: str
     field: str
@@ -61,7 +61,7 @@ _PARTS: Mapping[str, _ClusterPart] = {
 class Cluster:
     """Addresses of a cluster's processes, and the credentials for them. `settings`: addresses and credentials.
     `sources`: where each setting comes from. `data_dir`: data directory of the `sie serve` to look for. `is_named`: the
-    user named it.
+    user named `data_dir`.
     """
 
     settings: Settings
@@ -73,9 +73,9 @@ class Cluster:
     def locate(
         cls, loaded_settings: Loaded, named: Path | None = None, *, looks_around: bool = True, required: bool = True
     ) -> Cluster:
-        """Return the cluster of these settings and of a running `sie serve`. `named`: its data directory. If None, it
-        is the default directory, or with `looks_around` False, no `sie serve` is used. Raises SettingError if the file
-        of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
+        """Return the cluster of these settings and of a running `sie serve`. `named`: its data directory; None for the
+        default one, which is not used without `looks_around`, or if the user set all addresses. Raises SettingError if
+        the file of a `sie serve` cannot be read, or if `required` and no `sie serve` runs with `named`.
         """
         data_dir = (named or default_data_dir()).absolute()
         settings, sources = _as_client(loaded_settings)

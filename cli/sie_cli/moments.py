@@ -63,8 +63,8 @@ def local(at_s: float, now_s: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Format a duration in days, h or min: the largest unit of which it has at least two. Shorter ones are in
-    seconds.
+    """Format a duration in days, h or min: the largest unit of which it has at least two. Durations below two
+    minutes are in seconds.
     """
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:

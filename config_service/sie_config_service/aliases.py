@@ -185,9 +185,7 @@ def _fault(alias: Alias, catalogue: Catalogue) -> str | None:
 
 
 def seeded(documents: Mapping[str, ModelEntry | Alias]) -> None:
-    """Check the aliases in the model folders, which are read at the start. Raises ValidationFailed, which names the
-    alias and the fault.
-    """
+    """Check the aliases in the model folders. Raises ValidationFailed, which names the alias and the fault."""
     catalogue = Catalogue.from_documents(documents, {}, {}, "")
     for name, alias in sorted(catalogue.aliases.items()):
         if (why := _fault(alias, catalogue)) is not None:

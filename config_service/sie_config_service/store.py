@@ -237,7 +237,7 @@ class CatalogueStore:
 
     async def revisions_at(self, model: str) -> Callable[[str], int | None]:
         """Return a function that maps an epoch to the model's revision at that epoch: 0 before the first revision, None
-        before the stored history.
+        if the epoch is older than the stored history or belongs to another bucket.
         """
         created = (await self.snapshot()).created
         entries = await self._entries(f"history.{topology.token(model)}")
@@ -352,9 +352,9 @@ class CatalogueStore:
             )
 
     async def recover(self, backup: Sequence[StoredModel] = ()) -> list[str]:
-        """Write models that the bucket lacks into it from the copy or a backup, and models that the copy lacks into the
-        copy. Then correct the index of aliases. Return the models that the bucket had lost, or had at an earlier
-        revision.
+        """Write models that the bucket lacks into it from the copy or a backup, and models written over the API that
+        the copy lacks into the copy. Then correct the index of aliases. Return the models that the bucket had lost, or
+        had at an earlier revision.
 
         `backup`: revisions of models, including old ones. Raises WrongRevision if another replica recovers at the same
         time.

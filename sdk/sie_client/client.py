@@ -69,7 +69,7 @@ class Job(SeenJob):
         return self
 
     def pause(self) -> Job:
-        """Pause the job: parts of the input that run now are finished, and no further part starts."""
+        """Pause the job. Running parts of the input are stopped and run again after `resume`; finished parts stay."""
         self.info = self._driver.run(jobs.steered(self.id, "pause", self._session))
         return self
 

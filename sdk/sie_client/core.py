@@ -130,8 +130,8 @@ class Received:
 @dataclass(frozen=True)
 class TransportFailed:
     """Failure of a request without a response. The server may nevertheless have run it. Unless `is_permanent`, it is
-    sent again, because inference changes nothing on the server. `address`: of the server. `is_nobody`: a port of this
-    machine refused the connection, and no server has answered there before.
+    sent again, because inference changes nothing on the server. `address`: the server's address. `is_nobody`: a port
+    of this machine refused the connection, and no server has answered there before.
     """
 
     cause: Exception

@@ -25,7 +25,7 @@ _logger = logging.getLogger("sie_client")
 class Meter:
     """Progress of one call with `total` items; None if their number is unknown. Thread-safe. In a `with` statement, the
     bar is completed at the end. Waits are logged as warnings of `sie_client`, at most one per minute. The bar is one
-    line on standard error, only for calls of several items that need more than one request.
+    line on standard error, for calls of several items of which some are unanswered after BAR_AFTER_S.
     """
 
     def __init__(

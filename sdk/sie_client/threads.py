@@ -112,7 +112,7 @@ class ThreadDriver:
         return end
 
     def _drive(self, plan: Plan[T], meter: Meter, stop: threading.Event, send: Callable[[Send], Answer]) -> T:
-        """Execute the steps of a plan and return its result. Raises Ended if `stop` is set during a pause."""
+        """Execute the steps of a plan and return its result. Raises Ended at a pause if `stop` is set."""
         reply: Any = None
         while True:
             try:

@@ -149,7 +149,7 @@ class ExtractParams(Params, total=False):
     """Parameters of extract: `labels` to look for, and the `threshold` of the score. `output_schema`: JSON Schema of
     the values to extract. `label_groups`: groups of labels; `data` has the best label of each group, or with
     `multi_label` a list. `label_thresholds`: the least score of a label or a property. `relation_labels`: the relations
-    to look for between the entities, and `relation_threshold`, the least score of one.
+    to look for between the entities. `relation_threshold`: the least score of a relation.
     """
 
     labels: Sequence[str] | None
@@ -182,7 +182,7 @@ class RedactOptions(Params, total=False):
 
 class Usage(TypedDict):
     """Usage of a call: number of tokens by the model's tokenizer, indexes of the truncated items, and number of images
-    if there were any. `cached_items`, `cached_tokens`: items with cached answers and their tokens, if there are any.
+    if there were any. `cached_items`, `cached_tokens`: number of items with cached answers, and of their tokens.
     """
 
     prompt_tokens: int
@@ -351,7 +351,7 @@ class RestoredPart(TypedDict):
 
 
 class RestoreMap(TypedDict):
-    """Map with which `restore` undoes a redaction: all replaced values. `length`: of the redacted text."""
+    """Map with which `restore` undoes a redaction: all replaced values. `length`: that of the redacted text."""
 
     offsets: Literal["code_points", "utf16"]
     length: int

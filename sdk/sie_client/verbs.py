@@ -133,7 +133,7 @@ class _VerbRequest:
 
 
 def _aside(function: Callable[[], Any], size_bytes: int) -> Plan[Any]:
-    """Call a function and return its result: from ASIDE_BYTES on in a thread, so that it does not block other calls."""
+    """Call a function and return its result. With ASIDE_BYTES or more, a thread calls it, to block no other calls."""
     if size_bytes >= ASIDE_BYTES:
         return (yield BlockingWork(function))
     return function()

@@ -206,7 +206,7 @@ class WorkerHealth:
         self._on_disk = models[:ON_DISK]
 
     async def refresh(self) -> None:
-        """Read the descriptions of all adapters, with their used memory. A failed request is repeated next time."""
+        """Read the descriptions of connected adapters, with their used memory. A failed request is ignored."""
         connected = [link for link in self.links if link.connected]
         if len(connected) > 1:  # concurrently, so that an adapter that hangs does not delay the others
             await asyncio.gather(*(self._refresh(link) for link in connected))

@@ -202,9 +202,9 @@ class WorkerStatus:
         return cached[2]
 
     def _batching(self, worker: Worker, hosted: ModelState) -> dict[str, Any]:
-        """Return how long deliveries are gathered (equal for all models) and how full this model's batches are. Without
-        recent answers, `calibrated` is false, and `p50_ms` (the median time of a work item) and `headroom_ms` are null.
-        `headroom_ms` is the target minus `p50_ms`.
+        """Return how long deliveries are gathered (equal for all models) and how full this model's batches are.
+        `p50_ms`: median time of recent work items from delivery to answer. `headroom_ms`: target minus `p50_ms`.
+        Before the first answer, both are null, and `calibrated` is false.
         """
         p50_s, wait_s = worker.intake.gathering()
         target_ms = self._settings.adaptive_target_p50_ms

@@ -180,7 +180,7 @@ class Worker:
         """
         with contextlib.suppress(BrokerError):  # without an answer, the clock of this machine is used at first
             await self.broker_clock.measure()
-        if left := await self.leases.release_left(self._broker):
+        if left := await self.leases.hand_back_left(self._broker):
             _logger.warning("this worker was killed before: %d of its deliveries were returned to the queue", left)
         with contextlib.suppress(BrokerError):  # if the marks cannot be read now, `run` tries again
             await self._marks.open()

@@ -45,7 +45,7 @@ def _acked_before_confirmed() -> AbstractContextManager[Any]:
         with contextlib.suppress(BrokerError):
             await self._bus.request(item.reply, messages.encode(result), 2.0)
 
-    return mock.patch.object(sie_sidecar.results.settle.ResultDelivery, "answer", answer)
+    return mock.patch.object(sie_sidecar.results.settle.ResultDelivery, "send", answer)
 
 
 def _no_fence() -> AbstractContextManager[Any]:

@@ -235,7 +235,7 @@ def migrates(
         for kill in range(kills):
             kill_after(cluster, alias, application, (kill + 0.5) / (kills + 1), rows)
         printed = sie(cluster, alias, application, "--min-agreement", 0.01, "--json")
-        facts = json.loads("{" + printed.partition("\n{")[2])  # after the progress
+        facts, _ = json.JSONDecoder().raw_decode(printed)  # messages follow
         until(
             lambda: httpx.post(f"{cluster.url}/v1/encode/{alias}", json={"items": ["a"]}).headers["x-sie-model"] == NEW,
             30,

@@ -172,7 +172,7 @@ class Side:
         delivery = Delivered(self._sequence)
         lease = self.leases.hold(delivery)  # type: ignore[arg-type]
         work = item(result.request, reply or self.inbox.address(result.request), result.chunk)
-        await self.results.answer(lease, work, result, time.monotonic() + budget_s)
+        await self.results.send(lease, work, result, time.monotonic() + budget_s)
         return delivery
 
     async def send(self, part: Fragment) -> str:

@@ -128,7 +128,7 @@ class FileGathering:
         )
 
     def _backbones(self, folder: Path, place: str, entry: ModelEntry) -> None:
-        """Copy the backbones that a GLiNER model names by repository into its folder, where a load searches first."""
+        """Add the backbones that a GLiNER model names by repository to its folder in the archive."""
         raw = json.loads((folder / families.row(entry.family).config_file).read_text("utf-8"))
         is_described = raw.get("encoder_config") is not None and (folder / "tokenizer_config.json").is_file()
         for name in ([] if is_described else [raw["model_name"]]) + [
@@ -205,7 +205,7 @@ def contents(
     chosen: ArchiveSelection, gathering: FileGathering, made_by: str, progress: ByteProgress
 ) -> ArchiveContents:
     """Return the contents of an archive with the `chosen` models. `gathering`: the object that collected their files.
-    Reads every file. Raises CommandRefused for a file that differs from its digest in the entry, OSError.
+    Reads files whose digest no manifest has. Raises CommandRefused for a file unlike its digest in the entry, OSError.
     """
     entries = chosen.entries
     facts = gathering.facts(progress)
@@ -272,8 +272,8 @@ def _is_packaged(bundle: BundleEntry) -> bool:
 
 
 def with_profiles(entries: Sequence[ModelEntry], names: Sequence[str]) -> list[ModelEntry]:
-    """Return the entries with only these profiles, and those that they extend. Raises click.BadParameter for a profile
-    that no entry has.
+    """Return the entries with only these profiles, and the profiles that these extend. Raises click.BadParameter for a
+    profile that no entry has.
     """
     there = {name for entry in entries for name in entry.profiles}
     if unknown := [name for name in names if name not in there]:

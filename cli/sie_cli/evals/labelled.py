@@ -29,7 +29,7 @@ class KindSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Text with all its facts. `mentions`: entities that a model of relations reads with the text."""
+    """Text with all its facts. `mentions`: entities that are sent with the text to a model that finds relations."""
 
     text: str
     facts: Sequence[Fact]
@@ -38,7 +38,7 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class FactTask:
-    """Task to find facts in texts. `labels`: sent to the model. A fact may have a finer kind than the labels."""
+    """Task to find facts in texts. `labels`: kinds that the model gets. The kind of a fact may be narrower."""
 
     name: str
     kind: FactKind
@@ -50,11 +50,11 @@ _PLACE_OF_KIND: Mapping[FactKind, int] = {"entities": 2, "relations": 1, "classe
 
 
 def ratios(task: FactTask, answers: Sequence[Sequence[Fact]]) -> tuple[Ratios, dict[str, Ratios]]:
-    """Return the ratios over all facts, and those of each kind by its name and its number of facts.
+    """Return the ratios over all facts, and the ratios of each kind. A key has the kind and its number of facts.
 
-    `answers`: the facts that a source found in each text. A redaction is measured by letters and digits: precision is
-    the share of the replaced ones that are personal, recall the share of the personal ones that were replaced. Its
-    leak is the share of the parts of which a letter or digit stayed. Elsewhere a fact is right if all of it is equal.
+    `answers`: the facts that a source found in each text. A redaction is measured in letters and digits: precision is
+    the share of replaced characters that are personal, recall the share of personal characters that are replaced, LEAK
+    the share of facts of which a character is not replaced. In other tasks, a fact is right if it equals a true fact.
     """
     place = _PLACE_OF_KIND[task.kind]
     texts = [text.text for text in task.texts]
@@ -96,7 +96,7 @@ def _ratios(counts: Sequence[tuple[int, int, int]]) -> Ratios:
 
 
 def _characters(text: str, facts: Iterable[Fact]) -> set[int]:
-    """Return the places of letters and digits in these parts of a text. A space that stays shows nothing."""
+    """Return the indices of letters and digits in the facts' parts of a text. Other characters reveal nothing."""
     return {
         place for start, end, *_ in facts for place in range(int(start), int(end)) if text[place : place + 1].isalnum()
     }

@@ -1,7 +1,7 @@
 """Tasks to find facts in texts: sentences and values of packages, put together with a fixed seed.
 
 redaction, entities ──► templates of the package presidio-evaluator, values of Faker
-redaction-forms     ──► values of Faker and phonenumbers, in writings that people use and that hide them
+redaction-forms     ──► values of Faker and phonenumbers, in usual and in disguising writings (formats)
 relations           ──► sentences of this module, names of Faker
 entities-ja         ──► the package hironsancorpus: news in Japanese, annotated by people
 topics              ──► docstrings of scipy; the class is the part of the library
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LOCALES = ("en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT", "pl_PL")
 FILLINGS = 5  # texts that are made from each template
 WRITTEN = 40  # values of each writing in redaction-forms
-STORIES = 400  # texts of relations
-LEAST_TOPIC_WORDS = 40
+STORIES = 400  # texts in the task relations
+LEAST_TOPIC_WORDS = 40  # smallest number of words of a text in the task topics
 Slot = tuple[str, Callable[["Faker"], object]]
 
 
@@ -154,7 +154,7 @@ class _Values:
 _LETTERS = str.maketrans("013568", "OlESbB")
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _ZERO_WIDTH = "\u200b"
-_EDGE = "\0"  # before and behind the value, in a writing with more text
+_EDGE = "\0"  # marks the ends of the value in a writing that adds other text
 
 
 def _groups(value: str, joint: str, size: int = 4) -> str:
@@ -180,7 +180,7 @@ def _octets(value: str) -> bytes:
 
 
 Writing = Callable[[str], str]
-# kind -> writing -> function that writes a value in it
+# kind of value -> name of a writing (a format) -> function that formats a value
 WRITINGS: Mapping[str, Mapping[str, Writing]] = {
     "card number": {
         "in one piece": lambda value: value,
@@ -405,7 +405,7 @@ TOPICS = {
 
 
 def topics() -> FactTask:
-    """Return a task to tell by a docstring of scipy to which part of the library it belongs."""
+    """Return a task to classify docstrings of scipy by the part of the library to which they belong."""
     texts = [
         LabelledText(docstring, [(TOPICS[name.partition("/")[0]],)])
         for name, docstring in scipy_docstrings()

@@ -61,7 +61,7 @@ Send = Callable[[LoadRequest], Awaitable[LoadReply]]
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that was sent. Times are seconds of `time.perf_counter`. `code` is empty if it was answered."""
+    """A request that was sent. Times are seconds of `time.perf_counter`. `code`: its error; else empty."""
 
     due_s: float
     ended_s: float

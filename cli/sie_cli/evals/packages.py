@@ -13,7 +13,7 @@ TEMPLATES_PACKAGE = "presidio-evaluator"
 JAPANESE_PACKAGE = "hironsancorpus"
 _STSB = f"{STSB_PACKAGE}==1.0.3"
 _TEMPLATES = f"{TEMPLATES_PACKAGE}==0.3.2"
-# package with the texts of a task. No extra installs it, because it names packages that only its code needs
+# task -> package with its texts. No extra has it: it requires packages that its code needs, but not its texts
 _TEXTS: Mapping[str, str] = {
     "stsb": _STSB,
     "stsb-retrieval": _STSB,

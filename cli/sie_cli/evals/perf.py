@@ -23,7 +23,7 @@ from sie_cli.evals.tasks import Retrieval, Similarity, Task, Texts
 from sie_cli.refusal import CommandRefused
 
 PERCENTILES = (50, 90, 99)
-# processor seconds of this process per second above which this process itself may limit the throughput
+# CPU use of this process, in cores; above it, this process itself may limit the throughput
 CLIENT_LIMIT = 0.8
 
 
@@ -42,8 +42,8 @@ class LoadPlan:
 @dataclass(frozen=True)
 class LoadPoint:
     """Result of one source at one level of load over `seconds`. `latencies_ms`: latencies of the answered requests,
-    ascending. `items`: number of items answered in this time. `client_cores`: processor seconds of this process per
-    second, so 1 is a whole core; None if the source itself computes in this process.
+    ascending. `items`: number of items answered in this time. `client_cores`: CPU use of this process, in
+    cores; None if the source itself computes in this process.
     """
 
     source: str
@@ -163,7 +163,7 @@ async def _point(
 
 
 async def _used_cores(start_s: float, end_s: float) -> float:
-    """Return the processor seconds that this process uses per second, from `start_s` to `end_s`."""
+    """Return the mean CPU use of this process from `start_s` to `end_s`, in cores."""
     await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
     before, began_s = time.process_time(), time.perf_counter()
     await asyncio.sleep(max(0.0, end_s - time.perf_counter()))

@@ -38,10 +38,10 @@ Run = dict[str, dict[str, float]]  # query -> document -> score
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result of one source. `values`: for each metric, its values of the queries; for a task with pairs, the
-    similarities of the pairs, and the metric is their rank correlation with `gold`. With `weights` a metric is the sum
-    of its values divided by the sum of its weights. `bytes_per_item`: bytes of a document in an index; None for a
-    reranker. `cost`: of the vectors of a document. `kinds`: results of the facts of each kind.
+    """Result of one source. `values`: for each metric, one value per query or text; its mean is the score. With `gold`
+    (a task with pairs), they are similarities, and their rank correlation with `gold` is the score. With `weights`, the
+    sum of values divided by the sum of weights is the score. `bytes_per_item`: bytes of a document in an index; None
+    for a reranker. `cost`: mean cost of encoding a document. `kinds`: one result for each kind of facts.
     """
 
     source: str
@@ -167,8 +167,8 @@ def _retrieval(task: Retrieval, step: EvalStep, work: EvalWork) -> Measurement:
 
 
 def _scored(task: Retrieval, source: EvalSource, work: EvalWork) -> Run:
-    """Score FIRST_STAGE documents of each query with a reranker: the judged ones, then others in the order of the
-    corpus, so that no other model's selection influences the result.
+    """Score at least FIRST_STAGE documents of each query with a reranker: all judged ones, then others in the order of
+    the corpus, so that no other model's selection influences the result.
     """
     keys, by_query = list(task.corpus), {}
     for query, text in task.queries.items():

@@ -304,8 +304,8 @@ class _Stuck(Exception):
 
 def follow(job: Job, *, err: bool, as_json: bool = False, also: str = "") -> None:
     """Follow a job until it has ended in any state, or is paused by an error that only a person can fix. `err`: print
-    the progress to standard error. Ctrl-C ends the process and prints that the job continues. `also`: a line that is
-    printed after that.
+    the progress to standard error. Ctrl-C ends the process and prints that the job continues. `also`: text to
+    append to that message.
     """
     from sie_client.errors import JobFailedError
 

@@ -11,7 +11,7 @@ from sie_client import AuthenticationError, SIEAsyncClient, SIEError
 from sie_runtime.keys import digest_of
 
 CHECK_EVERY_S = 30.0
-# seconds for which a key that was valid is accepted while the gateway does not answer; the gateway checks each call
+# seconds after its last successful check for which a key is accepted while the gateway does not answer
 AWAY_S = 900.0
 MAX_KEYS = 1024
 WAIT_S = 2.0

@@ -144,7 +144,7 @@ async def serve(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await server.idle.wait()
-            # with the sessions, whose end cancels what is left
+            # before the sessions end, which cancels the remaining calls
             await listener.stop(STOP_S)
     except BaseException:
         await listener.stop()

@@ -98,8 +98,8 @@ class _StoredResult:
 
 
 class ResultStore:
-    """Results by owner and reference. An owner above its limits loses its oldest results, and above TOTAL_BYTES the
-    oldest of all go. A result expires TTL_S after its last use.
+    """Results by owner and reference. Above MAX_RESULTS or OWNER_BYTES, an owner loses its least recently used results.
+    Above TOTAL_BYTES, the least recently used of all go. A result expires TTL_S after its last use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -61,7 +61,7 @@ _JSON, _LINES, _TEXT = "application/json", "application/jsonl", "text/plain"
 
 
 class AgentServer:
-    """The server of the protocol. `caller_of`: the caller of a request."""
+    """The server of the protocol. `caller_of`: returns the caller of a request."""
 
     def __init__(self, tools: AgentTools, caller_of: Callable[[ServerRequestContext[Any]], AgentCaller]) -> None:
         self._tools = tools
@@ -143,7 +143,7 @@ class AgentServer:
         except ToolRefused:
             raise
         except Exception as error:
-            # the protocol would show its message, which may quote anything
+            # the protocol would send the error's message to the agent, and the message may quote anything
             _logger.exception("a call failed")
             raise ToolRefused(FAILED) from error
         finally:

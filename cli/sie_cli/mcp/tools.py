@@ -342,7 +342,7 @@ class AgentTools:
 
     @contextlib.asynccontextmanager
     async def _turn_to_parse(self) -> AsyncIterator[None]:
-        """Wait until fewer than DOCUMENTS_AT_ONCE are read. Raises ToolRefused."""
+        """Wait until fewer than DOCUMENTS_AT_ONCE documents are being parsed. Raises ToolRefused."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._parsing.acquire()
@@ -449,7 +449,7 @@ class AgentTools:
         )
 
     def _fitting(self, caller: AgentCaller, answers: list[S]) -> tuple[list[S], schemas.ResultReference | None]:
-        """Return the first answers that have ANSWER_CHARS together. If these are not all, all are stored."""
+        """Return the answers that fit into ANSWER_CHARS. If some do not fit, store all, and return their reference."""
         lines = [msgspec.json.encode(answer).decode() for answer in answers]
         count = size = 0
         while count < len(lines) and size + len(lines[count]) <= ANSWER_CHARS:

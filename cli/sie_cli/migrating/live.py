@@ -47,7 +47,7 @@ IMPATIENCE = RetryPolicy(stall_s=30.0, tries=2)  # of the first connection: the 
 EMBED_ROWS = 1_000  # rows that are encoded and written at a time; as many are lost if the command is killed
 NEIGHBOURS = 10
 SEARCHES = 8  # concurrent searches of the comparison
-FEW_ROWS, FEW_SHARE = 100, 0.001  # the vectors are up to date if a scan finds at most so many rows
+FEW_ROWS, FEW_SHARE = 100, 0.001  # vectors are up to date if a scan embeds at most the larger of the two
 MAX_SCANS = 20
 GAP_IDS, GAP_ID_CHARS = 20, 100  # ids of rows without a vector that a report has, and the length of each
 PROGRESS_S = 10.0
@@ -77,7 +77,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """Model of one side of the migration (old or new), with its fingerprint. `widths`: of its vectors by output."""
+    """Model of one side of the migration (old or new), with its fingerprint. `widths`: vector widths by output."""
 
     name: str
     widths: Mapping[str, int]
@@ -210,8 +210,8 @@ class LiveMigration:
                 await self._steps(steps, alias, state)
 
     def _check_done(self, models: Mapping[Side, LiveModel], state: LiveState) -> None:
-        """Report an alias that has moved and an index without a migration: it is cleaned up. Raises CommandRefused for
-        the way back, and if the index has vectors of another width than the model.
+        """Report that nothing is left to do: the alias names the new model, and no migration of the index is stored.
+        Raises CommandRefused for --step back and clean-up, and if the index has vectors of another width.
         """
         plan, old, new = self._plan, models["old"], models["new"]
         if state.dims and state.dims != new.dims(state.output):
@@ -255,7 +255,7 @@ class LiveMigration:
             self._aliases.flip(alias, plan.model, dry_run=True)
 
     async def _switch(self, steps: _LiveSteps, alias: Present, state: LiveState, side: Side) -> Present:
-        """Switch the index to a side, if it is not there. Return the alias as read right before. Raises CommandRefused
+        """Switch the index to a side, if it is not there. Return the alias as read before it. Raises CommandRefused
         if the alias cannot follow; the index is then as it was.
         """
         if state.in_use != side:
@@ -268,7 +268,7 @@ class LiveMigration:
 
     @contextlib.contextmanager
     def _alias_follows(self, model: str) -> Iterator[None]:
-        """Add to a refusal of the alias that the index has been switched."""
+        """If the change of the alias is refused in the block, add to the error that the index has been switched."""
         plan = self._plan
         try:
             yield
@@ -435,7 +435,7 @@ class _LiveSteps:
         report.report_step(f"{below}, accepted by --yes")
 
     async def _queries(self) -> tuple[list[str], list[str]]:
-        """Return the texts of queries, and for each the id of the row that it is; empty for queries of the user."""
+        """Return the texts of queries, and for each the id of the row that has it; empty for queries of the user."""
         if self._plan.queries:
             return list(self._plan.queries), [""] * len(self._plan.queries)
         texts: dict[str, str] = {}
@@ -445,7 +445,7 @@ class _LiveSteps:
         return list(texts), list(texts.values())
 
     async def _neighbours(self, side: Side, texts: list[str], ids: list[str]) -> list[list[str] | None]:
-        """Return the nearest rows of each query, without the row that the query is; None if the model refuses it."""
+        """Return the nearest rows of each query, without the query's own row; None if the model refuses the query."""
         results = await self._encoded(side, texts, is_query=bool(self._plan.queries))
         bound = asyncio.Semaphore(SEARCHES)
 

@@ -113,7 +113,7 @@ class MigrationPlan:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """Result of the step check. `key`: identifies this migration. `seed`: of the random sample of the corpus."""
+    """Result of the step check. `key`: identifies this migration. `seed`: seed of the random sample of the corpus."""
 
     alias: Present
     key: str
@@ -140,7 +140,7 @@ class MigrationReport:
 
 @dataclass
 class Migration:
-    """Run of a migration. `clients`: of all gateways, that of `url` first. `err`: print progress to standard error."""
+    """Run of a migration. `clients`: one for each gateway, first for `url`. `err`: print progress to standard error."""
 
     _clients: Sequence[SIEClient]
     _url: str
@@ -626,7 +626,7 @@ class Aliases:
 
     def read(self, name: str) -> Present:
         """Read an alias. Raises CommandRefused for a model, or for an alias of several models."""
-        # before the document: a change between both then has a newer revision, so a write is refused
+        # read before the document: the revision of a change between the two reads is newer, so a write is refused
         history = self._service.read(path_of(name, "/history"), _RevisionList).body.revisions
         document: _AliasFields = self._service.read(path_of(name), _AliasFields).body
         if document.alias is None:

@@ -26,7 +26,7 @@ NDCG = "ndcg@10"
 
 @dataclass(frozen=True)
 class QualityMeasurement:
-    """Agreement and quality of two models. `ndcg`: of the old and of the new model; None without judgements."""
+    """Agreement and quality of two models. `ndcg`: NDCG of the old and the new model; None without judgements."""
 
     agreement: Agreement
     ndcg: tuple[float, float] | None = None

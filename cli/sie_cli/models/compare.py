@@ -271,8 +271,8 @@ def nearest(similar: Matrix, most: int) -> NDArray[np.intp]:
 def agreement_at(first: NDArray[np.intp], second: NDArray[np.intp]) -> list[float]:
     """Return, for k = 1, 2, 3, ..., the mean over the queries of the share of common neighbours among the first k."""
     most = first.shape[1]
-    # shares[k] first counts the neighbours that entry k + 1 makes common to both lists. The cumulative sum below turns
-    # it into the number of common neighbours among the first k + 1.
+    # shares[k] first counts the rows that are among the first k + 1 of both lists, but not among the first k of both.
+    # The cumulative sum below turns it into the number of common rows among the first k + 1.
     shares = np.zeros(most)
     for mine, theirs in zip(first.tolist(), second.tolist(), strict=True):
         places = {row: place for place, row in enumerate(theirs)}

@@ -83,7 +83,7 @@ class LocalCluster:
         self._environ = dict(plan.environ)
         self._stop = asyncio.Event()
         self._readiness: dict[str, Probe] = {}
-        # probe name -> probe whether a gateway sees all workers; checked after the probes of the processes
+        # name -> probe that checks whether a gateway sees all workers; used after the probes of the processes
         self._visibility: dict[str, Probe] = {}
         self._lacking = ""  # reason why a model of the command line cannot be served
         self._embedded: EmbeddedBroker | None = None

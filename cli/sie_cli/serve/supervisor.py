@@ -93,8 +93,7 @@ class Supervisor:
     """Owner of the child processes. `say(child, line, level)` is called for every line that they print.
 
     `fatal` gets the reason if a restart cannot help: a child refuses its settings, or it fails MAX_FIRST_FAILURES times
-    in a row while `is_up` is False. The owner sets `is_up` once all processes are ready. From then on, a child is
-    always restarted.
+    in a row while `is_up` is False. The owner sets `is_up` once all processes are ready.
     """
 
     def __init__(self, say: Callable[[str, str, str], None]) -> None:

@@ -1,5 +1,6 @@
 """Types of vectors of Cohere, Jina and Voyage: the float32 vectors of the model are converted to the type that the
-request names.
+request names. The native `output_dtype` is converted in the adapter (`epilogues/dtypes`), where the bytes of `binary`
+are uint8; here they are int8.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str,
     extras: dict[str, list[float]] = {}
     step = max(1, reply.PIECE_VALUES // vectors[0].size)
     for start in range(0, len(vectors), step):
-        codes, dtype = _CODES[kind](np.stack(vectors[start : start + step]))
+        codes, scales = _CODES[kind](np.stack(vectors[start : start + step]))
         rows += list(codes)
-        for name, values in dtype.items():
+        for name, values in scales.items():
             extras.setdefault(name, []).extend(values[:, 0].tolist())
     return rows, extras
 

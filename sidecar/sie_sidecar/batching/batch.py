@@ -89,8 +89,8 @@ class BatchEntry(Generic[T]):
     """Tokenised work item. `cost`: its tokens. `time_cost`: its computing time, given as the number of tokens of short
     texts that take the same time; 0 means equal to `cost`. `alone`: the message was delivered before and may have
     crashed an adapter, so the work item runs in its own batch. `deadline_s`: end of the request's time limit.
-    `budget_s`: the whole limit when it was published. `media_bytes`: size of its pixels and audio features. `writes`:
-    its answer is generated token by token, and uses no lane (`ipc.Rows.writes`).
+    `budget_s`: seconds from its publication to this end. `media_bytes`: size of its pixels and audio features.
+    `writes`: its answer is generated token by token, and uses no lane (`ipc.Rows.writes`).
     """
 
     key: BatchKey
@@ -171,7 +171,7 @@ class _KeyQueue(Generic[T]):
         return entries
 
     def binds(self, limits: BatchLimits, begins_s: float, times: BatchTimes) -> bool:
-        """Return True if an urgent deadline forbids closing the next batch while the device is busy: work items that
+        """Return True if an urgent deadline forbids sealing the next batch while the device is busy: work items that
         arrive until the device is free must still be able to join it. See `sizing.binds`.
         """
         return binds(self._asks(self._together(limits), begins_s), times)
@@ -204,8 +204,8 @@ class _KeyQueue(Generic[T]):
         return list(range(number))
 
     def _alike(self, limits: BatchLimits) -> list[int]:
-        """Return the indexes of the oldest work item and of those that arrived within `reorder_s` after it. After the
-        oldest, those of the most similar length come first.
+        """Return the indexes of the oldest work item and of those that join it in the batch, until it is full. They
+        arrived within `reorder_s` after the oldest; those of the most similar length come first.
         """
         head = self.entries[0]
         near = []

@@ -14,7 +14,7 @@ has a fixed part of time. So two rules limit how much an urgent work item may co
 
 A batch that is sent while another one runs waits at the device. A work item that arrives then waits for both batches,
 and then its own batch must run: three batches. If the budget of a work item is shorter than three batches with a
-margin, the work item `binds`: the next batch is closed at most LEAD_S before the device is free.
+margin, the work item `binds`: the next batch is sealed at most LEAD_S before the device is free.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fitting(asks: Sequence[Ask], times: BatchTimes) -> int:
 
 def binds(asks: Sequence[Ask], times: BatchTimes) -> bool:
     """Return True if a batch takes more than AHEAD_SHARE of the budget of a work item, so that work items that arrive
-    after the batch was closed could be late. The time of the batch is predicted from these work items; if the mean time
+    after the batch was sealed could be late. The time of the batch is predicted from these work items; if the mean time
     of the last batches is longer, it is used instead. Before any batch was measured, return True if a work item has a
     short budget.
     """
@@ -123,7 +123,7 @@ EVERY = 16  # number of answers after which the median is computed again; not af
 class Quantum:
     """Seconds for which deliveries are gathered before they are tokenised together: `shortest_s` without recent
     answers. With recent answers it is between `shortest_s` and `longest_s`: the further the median time of work items
-    at the worker is below `target_p50_s`, the longer.
+    from delivery to answer is below `target_p50_s`, the longer.
     """
 
     def __init__(self, shortest_s: float, longest_s: float, target_p50_s: float) -> None:

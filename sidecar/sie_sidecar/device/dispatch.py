@@ -166,7 +166,7 @@ class DeviceQueue:
         return consumer in self._writers
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if enough text-generating work items of this consumer wait, so that no more should be pulled."""
+        """Return True if the consumer delivers text-generating work, and WRITTEN_READY items of any consumer wait."""
         return self.writes_for(consumer) and len(self.writing) >= WRITTEN_READY
 
     def withdraw(self, flight: InFlight) -> None:
@@ -300,7 +300,7 @@ class DeviceQueues:
         return [queue for queue in self.all if queue.link.connected]
 
     def capacity(self) -> tuple[int, int]:
-        """Return the sums of `DeviceQueue.capacity` over the connected devices; if there are none, of the first one."""
+        """Return the sums of `DeviceQueue.capacity` over connected devices; if none is connected, the first one's."""
         capacities = [queue.capacity() for queue in self.connected or self.all[:1]]
         return sum(cost for cost, _ in capacities), sum(items for _, items in capacities)
 
@@ -339,7 +339,7 @@ class DeviceQueues:
         return Load(*self._inventory.load(bulk=bulk, devices=able), sum(self.all[number].lanes for number in able))
 
     def is_full_of(self, consumer: str) -> bool:
-        """Return True if enough of this consumer's text-generating work items wait on every device that has some."""
+        """Return True if `DeviceQueue.is_full_of` is True for each device with text to generate for this consumer."""
         full = [queue.is_full_of(consumer) for queue in self.all if queue.writes_for(consumer)]
         return bool(full) and all(full)
 
@@ -452,8 +452,8 @@ class Dispatch:
 
     async def _run(self, batch: Batch[InFlight], *, in_turn: bool = False) -> bool:
         """Run a batch and answer its work items, or queue them again if the model or the adapter is gone. If the LoRA
-        was evicted, start a task that loads it and runs the batch. With `in_turn`, the caller is this task: return
-        False, so that it loads the LoRA again.
+        was evicted, start a task that loads it and runs the batch; with `in_turn` (this task is the caller), return
+        False instead, so that the caller loads the LoRA again.
         """
         sent, batch = batch, self._fit(batch)
         if not batch.entries:
@@ -497,7 +497,7 @@ class Dispatch:
         return True
 
     def _fit(self, batch: Batch[InFlight]) -> Batch[InFlight]:
-        """Return the batch without late, cancelled and suspect (`is_suspect`) work items; suspects run alone."""
+        """Return the batch without late, cancelled, outdated and suspect work items. `Isolate` runs the suspects."""
         pending = self._settle.still_wanted([entry.work for entry in batch.entries])
         suspects = []
         if batch.entries[0].work.item.model in self._isolate.marked_models:

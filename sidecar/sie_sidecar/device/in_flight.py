@@ -381,7 +381,7 @@ class Inventory:
 
     def ages(self) -> tuple[int, dict[str, float]]:
         """Return the number of tokens of all work here (estimates until it is tokenised), and by model the age in
-        seconds of its oldest work item.
+        seconds of its oldest work item that is assigned to a device.
         """
         cost, oldest_s = 0, dict[str, float]()
         now_s = self._clock()
@@ -392,7 +392,7 @@ class Inventory:
         return cost, oldest_s
 
     def pending_inputs(self) -> dict[str, int]:
-        """Return by model the number of inputs that are not answered yet."""
+        """Return by model the number of inputs that are assigned to a device and not answered yet."""
         counts: Counter[str] = Counter()
         for flight in self._all.values():
             if flight.hosted is not None and not flight.settled:

@@ -135,8 +135,8 @@ class WorkIntake:
             self._queues.wake()
 
     def gathering(self) -> tuple[float | None, float]:
-        """Return two values in seconds: the median time of recent work items at this worker (or None), and for how long
-        deliveries are gathered now.
+        """Return two values in seconds: the median time of recent work items from delivery to answer (None before
+        the first answer), and for how long deliveries are gathered now.
         """
         return self._quantum.p50_s, self._quantum.seconds(self._clock())
 

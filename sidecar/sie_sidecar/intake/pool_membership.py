@@ -40,7 +40,7 @@ _answer = msgspec.json.Decoder(Assignments)
 
 def admitted(own: str, answered: tuple[str, ...], silent_s: float) -> str | None:
     """Return the pool to pull from, or None. `own`: the worker's own pool. `answered`: the pools in the last answer, at
-    first only `own`. `silent_s`: seconds since then. Of several pools, a worker serves its own, or else the first.
+    first only `own`. `silent_s`: age of that answer. Of several pools, a worker serves its own, or else the first.
     """
     if silent_s > CLOSED_AFTER_S:
         return own if own == _DEFAULT else None

@@ -89,7 +89,7 @@ class HostAssignment:
         self._was_up = False  # true if an adapter was connected when waiting for the first table began
         # timer that ends the wait for the first table; None if this worker does not wait
         self._first: asyncio.TimerHandle | None = None
-        # models loaded here that an old table places on other workers, and that had waiting work in the last two checks
+        # models loaded here that an old table does not place here, and that had waiting work in the last two checks
         self._waiting: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._consumers: dict[str, set[str]] = {}  # name of a consumer -> models whose messages it may deliver
@@ -156,7 +156,7 @@ class HostAssignment:
         self._on_change()
 
     def _index(self) -> None:
-        """Store which consumers deliver work of the models of this worker."""
+        """Store which consumers deliver work of the models that are placed here or in `_waiting`."""
         self._consumers = {}
         mine = self.models() or ()
         for model in {*mine, *self._waiting}:
@@ -210,8 +210,8 @@ class HostAssignment:
         self._ahead_s[model] = self._now_s()
 
     async def check_unassigned(self, loaded: Iterable[str]) -> None:
-        """If the table is old, find the `loaded` models that it places on other workers and that have waiting work.
-        Raises BrokerError.
+        """If the table is old, find the `loaded` models that it does not place here and that had waiting work in this
+        check and the last one. Raises BrokerError.
         """
         if self._is_stopped:
             return
@@ -332,7 +332,7 @@ class Pulling:
         self._pulls.want(name, 0)
 
     def note(self, delivery: Delivery) -> None:
-        """Count a delivery, valid or not: its consumer may now deliver one message less."""
+        """Record a delivery, valid or not: its consumer is active, and may need more credit."""
         name = delivery.consumer
         consumer = self._active[name] = self._consumers.setdefault(name, _DeliveryStatistics())
         consumer.delivered_s = self._clock()
@@ -381,7 +381,7 @@ class Pulling:
             target = ideal = 0
             backlog = backlogs[name.startswith(self.bulk_prefix)]
             if backlog is not None and (role := self._role(name)) in ("pull", "probe"):
-                # an inactive consumer may deliver one message, even if the device has enough work: this is little
+                # an inactive consumer may deliver one message, even if the device has enough work
                 target = ideal = 1
                 if role == "pull" and now_s - consumer.delivered_s < ACTIVE_S:
                     backlog = self._narrowed(backlog, name)
@@ -522,7 +522,7 @@ class WorkSource:
         self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """Load models that several workers host before pulling their work, so that no work waits here for a load."""
+        """Load the models of `HostAssignment.ahead` before their work is pulled, so that no work waits for a load."""
         if self._queues.connected and self.pool is not None:
             self._loading.ahead(self.assignment.ahead())
 

@@ -73,7 +73,7 @@ class SecondCopies:
     """Decides which models get a copy on a second device: their devices cannot keep up, and another one is idle."""
 
     def __init__(self) -> None:
-        # residency (a model in one copy of its weights) -> number of checks in a row in which its work waited
+        # residency (a model in one copy of its weights) -> checks in a row with waiting work and a free device
         self._behind: dict[str, int] = {}
 
     def check(self, behind: Mapping[str, Sequence[DeviceView]]) -> dict[str, int]:

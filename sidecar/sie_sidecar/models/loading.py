@@ -57,7 +57,9 @@ class LoraLoads:
         return self._turns.setdefault((hosted.device, hosted.name), asyncio.Lock())
 
     async def ensure(self, hosted: ModelState, name: str, *, in_turn: bool = False) -> None:
-        """Load a LoRA if needed. Raises LoraLoading after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone."""
+        """Load a LoRA if needed. With `in_turn`, the caller holds `turn`, and waits without a limit. Raises LoraLoading
+        after HOLD_S, LoraLoadFailed, ModelLoading, AdapterGone.
+        """
         if name in hosted.loras:
             return
         if in_turn:
@@ -222,10 +224,10 @@ class Loading:
         """Load the model and the LoRA of these work items if needed. Return early if all were settled meanwhile. Raises
         SIEError.
 
-        If the adapter is lost, wait for it or another device and try again, until the last deadline: an input that
-        crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on their
-        device although the model is closed to new work; if the adapter stays away, raise AdapterGone instead of moving
-        them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
+        If the adapter is lost, wait for it or another device and try again, until the last deadline of the items: an
+        input that crashes every adapter must not run for ever. `past_gate`: the items have left the queue, and run on
+        their device although the model is closed to new work; if the adapter stays away, raise AdapterGone instead of
+        moving them. `in_turn`: the caller holds the lock `LoraLoads.turn`.
         """
         began_s = self._clock()
         try:

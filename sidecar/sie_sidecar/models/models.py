@@ -105,7 +105,7 @@ class ModelState:
         # true while it accepts no new work, because another model needs its memory
         self.is_closed = False
         self.loaded_s = 0.0
-        self.used_s = 0.0  # time at which work last arrived, ran or ended
+        self.used_s = 0.0  # time at which it was last loaded, or work last arrived, ran or ended
         self.uses = 0  # number of arrivals and ends of work; if it has grown between two reads, the model was used
         self.swapped = False  # true if another model was closed to new work to make room for the last load of this one
         self.load_s = 0.0  # seconds that its last load took
@@ -653,7 +653,7 @@ class Hosting(ModelStates):
         return closed
 
     async def _until_quiet(self, asked_s: float, timeout_s: float | None) -> None:
-        """Wait until a work item of some model ended, so that a model may be idle now; at most `timeout_s` seconds."""
+        """Wait for `_look_again`, which is called when memory may have become free; at most `timeout_s` seconds."""
         waiter = asked_s, asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
@@ -701,8 +701,8 @@ class Hosting(ModelStates):
         await asyncio.shield(releasing)
 
     async def unload_when_idle(self, hosted: ModelState) -> bool:
-        """Wait until the model is loaded and idle, then unload it. `ModelState.retain` ends the wait. Return True if
-        this call has unloaded the model. Raises AdapterGone, SIEError.
+        """Wait until the model is neither being loaded nor needed, then unload it. `ModelState.retain` ends the wait.
+        Return True if this call has unloaded the model. Raises AdapterGone, SIEError.
         """
         if hosted.leaves:  # another call waits for the unload of this model already
             return False

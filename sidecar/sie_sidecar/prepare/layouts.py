@@ -159,7 +159,7 @@ def _vector_row(vectors: Vectors) -> TokenRow:
 
 
 def _pairs(tokenizer: ModelTokenizer, inputs: Sequence[Input], truncate: Truncate, limit: int) -> Iterator[TokenRow]:
-    """Return the rows of pairs of texts. In a pair that is too long, the second text is truncated."""
+    """Return the rows of pairs of texts. In a pair that is too long, the second text is truncated first."""
     if not inputs:
         return iter(())
     template = tokenizer.pair
@@ -284,7 +284,7 @@ def _hypotheses(
 
 
 def _hypothesis_texts(options: RunOptions) -> list[str]:
-    """Return for each label a sentence that claims the label, made from the hypothesis template."""
+    """Return for each label a sentence with the label, made from the hypothesis template."""
     before, _, after = str(options.parameters.get("hypothesis_template", HYPOTHESIS)).partition("{}")
     return [before + label + after for label in options.labels]
 
@@ -292,8 +292,8 @@ def _hypothesis_texts(options: RunOptions) -> list[str]:
 def _joined(
     template: PairTemplate, left: Tokens, right: Tokens, room: int, truncate: Truncate, *, cut_first: bool
 ) -> TokenRow:
-    """Return the row of a pair in the tokenizer's template. If it is too long, one text (`cut_first`: the first) is
-    truncated to the tokens that the other leaves. The other may always use QUERY_SHARE of the tokens.
+    """Return the row of a pair in the tokenizer's template. If it is too long, the second text (with `cut_first` the
+    first) is truncated first. The other text is only truncated to QUERY_SHARE of the tokens or more (`_share_ids`).
     """
     whole, shortened = (right, left) if cut_first else (left, right)
     kept_ids = _share_ids(whole, shortened, room, truncate)

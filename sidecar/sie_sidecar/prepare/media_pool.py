@@ -259,7 +259,7 @@ class MediaPool:
             self._free -= 1
 
     async def _serve(self, job: _PendingFile[Any], worker: _MediaProcess) -> _MediaProcess | None:
-        """Decode the file of `job`. Return the process for the next file: the same, a new one, or None if it failed."""
+        """Decode the file of `job`. Return the process for the next file; None if a new one could not be started."""
         self._number += 1
         try:
             async with asyncio.timeout(self._deadline_s):

@@ -376,7 +376,7 @@ def to_batch(
     context: Context = NONE,
     fingerprint: str = "",
 ) -> RunBatch:
-    """Return the frame with which the adapter runs these work items. `fingerprint`: of the loaded copy of the model."""
+    """Return the frame with which the adapter runs these work items. `fingerprint`: that of the loaded model."""
     rows: list[TokenRow] = []
     groups: list[Group] = []
     texts: list[str] = []

@@ -69,7 +69,7 @@ class ResultDelivery:
         self._metrics = metrics
         self._clock = clock
 
-    async def answer(
+    async def send(
         self,
         lease: Lease,
         item: WorkItem,
@@ -80,7 +80,7 @@ class ResultDelivery:
         """Send a result, call `before_ack`, and acknowledge the message. If every input failed, the result is sent only
         while this worker has the lease: after that, another worker may have the work and succeed.
         """
-        verdict = await self._answer(lease, item, result, deadline_s)
+        verdict = await self._send(lease, item, result, deadline_s)
         self._metrics.settlements.labels(verdict).inc()
         if verdict == "fenced":
             self.leases.drop(lease)
@@ -90,7 +90,7 @@ class ResultDelivery:
         failpoint("settle.before_ack")
         await self.leases.finish(lease)
 
-    async def _answer(self, lease: Lease, item: WorkItem, result: WorkResult, deadline_s: float) -> str:
+    async def _send(self, lease: Lease, item: WorkItem, result: WorkResult, deadline_s: float) -> str:
         only_errors = all(isinstance(outcome, Failed) for outcome in result.outcomes)
         fence = lease if only_errors else None
         if fence is not None and not self.leases.is_mine(fence):
@@ -110,10 +110,10 @@ class ResultDelivery:
         if only_errors:
             return "unconfirmed"
         error = InternalFailure(f"the result was damaged on its way {MAX_ROUNDS} times")
-        return await self._answer(lease, item, failed(result, error), deadline_s)
+        return await self._send(lease, item, failed(result, error), deadline_s)
 
     async def _deliver_parts(self, item: WorkItem, data: bytes, deadline_s: float, fence: Lease | None) -> str:
-        """Send a result in parts. Return the gateway's verdict: `part` if it did not get all of them."""
+        """Send a result in parts. Return the verdict of `_deliver`; `part` if parts are lacking after MAX_ROUNDS."""
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         view = memoryview(data)
         verdict = "part"
@@ -252,7 +252,7 @@ class Settle:
         done: ipc.BatchDone | None = None,
         note: BatchNote | None = None,
     ) -> None:
-        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: of the batch that ran it."""
+        """Answer a work item with its outcomes and their arrays (`block`). `done`, `note`: data of its batch."""
         if flight.settled:
             return
         flight.move("settled")
@@ -288,7 +288,7 @@ class Settle:
         if flight.item.traceparent or TRACE_ID.get() is not None:
             set_current(Context(flight.item.traceparent, flight.item.tracestate))
         try:
-            await self._results.answer(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
+            await self._results.send(flight.lease, flight.item, result, flight.deadline_s, self._burial(flight))
         finally:
             self._remove(flight)
             self._metrics.answered(name, flight.item.endpoint or flight.item.operation, result)
@@ -501,7 +501,7 @@ class Leases:
             lease.slot = self._ledger.put(delivery.reply)
         return lease
 
-    async def release_left(self, queue: Queue) -> int:
+    async def hand_back_left(self, queue: Queue) -> int:
         """Return the deliveries of a killed process of this worker to the queue, and return their number."""
         left = self._ledger.take_over(FENCE * self._ack_wait_s) if self._ledger else []
         count = 0

@@ -71,7 +71,7 @@ def test_an_image_without_a_key_is_read_each_time() -> None:
     assert values(outputs.for_images([image(1, b""), image(2, b"")], read)) == [1.0, 2.0]
     outputs.for_images([image(1, b""), image(1, b"")], read)
     assert read.read == [[1, 2], [1, 1]]
-    assert shared.held_bytes == 0
+    assert shared.use().held_bytes == 0
 
 
 def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes() -> None:
@@ -82,13 +82,13 @@ def test_no_more_is_kept_than_the_bound_and_what_was_not_used_for_longest_goes()
     second.for_images([image(2)], read)
     first.for_images([image(3)], read)
     first.for_images([image(1)], read)
-    assert shared.held_bytes == 3 * BYTES
+    assert shared.use().held_bytes == 3 * BYTES
     read.read.clear()
     second.for_images([image(4)], read)  # the 2 goes
     first.for_images([image(1), image(3)], read)
     second.for_images([image(2)], read)
     assert read.read == [[4], [2]]
-    assert shared.held_bytes == 3 * BYTES
+    assert shared.use().held_bytes == 3 * BYTES
 
 
 def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
@@ -96,7 +96,7 @@ def test_a_part_of_a_larger_tensor_does_not_keep_the_rest() -> None:
     outputs = shared.of_tower()
     made = outputs.for_images([image(1), image(2)], read)
     assert [tensor.untyped_storage().nbytes() for (tensor,) in made] == [BYTES, BYTES]
-    assert shared.held_bytes == 2 * BYTES
+    assert shared.use().held_bytes == 2 * BYTES
 
 
 @pytest.mark.parametrize("max_bytes", [0, BYTES - 1])
@@ -106,17 +106,17 @@ def test_an_output_that_is_too_large_serves_its_own_batch_alone(max_bytes: int) 
     assert values(outputs.for_images([image(1), image(1)], read)) == [1.0, 1.0]
     outputs.for_images([image(1)], read)
     assert read.read == [[1], [1]]
-    assert shared.held_bytes == 0
+    assert shared.use().held_bytes == 0
 
 
 def test_outputs_go_with_their_tower() -> None:
     shared = TowerOutputs(1000)
     outputs = shared.of_tower()
     outputs.for_images([image(1)], Counting())
-    assert shared.held_bytes == BYTES
+    assert shared.use().held_bytes == BYTES
     del outputs
     gc.collect()
-    assert shared.held_bytes == 0
+    assert shared.use().held_bytes == 0
     assert not shared.clear()
 
 
@@ -126,13 +126,13 @@ def test_where_memory_was_short_nothing_is_kept_for_a_while() -> None:
     outputs = shared.of_tower()
     outputs.for_images([image(1)], read)
     assert shared.clear()
-    assert shared.held_bytes == 0
+    assert shared.use().held_bytes == 0
     assert not shared.clear()
     outputs.for_images([image(1)], read)
-    assert shared.held_bytes == 0
+    assert shared.use().held_bytes == 0
     now_s = PAUSE_S
     outputs.for_images([image(1)], read)
-    assert shared.held_bytes == BYTES
+    assert shared.use().held_bytes == BYTES
     assert read.read == [[1]] * 3
 
 
