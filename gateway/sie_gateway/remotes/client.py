@@ -37,7 +37,7 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteFailed(Exception):
-    """A remote server gave no usable answer. `is_fault`: false if the request or its deadline was the cause."""
+    """Raised if a remote server gave no usable answer. `is_fault`: false if request or deadline were the cause."""
 
     def __init__(self, message: str, *, is_fault: bool = True) -> None:
         super().__init__(message)

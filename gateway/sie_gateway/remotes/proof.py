@@ -88,7 +88,7 @@ class Measured(NamedTuple):
 
 
 class Deviates(Exception):
-    """The vectors of a remote server differ from the reference vectors."""
+    """Raised if the vectors of a remote server differ too much from the reference vectors."""
 
     def __init__(self, measured: Measured, bound: ParityBound) -> None:
         super().__init__(

@@ -75,7 +75,7 @@ _logger = logging.getLogger("sie.gateway.remotes")
 
 
 class NoReference(Exception):
-    """There are no vectors with which a remote server can be compared."""
+    """Raised if there are no vectors with which a remote server can be compared."""
 
 
 class Remote:
