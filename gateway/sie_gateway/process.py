@@ -65,7 +65,7 @@ from sie_store.payloads import open_store
 EPOCH_POLL_S = 5.0
 FULL_EXPORT_S = 300.0
 FIRST_ANSWER_S = 2.0
-# a drain lasts as long as the longest time limit of a request, and these seconds to send the last answers
+# seconds by which a drain is longer than the longest time limit of a request, to send the last answers
 _LATE_S = 1.0
 # by field of a stream: setting that the error names if an existing stream has a different value in this field
 _SETTINGS = {

@@ -137,8 +137,8 @@ class Peers:
         return BUSY_S if self._is_busy else EVERY_S
 
     async def announce(self, erasure: AnswerErasure) -> None:
-        """Send the other gateways which cached answers to erase. A gateway that misses it learns of it by the number of
-        erasures in later announcements. Raises BrokerError.
+        """Announce which cached answers the other gateways must erase. A gateway that misses the announcement detects
+        this by the number of erasures in later ones. Raises BrokerError.
         """
         self._erasures += 1
         beat = msgspec.structs.replace(self.beat(), erasure=erasure)
@@ -330,7 +330,7 @@ class Permits:
 
 class Admission:
     """Admission of requests into the queues of all models. Only the gateway's event loop uses it. Every method except
-    `run` returns without waiting.
+    `run` returns without waiting. `residency`: name of a copy of weights, of a model or of one of its profiles.
     """
 
     def __init__(
@@ -395,9 +395,9 @@ class Admission:
     ) -> None:
         """Raise QueueFull if a request of an estimated `cost` tokens would not be answered within `budget_s` seconds.
 
-        `squares` is the sum of the squared token counts of its rows, by which the time of attention grows. `client`
-        returns a digest by which the same request of the same client is recognised at its next attempt; it is empty if
-        the client cannot be identified.
+        `squares` is the sum of the squared token counts of its sequences, by which the time of attention grows.
+        `client` returns a digest by which the same request of the same client is recognised at its next attempt; it is
+        empty if the client cannot be identified.
         """
         now_s = self._clock()
         place = self._place(lane, priority, residency)

@@ -91,7 +91,7 @@ class Quotas:
         level.tokens -= cost
 
     def settle(self, key: str, per_minute: int, difference: int) -> None:
-        """Put `difference` tokens back, by which an estimate was too high; subtract if it is negative."""
+        """Put back the `difference` tokens by which an estimate was too high; if it is negative, subtract."""
         level, part = self._level(key, per_minute)
         level.tokens = min(part, level.tokens + difference)
 
@@ -108,7 +108,7 @@ class Quotas:
         return level, part
 
     def _drop_full(self, now_s: float) -> None:
-        """Drop buckets that were unused for a minute, so that they are full again, except buckets that owe tokens."""
+        """Drop buckets that were unused for a minute, which are full again. Keep buckets that owe tokens."""
         self._levels = {
             key: level for key, level in self._levels.items() if level.tokens < 0 or now_s - level.at_s < MINUTE_S
         }

@@ -49,8 +49,8 @@ MAX_SAMPLES = 64
 EXPIRY_S, EXPIRY_BATCHES = 10.0, 8
 # factor: if a batch is this many times slower or faster than its size explains, the device may have changed
 CHANGED = 2.0
-# number of samples in a row (for each batch that runs at the same time) beyond CHANGED after which the device counts as
-# slower or faster, and older samples are discarded
+# if this number of consecutive samples, times the number of batches that run at the same time, are beyond CHANGED, the
+# device counts as slower or faster, and older samples are discarded
 CHANGED_SAMPLES = 2
 # factor: a sample this many times longer than every other sample is a stall, and is not used for predictions
 OUTLIER = 4.0
@@ -269,7 +269,7 @@ class Throughput:
         return samples
 
     def batch(self, now_s: float) -> MeasuredBatch | None:
-        """Return the mean of the last measured batches; None if there are none. It is valid for LOOK_S seconds."""
+        """Return the mean of the last batches; None if none was measured lately. It is reused for LOOK_S seconds."""
         if now_s - self._known_s > LOOK_S:
             self._known, self._known_s = self._batch(now_s), now_s
         return self._known
@@ -471,7 +471,7 @@ class Entered:
 
 class ModelQueue:
     """Queue of one model at one priority. Its hosts, the workers that have the model loaded, are looked up again after
-    a heartbeat, or after a second.
+    a heartbeat, or after a second. `residency`: name of the copy of the weights (a model, or one of its profiles).
     """
 
     def __init__(self, lane: Lane, priority: Priority, residency: str, window: KeyWindow) -> None:
@@ -690,8 +690,8 @@ class ModelQueue:
         return in_queue + (ahead - queued) / share, share
 
     def _at_workers(self, batch: MeasuredBatch, share: float) -> float:
-        """Return this gateway's tokens that may be in running batches: one measured batch for each batch that runs at a
-        time; more while batches grow.
+        """Return this gateway's tokens that may be in running batches: one measured batch for each batch that runs now;
+        more while batches grow.
         """
         usual = batch.tokens * self._lanes
         if batch.is_full:
@@ -764,7 +764,7 @@ class ModelQueue:
         at_workers = self._at_workers(batch, self.everywhere(now_s, 0.0)[1])
         inside = 0.0
         late_candidates: list[tuple[Entered, float]] = []
-        # requests that are in a running batch only if it is larger than the earlier batches; tokens up to their end
+        # requests that are in a running batch only if it is larger than earlier ones, with the tokens up to their end
         growing: list[tuple[Entered, float]] = []
         waiting: dict[str, list[Entered]] = {}
         for entered in self.entered.values():

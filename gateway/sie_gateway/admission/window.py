@@ -115,7 +115,7 @@ class Shares:
         return len(self._seen_s) > 1
 
     def fits(self, key: str, cost: int, limit: float) -> bool:
-        """Return True if a key may put a chunk into the queue: within `limit`, or if it has no chunk there."""
+        """Return True if a key may put a chunk into the queue: it stays within `limit` tokens, or has none there."""
         held = self.tokens.get(key, 0)
         return not held or held + cost <= limit
 
@@ -178,10 +178,10 @@ class _KeyFlow:
 
 
 class KeyWindow:
-    """Work of one model and priority of a lane. `shares`: work of each key there, for all models."""
+    """Work of one model and priority of a lane. `shares`: queued tokens of each key, for all models of the lane."""
 
     def __init__(self, shares: Shares, quantum: int) -> None:
-        """`quantum`: cost that a key may put into the queue before the next key may, about that of one chunk."""
+        """`quantum`: cost that a key may put into the queue in one turn, about the cost of a chunk."""
         self.shares = shares
         self.cost = 0  # cost of the work in the queue
         self.tokens = 0

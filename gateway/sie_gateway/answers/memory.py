@@ -23,7 +23,7 @@ ENTRY_BYTES = 320  # bytes of memory that an answer takes in addition to its val
 SPACE_BYTES = 400  # bytes of memory that a space takes
 STEP = 10_000  # answers after which the event loop may run other tasks
 PROTECTED_SHARE = 0.8
-MAX_PEERS = 1024  # gateways that have announced erasures; an erasure of a gateway that is not among them erases all
+MAX_PEERS = 1024  # gateways whose erasures are counted; if a count was dropped, its gateway's announcement erases all
 LARGEST_SHARE = 8  # an answer is cached if it takes at most this part of the memory: 1 / LARGEST_SHARE
 
 
@@ -94,7 +94,7 @@ class AnswerMemory:
         self._demote()
 
     def _demote(self) -> None:
-        """Move protected answers to the first segment, so that it has its share of the memory beside the spaces."""
+        """Move protected answers to the first segment until the rest fits PROTECTED_SHARE of the memory for answers."""
         room_bytes = self.max_bytes - SPACE_BYTES * len(self._spaces)
         while self._protected_bytes > PROTECTED_SHARE * max(0, room_bytes):
             oldest, answer = self._protected.popitem(last=False)
@@ -121,9 +121,7 @@ class AnswerMemory:
             self.evictions += 1
 
     async def erase(self, erasure: AnswerErasure) -> int:
-        """Remove the answers that fit. Answers of requests that run now are not cached any more. Return how many were
-        removed.
-        """
+        """Remove the selected answers and return their number. Answers to requests that run now will not be cached."""
         self.erasures += 1
         count = 0
         for number, key in enumerate([*self._first, *self._protected]):
@@ -166,7 +164,7 @@ class PeerErasures:
         self._counts: OrderedDict[str, int] = OrderedDict()
 
     def due(self, beat: GatewayBeat) -> AnswerErasure | None:
-        """Return what to erase after an announcement; None if there is no erasure that was not done before."""
+        """Return what to erase after an announcement of another gateway; None if it announces no new erasure."""
         before = self._counts.get(beat.gateway, 0)
         if beat.erasures <= before:
             return None

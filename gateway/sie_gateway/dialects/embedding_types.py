@@ -36,8 +36,8 @@ def requested(body: fields.Body, *names: str) -> tuple[str, bool]:
 
 
 def converted(vectors: Sequence[Array], kind: str) -> tuple[list[Any], dict[str, list[float]]]:
-    """Convert vectors to the type `kind`; those of `float` and `base64` (little-endian float32) are views. Also return,
-    by name, the scale and the offset of each vector, if the type has them.
+    """Convert vectors to the type `kind`. For `float` and `base64` (little-endian float32), they are not copied. Also
+    return, by name, the scale and the offset of each vector, if the type has them.
     """
     if kind == "float":
         return list(vectors), {}

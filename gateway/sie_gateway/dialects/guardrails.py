@@ -1,7 +1,7 @@
 """`POST /v1/extract` in the format of the GLiNER server that NeMo Guardrails asks: entities of one text.
 
-Its client masks each entity by its place and checks no two for an overlap. A nested pair would make it replace the
-wrong characters, so entities that overlap are joined as in a redaction.
+Its client masks each entity at its offsets, and does not check for overlaps. With a nested pair, it would replace the
+wrong characters. So entities that overlap are joined, as in a redaction.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sie_gateway.inference.results import RequestResult
 
 
 def joined(texts: Sequence[str], path: str) -> RequestItem:
-    """Return a document with a chunk for each text, none of which is empty. If no white space separates two texts, a
+    """Return a document with a chunk for each text. No text may be empty. If no white space separates two texts, a
     space is inserted. Raises InvalidInput for a document beyond the limits of chunks.
     """
     if len(texts) > MAX_CHUNKS:

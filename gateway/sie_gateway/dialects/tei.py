@@ -1,7 +1,7 @@
-"""Routes of Text Embeddings Inference (TEI). They use the default models, or below /tei/{model} any model.
+"""Routes of Text Embeddings Inference (TEI). They use the default models; those below /tei/{model}, the named one.
 
-Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI. Only in
-this format the field `error` is a string.
+Bodies of replies are plain lists, so the timing is in headers. Errors have the types and the statuses of TEI, and their
+field `error` is a string.
 """
 
 from __future__ import annotations

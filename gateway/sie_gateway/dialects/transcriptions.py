@@ -160,7 +160,7 @@ def _add(transcript: Transcript, outcome: Ok, from_s: float) -> float:
     whole_s = from_s + MAX_SECONDS - AGAIN_S
     cut = [segment for segment in segments if segment.end > whole_s]
     transcript.add([segment for segment in segments if segment.end <= whole_s], "" if cut else text)
-    # begins at least AGAIN_S after this part, so that a segment that fills the whole part cannot cause an endless loop
+    # the next part begins at least AGAIN_S after this one began: a segment as long as a part causes no endless loop
     return max(from_s + AGAIN_S, min([whole_s, *(segment.start for segment in cut)]))
 
 

@@ -1,4 +1,4 @@
-"""Capabilities that routes require of a model: for the endpoint name of each route, a function that checks an entry."""
+"""Capabilities that routes require of a model: by endpoint name, a function that checks a model's catalogue entry."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Lag:
                 answered.add(first.subject)
                 lane = lane_of(first.subject)
                 of_model = model, lane.pool, lane.machine_profile, lane.bundle, first.subject.split(".")[5]
-                # the subject of its own consumer and that of a shared consumer may both have work: add the counts
+                # a model may have messages on two subjects, its own consumer's and a shared consumer's: add the counts
                 before = models.get(of_model, ModelBacklog(0))
                 models[of_model] = ModelBacklog(
                     before.count + counts.get(first.subject, 1), max(before.oldest_s, oldest_s)

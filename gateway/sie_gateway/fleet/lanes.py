@@ -102,7 +102,7 @@ class _LaneWorkers:
 class Fleet:
     """Last heartbeat of each worker. A worker without a heartbeat for SIE_HEARTBEAT_TIMEOUT_MS is not healthy; after
     ten times this time, it is removed. Workers are indexed by lane and by model, so that a look-up costs the same with
-    one worker and with a thousand.
+    one worker and with a thousand. `residency`: name of a copy of weights, of a model or of one of its profiles.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Fleet:
         return [(self._seen[name][1], name in self._healthy) for name in sorted(self._seen)]
 
     def is_starting(self, worker: str) -> bool:
-        """Return whether a worker is not ready yet but sends its heartbeats in time."""
+        """Return whether a worker is not ready yet, is not leaving, and sends its heartbeats in time."""
         return self.is_heard(worker) and not (self._seen[worker][1].ready or self._seen[worker][1].leaving)
 
     def is_heard(self, worker: str) -> bool:
@@ -229,8 +229,8 @@ class Fleet:
         return worker in self._seen and self._clock() - self._seen[worker][0] < self._timeout_s
 
     def is_lane_alive(self, lane: Lane) -> bool:
-        """Return whether a worker of this lane may still have work: its last heartbeat, ready or not, is less
-        than LOST_S seconds overdue. After a loss of the connection to the broker, heartbeats are awaited as long.
+        """Return whether a worker of this lane may still have work: its next heartbeat, ready or not, is less than
+        LOST_S seconds overdue. After a loss of the connection to the broker, the result is True for the same time.
         """
         now_s = self._clock()
         since_s = now_s - self._timeout_s - LOST_S

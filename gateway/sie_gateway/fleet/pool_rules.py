@@ -42,7 +42,7 @@ def created(record: Reservations, spec: ReservationSpec, grant: Grant, now_s: fl
     this spec.
 
     Raises PoolConflict for a reservation of another key, QueueUnavailable while an earlier reservation of this name is
-    being removed, PoolOperationForbidden over a limit.
+    being removed, PoolOperationForbidden above the limit of reservations, of all keys or of this key.
     """
     name = spec.name
     present = record.pools.get(name)

@@ -284,8 +284,8 @@ class PoolDirectory:
         )
 
     def visible(self, grant: Grant) -> Callable[[str], bool]:
-        """Return a function that checks whether a credential may read the name of a pool: of the installation's pools,
-        and of its own reservations.
+        """Return a function that checks whether a credential may read the name of a pool. Without the scope admin, it
+        may read only names of the installation's pools and of its own reservations.
         """
         if not grant.key or "admin" in grant.scopes:
             return lambda name: True
@@ -337,7 +337,7 @@ class PoolDirectory:
         return {beat.own_pool or beat.pool for beat, _ in self._fleet.workers()} - self.record.reservations.pools.keys()
 
     def pools(self, grant: Grant) -> list[api.Pool]:
-        """Return the Pool objects that a credential may see: pools, then its reservations, each in order of names."""
+        """Return the Pool objects that a credential may see: those without a lease, then its reservations, by name."""
         live = self.record.live()
         own = (self.record.own | self._physical()) - live.keys()
         reserved = sorted(name for name, reservation in live.items() if grant.owns(reservation.owner))

@@ -6,10 +6,10 @@ several requests have at the same time are computed once.
                               │                   └ none in time ──┐    │
                               └ no ──► Runner computes it ◄────────┘ ───┘
 
-The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now. It
-is checked against the entry of the request, so a change of the entry, the precision or a LoRA changes the key. If
-workers of the lane report several fingerprints, or none, the request is not cached. If a computed answer has another
-fingerprint than the cached answers of the same request, all inputs of the request are computed.
+The key of an answer has the fingerprint that the workers of the lane (pool, machine profile and bundle) report now, so
+a change of the entry, the precision or a LoRA changes the key. If they report several fingerprints, none, or that of
+another entry than the request's, the request is not cached. If a computed answer has another fingerprint than the
+cached answers of the same request, all inputs of the request are computed.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class _CachedRun:
             raise not_cached(len(missing))
         hits, computed, is_uniform = len(items) - len(missing), 0, True
         try:
-            # further inputs are computed only if their answers can stand beside those that were computed before
+            # further inputs are computed only while all answers have the same fingerprint
             while missing and is_uniform:
                 own, joined = self._divide(missing, keys)
                 if own and computed:
@@ -226,7 +226,7 @@ class _CachedRun:
                 computed += len(own)
                 if is_uniform:
                     failed = await self._joined(finished, joined, positions)
-                    # another request may have computed them in the meantime
+                    # another request may have computed these inputs in the meantime
                     missing = await self._find(finished, failed, positions, keys)
         finally:
             for key in self._flights:
@@ -251,7 +251,7 @@ class _CachedRun:
     async def _find(
         self, finished: RequestResult, places: Sequence[int], positions: Sequence[int], keys: Sequence[bytes]
     ) -> list[int]:
-        """Add the cached answers to the result. Return the places of the other inputs."""
+        """Add the cached answers of the inputs with the indices `places`. Return the indices without an answer."""
         missing = []
         for number, place in enumerate(places):
             value = self._runs.memory.find(keys[place])
@@ -264,8 +264,8 @@ class _CachedRun:
         return missing
 
     def _divide(self, missing: Sequence[int], keys: Sequence[bytes]) -> tuple[list[int], list[tuple[int, Flight]]]:
-        """Return the inputs that this request computes, and the inputs with their flights for whose answers it waits.
-        An input that occurs twice in the request waits for itself.
+        """Return the inputs that this request computes, and those whose answers it awaits, with their flights. If an
+        input occurs twice in the request, the second occurrence waits for the first.
         """
         own, joined = [], []
         for place in missing:

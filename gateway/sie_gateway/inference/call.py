@@ -183,7 +183,7 @@ class InferRequest:
     request.
 
     `run`: options that replace `parameters`, for operations without parameters of a model (tokenize, decode). `side`:
-    whether texts are queries or documents if no parameter says it. It is none for routes of other servers, which then
+    whether texts are queries or documents if no parameter says it. It is empty for routes of other servers, which then
     return the same values as the model's own library.
     """
 

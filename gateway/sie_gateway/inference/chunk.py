@@ -46,8 +46,8 @@ MAX_PIXELS = 400_000_000  # largest number of pixels in all images of a request
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows that the model runs for
-    them. `squares`: sum of the squared tokens of each row.
+    """Inputs from `start` to before `stop` of a request. `cost`: estimated tokens in all rows (sequences) that the
+    model runs for them. `squares`: sum of the squared token counts of the rows.
     """
 
     start: int
@@ -81,8 +81,8 @@ _NO_PARTS: Mapping[int, TextParts] = MappingProxyType({})
 
 
 class ChunkLimits(NamedTuple):
-    """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results. `any_size`: the
-    payload store stores an input above `payload_bytes`.
+    """Limits of one chunk: estimated tokens, bytes of its inputs in the message, bytes of its results. `any_size`: true
+    if the payload store takes an input above `payload_bytes`.
     """
 
     cost: int
@@ -181,8 +181,8 @@ def _chunked_parts(items: Sequence[RequestItem], max_tokens: int) -> dict[int, T
 
 
 def _files(items: Sequence[RequestItem], query: RequestItem | None) -> list[ItemFiles]:
-    """Return the files of each input; empty if there are none. The files of the query count for each input, because the
-    model reads them with each input.
+    """Return the files of each input; empty if neither inputs nor query have files. The query's files count for each
+    input, because the model reads them with each input.
     """
     shared = len(query.files) if query else 0
     if not shared and not any(item.files for item in items):

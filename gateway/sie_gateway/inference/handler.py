@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 WATCH_AFTER_S = 1.0
 MAX_ATTEMPTS = 4  # largest number of restarts of a request because the entry of its model has changed
-RENEWED_WITHIN_S = 1.0  # seconds to wait until the gateway's catalogue has the new entry that a worker has already
+RENEWED_WITHIN_S = 1.0  # longest wait in seconds for an entry that a worker has and this catalogue lacks
 _HUB_ID = re.compile(r"[a-zA-Z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NO_PARAMETERS = frozenset({"items", "inputs", "input", "query", "model"})
 
@@ -86,7 +86,7 @@ class Inference:
         self._urls = urls
         self._default_models = dict(settings.default_models or ())
         self._plain: dict[tuple[str, Operation, str, Side], tuple[ModelEntry, RequestOptions]] = {}
-        self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room; None: none
+        self.remotes: Remotes | None = None  # remote servers that answer when this cluster has no room
         self.shadows = Shadows(lambda: feed.catalogue, fleet, admission, metrics, self.run)
         self.away: Attachments[EncodedReply] = Attachments()
         self.watch_after_s = WATCH_AFTER_S

@@ -63,7 +63,7 @@ class Caller(Protocol):
 
 
 class Attachments(Generic[A]):
-    """Runs of a gateway whose clients have disconnected. A run that does not fit is cancelled at the disconnect."""
+    """Runs whose clients have disconnected. Above MAX_AWAY or MAX_AWAY_BYTES, a run is cancelled at the disconnect."""
 
     def __init__(self, *, window_s: float = REATTACH_WINDOW_S) -> None:
         self.window_s = window_s

@@ -105,8 +105,8 @@ class RequestResult:
     def add_results(
         self, indices: list[int], chunks: list[Chunk], results: list[WorkResult], waits_ms: list[float]
     ) -> None:
-        """Store the result of each chunk at the positions of its inputs. Chunks of a further call get further numbers.
-        Raises InvalidOutcomeCount.
+        """Store the result of each chunk at the positions of its inputs. The chunks of a second call continue the
+        numbers. Raises InvalidOutcomeCount.
         """
         before = len(self._waits_ms)
         if before:
@@ -312,7 +312,7 @@ def tokens_of(result: WorkResult) -> int:
 
 
 def device_seconds(results: Sequence[WorkResult]) -> float:
-    """Return the seconds of device time of chunks: for each batch that a chunk ran in, its share by tokens."""
+    """Return the device seconds of chunks: a chunk has the same share of its batch's time as of the batch's tokens."""
     total_ms = 0.0
     for result in results:
         tokens = tokens_of(result)

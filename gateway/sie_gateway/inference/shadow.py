@@ -120,7 +120,7 @@ class Shadows:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def after(self, call: Call, finished: RequestResult) -> None:
-        """Count an answered request of an alias, and copy it if the configured share is not reached."""
+        """Count an answered request of an alias, and copy it if fewer than the configured share were copied."""
         if call.infer_request is None or call.infer_request.run is not None or call.grant.key == KEY:
             return
         try:

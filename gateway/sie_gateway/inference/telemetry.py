@@ -1,7 +1,7 @@
 """Spans of one request. The module is used only if this gateway or the client traces. Spans contain no data from a body
 or a credential.
 
-A trace has a span of the request, the time to publish it, and the time of each of its chunks in the queue. The worker
+A trace has a span for the request, one for its publishing, and one for the time of each chunk in the queue. The worker
 reports its own stages as child spans of the request's span.
 """
 
@@ -36,7 +36,7 @@ def begin_trace(tracer: Tracer | None, call: Call, method: str) -> None:
 def trace_chunks(
     span: Span, published_s: float, publish_ms: float, results: Sequence[WorkResult], waits_ms: Sequence[float]
 ) -> None:
-    """Add the spans of chunks. They were published at `published_s` (perf_counter); the first chunks were stored
+    """Add the spans of chunks that were published at `published_s` (perf_counter). The first chunks were stored
     `publish_ms` later, and each result arrived `waits_ms` after `published_s`.
     """
     if not span.is_recording:

@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class ItemsRefused(Exception):
-    """Raised if one of these items, or all of them together, can never be answered; other items may be."""
+    """Raised if an item of a request, or all its items together, can never be answered. Other items may be."""
 
     def __init__(self, error: SIEError) -> None:
         super().__init__(error.message)
@@ -191,8 +191,8 @@ class JobClient:
         self._on_trouble = on_trouble
 
     def sibling(self, without: str) -> JobClient:
-        """Return a client for another model of the same job, whose requests lack the header `without`. Both share the
-        limit on the rate of the job.
+        """Return a client for another model of the same job, whose requests lack the header `without`. Both clients
+        share the limit on the rate of the job.
         """
         client = copy.copy(self)
         client.room = Room()

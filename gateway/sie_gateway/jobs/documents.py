@@ -34,7 +34,7 @@ class DocumentReply(msgspec.Struct):
 
 class DocumentTexts:
     """Parser of the documents of one job. `spec`: the name of the model that parses, with its profile. `fingerprint`:
-    that of the parser in all earlier answers of the job; empty if there are none.
+    fingerprint of the parser in the job's earlier answers; empty before the first.
     """
 
     def __init__(self, client: JobClient, spec: str, fingerprint: str) -> None:
@@ -90,7 +90,7 @@ def _read(rows: list[InputRow]) -> dict[int, ModelInput]:
 
 
 def _checked(answer: RowAnswer) -> RowAnswer:
-    """Return the answer with no more than a job reads, or an error if its text is too long for chunks, or empty."""
+    """Return the fields of an answer that a job reads, or an error if its text is empty, or too long for chunks."""
     if answer.error is not None:
         return answer
     try:

@@ -324,7 +324,7 @@ class _Read:
         self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first bytes. Raises InvalidInput if there are none."""
+        """Wait for the first bytes. Raises InvalidInput if the file is empty."""
         while not self._first:
             try:
                 self._first = await anext(self._data)

@@ -59,7 +59,7 @@ class JobLedger:
 
     async def create(self, job: JobRecord) -> JobRecord:
         """Store a new job, or return the job that has its id already. Raises RateLimited above a limit, BrokerError."""
-        # otherwise a job with this id exists or is being stored, and is already counted against the limits
+        # an id in `_usage` belongs to a job that exists or is being stored: it is counted against the limits already
         if job.id not in self._usage:
             size = len(records.encode(job))
             self._usage.check(job.owner, RecordUse(1, size))

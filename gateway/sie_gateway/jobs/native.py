@@ -118,7 +118,7 @@ class NativeJob:
         self._unwritten: dict[int, AnsweredShard] = {}
         model, _, parser = job.fingerprint.partition(PARSED_BY)
         self._values = RowValues(client, job.model, job.request.operation, job.request.params, model)
-        # another model has machines of its own, so the job's machine profile is not that of the parser
+        # the parser may run on other machines, so the job's machine profile does not apply to it
         self._documents = (
             DocumentTexts(client.sibling(without="x-sie-machine-profile"), job.parser, parser) if job.parser else None
         )
@@ -205,7 +205,7 @@ class NativeJob:
         return msgspec.structs.replace(record, source=_named(span))
 
     def _fingerprint(self) -> str:
-        """Return the fingerprint of the answers; that of a job with documents has the fingerprint of the parser too."""
+        """Return the fingerprint of the answers. If the job has documents, the parser's fingerprint is appended."""
         model = self._values.fingerprint
         return f"{model}{PARSED_BY}{self._documents.fingerprint}" if model and self._documents else model
 
@@ -261,8 +261,8 @@ class NativeJob:
         return answers, len(once.places) - self._computed.pop(number, len(once.inputs))
 
     def _inputs(self, rows: Sequence[InputRow]) -> tuple[list[RowAnswer], dict[int, ModelInput]]:
-        """Return the answers, which have only the errors of faulty rows yet, and the inputs of the other rows by the
-        position of the row.
+        """Return an answer for each row, which is empty or the error of a faulty row, and the inputs of the other rows,
+        by the position of the row.
         """
         answers: list[RowAnswer] = []
         inputs: dict[int, ModelInput] = {}
@@ -304,7 +304,7 @@ class NativeJob:
         return [every[place] for place in range(len(once.inputs))]
 
     async def _keep(self, cache: StoredAnswers, number: int, good: dict[bytes, RowAnswer]) -> None:
-        """Write answers to the cache for later jobs. A failure of the store is only logged: later jobs compute them."""
+        """Write answers to the cache for later jobs. A failure is only logged: later jobs compute the answers."""
         try:
             self._kept_bytes += await cache.keep(f"{self._job.id}-{number:06}", good)
         except StoreError as error:
@@ -423,7 +423,7 @@ def manifest(job: JobRecord, state: str, shards: dict[int, ShardRecord], unread:
 
 
 def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRows | None:
-    """Return the rows for the database, those with a vector; None if there are none."""
+    """Return the rows for the database, which are those without an error; None if every row has an error."""
     lines = [line for line in lines_of(rows, answers) if line.answer.error is None]
     if not lines:
         return None
@@ -441,7 +441,7 @@ def _for_sink(rows: Sequence[InputRow], answers: Sequence[RowAnswer]) -> SinkRow
 
 
 def _widths(rows: SinkRows, outputs: Mapping[str, int]) -> Widths:
-    """Return the widths of the vectors of rows. `outputs`: those of the model; sparse vectors do not show theirs."""
+    """Return the widths of the vectors of rows. `outputs`: the model's widths, read for sparse vectors only."""
     widths: dict[Output, int] = {}
     if rows.vectors.shape[1]:
         widths["dense"] = rows.vectors.shape[1]

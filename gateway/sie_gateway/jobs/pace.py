@@ -26,7 +26,7 @@ class JobPace:
     """Meter of a job's rows a second over the last minutes, and of their variation."""
 
     def __init__(self) -> None:
-        # pairs: time, and number of rows done at that time
+        # pairs: time in seconds, and number of rows done at that time
         self._steps: deque[tuple[float, int]] = deque(maxlen=STEPS + 1)
 
     def note(self, now_s: float, done: int) -> None:

@@ -42,7 +42,7 @@ FLUSH_S = 1.0  # seconds between two writes of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # seconds before the first retry; longest pause between retries
 MAX_LOST = 3
 LEADERS_LOST = "LEADERS_LOST"
-# a cancelled or expired job retries its output for at most these seconds, because its owner waits for its end
+# longest time in seconds for which a job that is not completed retries its output: its owner waits for its end
 LAST_TRIES_S = 60.0
 OUTSIDE_WINDOW = "OUTSIDE_WINDOW"
 # final state of a job, by the reason for which its work was stopped
@@ -61,7 +61,7 @@ class ShardBroken(Exception):
 
 
 class Deadly(Exception):
-    """Raised if MAX_LOST leaders in a row have ended during the same work of a job."""
+    """Raised if MAX_LOST leaders in a row have ended during the same step of a job."""
 
     def __init__(self, subject: str) -> None:
         message = (
@@ -279,7 +279,7 @@ class JobRun:
 
     @property
     def _is_late(self) -> bool:
-        """Return whether the job expired before all inputs were answered. In the state finalizing, all are answered."""
+        """Return whether the job has expired. A job in the state finalizing does not expire any more."""
         return expires_s(self._job) <= self._now_s() and self._job.state != "finalizing"
 
     @property
@@ -356,7 +356,7 @@ class JobRun:
                 if self._job.wanted in ("pause", "cancel"):
                     return self._job.wanted
                 left_s = expires_s(self._job) - self._now_s()
-                if left_s <= 0 and self._job.state != "finalizing":  # all inputs of a finalizing job were answered
+                if left_s <= 0 and self._job.state != "finalizing":  # a finalizing job does not expire
                     return "expired"
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())

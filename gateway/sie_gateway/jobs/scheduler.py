@@ -22,7 +22,7 @@ from sie_runtime.process import Stop, Trouble
 EVERY_S = 1.0
 LEASE_S = 6.0
 RENEW_S = 1.5
-# a job is stopped if its lease was not renewed for these seconds, because the lease expires soon
+# seconds without a renewal of its lease after which a job is stopped, before the lease expires
 FENCE_S = 0.75 * LEASE_S
 LOOKS = 8  # largest number of leases that are requested in one round
 _logger = logging.getLogger("sie.gateway.jobs")

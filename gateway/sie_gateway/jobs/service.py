@@ -90,7 +90,7 @@ class JobService:
         return request == previous
 
     def page(self, call: Call, limit: int, after: str, state: str = "") -> api.JobPage:
-        """Return at most `limit` jobs of the caller after the job `after`, newest first. Raises NotFound."""
+        """Return up to `limit` of the caller's jobs (in `state`) after `after`, newest first. Raises NotFound."""
         jobs, more = self._page(call, limit, after, lambda job: job.request is not None and state in ("", job.state))
         return api.JobPage(data=[self.as_info(job) for job in jobs], next=jobs[-1].id if more else None)
 

@@ -106,7 +106,7 @@ class RowValues:
         params: Mapping[str, Any],
         fingerprint: str,
     ) -> None:
-        """`fingerprint`: fingerprint of the model in all earlier answers of the job; empty if there are none."""
+        """`fingerprint`: fingerprint of the model in all earlier answers of the job; empty before the first."""
         self._client = client
         self._spec = spec
         self._operation: Operation = operation

@@ -150,7 +150,7 @@ def of_loads(errors: Iterable[tuple[str, Mapping[str, ErrorInfo]]]) -> list[Clus
 
 
 def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
-    """List the workers whose wall clock differs from the broker's clock. `ahead_s`: seconds by worker."""
+    """List the workers whose clock differs by more than CLOCK_S from the broker's. `ahead_s`: seconds by worker."""
     return [
         ClusterFinding(
             check="clock",
@@ -164,7 +164,7 @@ def of_clocks(ahead_s: Mapping[str, float]) -> list[ClusterFinding]:
 
 
 def of_refusals(requests: int, errors: Mapping[str, int], *, has_loads: bool = False) -> list[ClusterFinding]:
-    """List each error code with which more than REFUSED_SHARE of the `requests` were refused. `errors`: refused
+    """List each code of _REFUSALS with which more than REFUSED_SHARE of the `requests` were refused. `errors`: refused
     requests by code. `has_loads`: true if `of_loads` is also called, which lists the failed loads, so that
     MODEL_LOAD_FAILED is left out here.
     """
@@ -196,7 +196,7 @@ class QueueTrend:
 
     def grown(self, lane: tuple[str, str, str]) -> tuple[int, int] | None:
         """Return the first and the last queue length of a lane (pool, machine profile and bundle) if it grew more than
-        GROWTH-fold without shrinking; else None.
+        GROWTH-fold without shrinking, to more than GROWN_MESSAGES; else None.
         """
         if len(self._samples) < (self._samples.maxlen or 0):
             return None

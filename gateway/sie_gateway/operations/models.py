@@ -239,8 +239,8 @@ def listed_names(catalogue: Catalogue, words: Sequence[str], *, variants: bool) 
 
 
 def alias_info(info: dict[str, Any], alias: Alias, figures: Measured) -> dict[str, Any]:
-    """Return an alias as ModelInfo. `info`: that of the target with the largest weight (share of requests). The list of
-    targets and the shadow model are added.
+    """Return an alias as ModelInfo. `info`: ModelInfo of the target with the largest weight (share of requests).
+    The list of targets and the shadow model are added.
     """
     fields: dict[str, Any] = {"targets": [{"model": target.model, "weight": target.weight} for target in alias.alias]}
     if alias.shadow is not None:

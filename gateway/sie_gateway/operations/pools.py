@@ -1,4 +1,4 @@
-"""Handlers of `/v1/pools`. They check the bodies of requests, then call `Pools`."""
+"""Handlers of `/v1/pools`. They check the bodies of requests, then call `PoolDirectory`."""
 
 from __future__ import annotations
 

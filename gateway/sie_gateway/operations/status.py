@@ -55,7 +55,7 @@ from sie_runtime.process import Stop
 EVERY_S = 1.0
 # largest number of workers checked in a round (a check takes 0.1 ms); the next round continues with the next workers
 MAX_ASKED = 16
-# workers that an open page shows are checked until these seconds after the page's last request
+# seconds after the last request of an open page during which the workers that it shows are checked
 LOOKED_S = 5.0
 # seconds to wait for the broker's report that nobody subscribes; a connected worker does not reply, so this whole time
 # passes

@@ -114,7 +114,7 @@ def _checked(expression: str, check: Check) -> Finder:
 
 
 def _phone_numbers(text: str, region: str) -> Iterator[Range]:
-    """Yield valid phone numbers: those with a country code, and those of the region as they are dialled there."""
+    """Yield the ranges of valid phone numbers: with a country code, or as they are dialled in the region."""
     matches = phonenumbers.PhoneNumberMatcher(
         text, region or None, leniency=phonenumbers.Leniency.VALID, max_tries=len(text) + 1
     )
@@ -132,7 +132,7 @@ KINDS: Mapping[str, tuple[Finder, ...]] = MappingProxyType(
         "phone_number": (_phone_numbers,),
     }
 )
-# names of these kinds as models and people write them, in lower case and with spaces
+# names of the kinds in KINDS as models and people write them, in lower case and with spaces
 _NAMES: Mapping[str, str] = {
     name: kind
     for kind, names in {

@@ -16,7 +16,7 @@ Stored = RemoteReference | RemoteUsage
 
 
 class BudgetUsed(Exception):
-    """The tokens of this month are used up."""
+    """Raised if the tokens of this month are used up."""
 
 
 class MonthlyBudget:

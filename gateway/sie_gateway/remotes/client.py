@@ -18,7 +18,7 @@ from sie_contracts.url_names import quoted
 from sie_gateway.remotes.configuration import RemoteServer
 
 MAX_TEXTS = 32  # largest number of texts of one call: the default limit of TEI
-# largest number of bytes of an answer: for each number, and besides
+# largest number of bytes of an answer: VALUE_BYTES for each number of its vectors, and ENVELOPE_BYTES
 VALUE_BYTES, ENVELOPE_BYTES = 32, 64 << 10
 _UNFIT = frozenset({400, 413, 422})  # statuses that a request causes, not a fault of the server
 
@@ -27,8 +27,8 @@ Vectors = NDArray[np.float32]
 
 
 class RemoteAnswer(NamedTuple):
-    """Vectors, and what the server reports beside them: the number of tokens or None, and its models: the fingerprint
-    of SIE, the name in OpenAI's shape, empty for TEI. Replicas behind one address may report several.
+    """Vectors of a remote server. `tokens`: number that it reports, if any. `models`: names that it reports: for SIE
+    the fingerprint, for TEI an empty name. Replicas behind one address may report several.
     """
 
     vectors: Vectors
@@ -37,7 +37,7 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteFailed(Exception):
-    """A remote server gave no usable answer. `is_fault`: false if the request or its deadline was the cause."""
+    """Raised if a remote server gave no usable answer. `is_fault`: false if request or deadline were the cause."""
 
     def __init__(self, message: str, *, is_fault: bool = True) -> None:
         super().__init__(message)
@@ -167,7 +167,7 @@ class RemoteClient:
             vectors = np.array(rows, np.float64).astype(np.float32)
         if not np.isfinite(vectors).all():
             raise RemoteFailed("its vectors have numbers that are not finite")
-        # each text has a token at least: a smaller report is none, so that no server makes its texts free
+        # each text has at least one token: a smaller number is ignored, so that no server makes its texts free
         tokens = used if used is not None and used >= count else None
         return RemoteAnswer(vectors, tokens, frozenset({(model or "")[:MAX_NAME]}))
 

@@ -4,8 +4,8 @@
                                    ├──► Reference ── compared with the vectors of the remote server ──► Proof
     vectors of a worker, stored  ──┘                                                        └ too far: Deviates
 
-Both cosine and relative difference are bounded: a cosine alone does not see a vector of another length, and among short
-vectors it hardly sees small errors.
+Both cosine and relative difference are bounded: a cosine does not change with the length of a vector, and changes
+little with small errors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ParityBound(NamedTuple):
     difference: float
 
 
-# the difference of 16 and 8 bits is that of unit vectors with this cosine; in float32 servers agree far better
+# the difference for 16 and 8 bits is the distance of unit vectors with this cosine; in float32 servers agree far better
 BOUNDS: Mapping[str, ParityBound] = {
     "float32": ParityBound(COSINE_32, 5e-4),
     "float16": ParityBound(COSINE_16, 0.045),
@@ -80,7 +80,7 @@ class Prompt(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Worst agreement of a probe: `probe` is the number of the text, from 0."""
+    """Agreement of a vector with its reference vector. `probe`: number of the text, from 0."""
 
     cosine: float
     difference: float
@@ -88,7 +88,7 @@ class Measured(NamedTuple):
 
 
 class Deviates(Exception):
-    """The vectors of a remote server differ from the reference vectors."""
+    """Raised if the vectors of a remote server differ too much from the reference vectors."""
 
     def __init__(self, measured: Measured, bound: ParityBound) -> None:
         super().__init__(
@@ -113,8 +113,8 @@ class Reference:
 @dataclass(frozen=True)
 class Proof:
     """A passed comparison. It holds for this entry of the model, for requests with these prompts. `any_length`: false
-    if texts that may be truncated were not compared, or differ. `any_spaces`: false if no compared text has more white
-    space than single spaces between words. `unit_length`: all vectors have the length 1. `models`: those that the
+    if the long text, which is truncated, was not compared, or differs. `any_spaces`: false if no compared text has more
+    white space than single spaces between words. `unit_length`: all vectors have the length 1. `models`: those that the
     server reported, see `RemoteAnswer`.
     """
 
@@ -145,7 +145,7 @@ class Proof:
 
 
 def without_prompt(run: RunOptions) -> RunOptions:
-    """Return the options without those of the prompt, which differ between requests with equal vectors for a text."""
+    """Return the options without those of the prompt (prefix, suffix, side). A Proof compares only the rest."""
     return msgspec.structs.replace(run, prefix="", suffix="", is_query=False)
 
 
@@ -193,7 +193,9 @@ def prompts_of(resolved: Resolved) -> dict[Prompt, Mapping[str, Any]]:
 
 
 def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
-    """Return the golden vectors of texts without a prompt; None if the entry has none, or does not compare them."""
+    """Return the golden vectors in the entry's file for texts without a prompt. None if there are none, if the file has
+    more than MAX_GOLDEN_BYTES, or if the entry accepts unproven answers.
+    """
     path = packaged_folder() / entry.golden
     if not entry.golden or entry.load.accept_unproven or not path.is_file() or path.stat().st_size > MAX_GOLDEN_BYTES:
         return None
@@ -201,12 +203,12 @@ def golden_reference(entry: ModelEntry, run: RunOptions) -> Reference | None:
     if not cases:
         return None
     vectors = np.array([case["vector"] for case in cases], np.float32)
-    # their precision is float32, and so is the bound, whatever the workers compute in
+    # golden vectors have float32, so the bound of float32 holds, whatever the precision of the workers
     return Reference(tuple(case["text"] for case in cases), vectors, frozenset({Prompt.from_options(run)}), "float32")
 
 
 def stored_reference(stored: RemoteReference, entry: ModelEntry) -> Reference | None:
-    """Return the reference vectors that a worker computed; None if they are not those of this entry."""
+    """Return the reference vectors that a worker computed; None if their entry or their probe texts differ."""
     if stored.source != source_of(entry) or stored.precision not in BOUNDS:
         return None
     prompts = [Prompt(*prompt) for prompt in stored.prompts]

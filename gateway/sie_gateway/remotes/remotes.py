@@ -75,7 +75,7 @@ _logger = logging.getLogger("sie.gateway.remotes")
 
 
 class NoReference(Exception):
-    """There are no vectors with which a remote server can be compared."""
+    """Raised if there are no vectors with which a remote server can be compared."""
 
 
 class Remote:
@@ -115,7 +115,7 @@ class Remote:
         self.failures = self.failures + 1 if failed else 0
 
     def next_pause_s(self) -> float:
-        """Return the pause before the next probe, after one without an answer. The one after that is twice as long."""
+        """Return the pause in seconds after a probe without an answer, and double it for the next call."""
         pause_s, self.pause_s = self.pause_s, min(MAX_PAUSE_S, 2 * self.pause_s)
         return pause_s
 
@@ -216,7 +216,7 @@ class Remotes:
         remote.answered(failed=False)
         if (
             self._feed.catalogue.entries.get(entry.id) != entry
-        ):  # changed meanwhile: these are vectors of the one before
+        ):  # the entry was changed meanwhile: the vectors are those of the old entry
             return None
         # at most one token of each byte: a server cannot make a key pay for more
         most = sum(sizes) + proofs.SPECIAL_TOKENS * len(sizes)
@@ -247,7 +247,7 @@ class Remotes:
         _logger.warning("remote %s failed: %s", remote.server.name, failure)
         if remote.proof is None:
             return
-        # after an outage it may be another server
+        # after an outage, another server may answer at this address
         now_s = self._clock()
         remote.due_s = min(remote.due_s, now_s + remote.again_s(now_s))
         if remote.failures >= MAX_FAILURES:
@@ -369,7 +369,7 @@ class Remotes:
 
     async def _reference(self, resolved: Resolved) -> Reference | None:
         """Return the vectors that a worker computed for this entry. If the workers that have the model loaded now have
-        other fingerprints, they are computed again. None without stored vectors and without such a worker.
+        other fingerprints, the vectors are computed again. None without stored vectors and without such a worker.
         """
         entry = resolved.entry
         key = f"reference.{model_token(entry.id)}"
@@ -450,7 +450,7 @@ def _token(server: RemoteServer) -> Secret | None:
 
 
 def _reference_in(stored: Entry, entry: ModelEntry) -> Reference | None:
-    """Return the reference vectors of an entry of the bucket; None if they are not those of this entry of the model."""
+    """Return the reference vectors in a value of the bucket; None if they are unreadable, or of another model entry."""
     try:
         value = _decode(stored)
     except ValueError as error:
@@ -467,8 +467,8 @@ def _decode(entry: Entry) -> Stored:
 
 
 def _may_leave(call: Call, request: PlannedRequest) -> bool:
-    """Return whether a request may be sent to another server: its credential allows it, it names no place to run, it is
-    interactive, and its inputs are texts alone.
+    """Return whether a request may be sent to another server: its credential allows it, its headers select no place to
+    run, it is an interactive encode with the default profile, and its inputs are at most MAX_BYTES of plain texts.
     """
     if not call.grant.remote or any(name in call.headers for name in _PINNED):
         return False

@@ -413,7 +413,7 @@ class WorkQueue:
     ) -> None:
         """`on_lost` is called when a stream was lost with its work, `on_publish` with work items before they are
         published. `offload` stores inputs that are too large for a message. `serves(pool)`: the pool exists.
-        `is_reservation(pool)`: it belongs to a reservation. Raises SettingError.
+        `is_reservation(pool)`: it is a reservation. Raises SettingError.
         """
         self._broker = broker
         self._settings = settings
