@@ -229,7 +229,7 @@ class KeyValue(Protocol):
         """Return `created:last revision`. Equal epochs mean equal contents, even if the bucket was created again."""
 
     async def reaches(self, revision: int) -> bool:
-        """Return whether the leader has this or a later revision. The last ones may be lost (expiry, damaged file)."""
+        """Return whether the leader still stores this or a later revision, which may have expired or been damaged."""
 
     async def watch(self, handler: Callable[[Entry], Awaitable[None]], after: int = 0) -> Subscription:
         """Call `handler` once for each write after revision `after`, in order, also across reconnects. If a key was

@@ -240,7 +240,7 @@ class Record(Generic[T]):
         self.apply(entry)
 
     def apply(self, entry: Entry, on_value: Callable[[str, T | None, int], object] | None = None) -> None:
-        """Decode an entry and pass it to `on_value`, by default to the owner's callback. Log an error if that fails."""
+        """Pass a decoded entry to `on_value`, by default the owner's callback. Log an error if it cannot be decoded."""
         if not self._wants(entry.key):
             return
         try:

@@ -150,7 +150,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Export the remaining spans, for at most FLUSH_S. Spans that end after this call are dropped."""
+        """Export the remaining spans, for at most FLUSH_S + GIVE_UP_S. Spans that end after this call are dropped."""
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
@@ -191,7 +191,7 @@ _last_log = _LastLog()
 
 
 class _SpanCollector(SpanExporter):
-    """Exporter to a collector over gRPC or HTTP. It logs an unreachable collector once, the SDK at each attempt."""
+    """Exporter to a collector over gRPC or HTTP. It logs an unreachable collector once, not at each attempt."""
 
     def __init__(self, endpoint: str, protocol: str) -> None:
         self._trouble = Trouble(

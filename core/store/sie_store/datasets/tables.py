@@ -67,7 +67,7 @@ def inspect(data: bytes) -> About:
 
 
 def outcomes(data: bytes) -> list[dict[str, Any]]:
-    """Return id, tokens and error of each line; also chunk and row_tokens of chunks. Raises ValueError, OSError."""
+    """Return id, tokens and error of each line; with chunks, also chunk and row_tokens. Raises ValueError, OSError."""
     import pyarrow as pa
     from pyarrow import parquet
 
