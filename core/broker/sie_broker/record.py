@@ -39,7 +39,7 @@ from sie_contracts.wire.topology import LEASES_BUCKET
 MAX_ATTEMPTS = 16  # maximum number of attempts at one change, if other writers always change the same key first
 # longest random pause after the first attempt, and after any attempt, in seconds; it doubles each time
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.002, 0.1
-LEASE_S = 30.0  # seconds after which an unchanged lease is lost; the leader renews it every 10 s
+LEASE_S = 30.0  # seconds after which an unchanged lease is lost; its leader must renew it more often
 RELEASED_AGE_S = 60.0
 T = TypeVar("T")
 R = TypeVar("R")

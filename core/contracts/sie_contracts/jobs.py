@@ -64,7 +64,7 @@ class RowSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     the images after the name `after`.
 
     `tag`: entity tag of the object when the job was planned. If it has changed when the rows are read, they are
-    refused.
+    refused. `header`: first row of a CSV object, with the names of its columns.
     """
 
     source: str

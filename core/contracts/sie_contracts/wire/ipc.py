@@ -293,8 +293,8 @@ class LoadedModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Description(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply to Describe: state of the process and its device. `utilization_percent`: use of the device by all
-    processes; None if it cannot be measured.
+    """Reply to Describe: state of the process and its device. `lanes`: number of batches that the device runs at once.
+    `utilization_percent`: use of the device by all processes; None if it cannot be measured.
 
     `threshold_percent`: memory use above which models are unloaded. `batches`: the last batches, newest last; None
     unless the adapter was started with the option to record them. `devices`: number of devices of this worker; each has

@@ -80,19 +80,17 @@ WHERE i.indrelid = to_regclass($1) AND i.indnkeyatts = 1 AND i.indpred IS NULL A
 
 @dataclass(frozen=True)
 class _TableShape:
-    """Columns of the table. `extension`: schema of pgvector. `vector`: column of vectors; `kind`: its type (vector,
-    halfvec or sparsevec). `columns`: types by name. `comment`: that of the marker. `is_not_null`: that of `vector`.
-    """
+    """Columns of the table. `columns`: SQL types by column name."""
 
-    extension: str
-    vector: str
-    kind: str
+    extension: str  # schema of pgvector
+    vector: str  # name of the column of vectors in use
+    kind: str  # type of the vectors: vector, halfvec or sparsevec
     id_column: str
     id_type: str
     columns: dict[str, str]
     in_use: Side
-    comment: str
-    is_not_null: bool
+    comment: str  # of the marker column
+    is_not_null: bool  # whether the column `vector` is NOT NULL
     operator: str  # SQL operator that computes a distance
 
     def column(self, side: Side) -> str:

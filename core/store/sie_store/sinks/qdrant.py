@@ -196,7 +196,6 @@ class QdrantSink:
         await self._server.close()
 
     def _bodies(self, rows: SinkRows) -> Iterator[bytes]:
-        """Yield request bodies with points."""
         points = (
             {
                 # first, because `encoded` refuses an id from which no UUID can be computed

@@ -112,9 +112,9 @@ class LocalCache:
 
     def find(self, repository: str, revision: str, select: Wanted | None = None) -> Path | None:
         """Return the folder of a snapshot if it has all files of the repository that `select` accepts; without
-        `select`, all files in its manifest, or all that `common` accepts. The names of the files come from its
-        manifest, otherwise from the listing of the hub's own client. Returns None if a file is missing, or if there is
-        neither manifest nor listing. Raises ManifestError.
+        `select`, all files in its manifest, or all that `common` accepts. The manifest, or else the listing of the
+        hub's own client, names the files. Returns None if a file is missing, or if neither exists. Raises
+        ManifestError.
         """
         folder = self.place(repository, revision)
         manifest = self.manifest(repository, revision)
